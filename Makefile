@@ -1,0 +1,40 @@
+# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint types format bench golden clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test,lint]'
+	touch $(READY)
+
+demo: $(READY)  ## train a small mixture of experts and compare with eager and torch.utils.checkpoint
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/python -m pytest -n 2 tests
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(READY)  ## side by side with peers; one table a benchmark
+	$(BIN)/python benchmarks/run_all.py
+
+golden: $(READY)  ## regenerate golden/ on purpose; review the diff
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,15 @@
+"""The passes, one a file, in the order in which they run.
+
+Each is a plain function on the joint graph plus what it needs as arguments. A pass knows the graph view
+(:mod:`roundpipe_fx.joint_graph`) and plain data, never the runtime and never another pass.
+
+===============  ====================================================================================
+decisions        mask indexing becomes ``nonzero``; what asks the device a question is hoisted
+annotate         phase, bytes and modelled seconds of each node
+segments         narrow places of the forward; backward nodes go to the segment they belong to
+stages           consecutive segments become pipeline stages
+rematerialize    what is saved, what is recomputed, as explicit nodes
+rng              seeded operations that run again are replayed from their saved generator state
+streams          stream-level fork and join in the program of stage calls
+===============  ====================================================================================
+"""

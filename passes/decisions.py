@@ -1,0 +1,327 @@
+"""decisions: no question is asked twice.
+
+An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
+forward; its result is saved and it is never part of a recomputation. This pass
+
+1. rewrites indexing by a boolean or byte mask as one ``nonzero`` and integer indexing, the way the kernels themselves
+   expand it, so that the small integer result can be saved instead of the question being asked in forward, recompute
+   and backward;
+2. moves such operations out of the backward where they do not depend on incoming gradients;
+3. marks them as hoisted, with the reason.
+
+What asks is recognized by operator tags and argument types, not by names:
+
+- tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``); ``index`` carries
+  the first always and asks only when indexed by a mask;
+- copies from an accelerator to the host;
+- *decisions*: whole numbers that an operation picks out of data (``topk``, ``sort``, ``argmax``, ``multinomial``,
+  ``searchsorted``, a cast to whole numbers) and that a later forward operation uses to select or route. Pooling indices, which only the
+  pooling's own backward reads, are no decision;
+- operations with side effects, and those that the user registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_symbolic_scalar,
+    is_view,
+    node_outputs,
+    tensor_values,
+)
+
+__all__ = ["expand_masks", "hoist_decisions"]
+
+aten = torch.ops.aten
+
+_MASK_DTYPES = (torch.bool, torch.uint8)
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+def expand_masks(joint: JointGraph) -> JointGraph:
+    """Rewrite mask indexing as one ``nonzero`` per mask and integer indexing. Runs before annotate.
+
+    ``index``, ``index_put`` and ``masked_select`` (also in the backward) by the same mask share the ``nonzero``. The
+    values are those of the mask operations, bit for bit: the kernels do the same expansion inside.
+    """
+    shared: dict[fx.Node, list[fx.Node]] = {}
+    for node in list(joint.computed()):
+        if node.target is aten.index.Tensor or _is_index_put(node):
+            _expand_index(joint, node, shared)
+        elif node.target is aten.masked_select.default:
+            _expand_masked_select(joint, node, shared)
+    joint.graph.lint()
+    return joint
+
+
+def _is_index_put(node: fx.Node) -> bool:
+    return node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten._index_put_impl.default)
+
+
+def _expand_index(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
+    indices = list(node.args[1])  # type: ignore[arg-type]
+    masks = [index for index in indices if isinstance(index, fx.Node) and _is_mask(index)]
+    if not masks:
+        return
+    expanded: list[Any] = []
+    for index in indices:
+        if index in masks:
+            expanded += _coordinates(joint, index, node, shared)
+        else:
+            expanded.append(index)
+    node.update_arg(1, expanded)
+
+
+def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
+    value, mask = node.args
+    assert isinstance(value, fx.Node) and isinstance(mask, fx.Node)
+    shape = torch.broadcast_shapes(value.meta["val"].shape, mask.meta["val"].shape)
+    if any(not isinstance(size, int) for size in shape):
+        return  # hoisted as it is
+    with joint.graph.inserting_before(node):
+        value, mask = (_expanded(joint, item, list(shape), node) for item in (value, mask))
+    coordinates = _coordinates(joint, mask, node, shared)
+    with joint.graph.inserting_before(node):
+        selected = joint.graph.call_function(aten.index.Tensor, (value, coordinates))
+    _inherit(selected, node)
+    selected.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(selected)
+    joint.graph.erase_node(node)
+
+
+def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
+    if list(node.meta["val"].shape) == shape:
+        return node
+    expanded = joint.graph.call_function(aten.expand.default, (node, shape))
+    _inherit(expanded, like)
+    expanded.meta["val"] = node.meta["val"].expand(shape)
+    return expanded
+
+
+def _is_mask(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in _MASK_DTYPES
+
+
+def _coordinates(
+    joint: JointGraph, mask: fx.Node, user: fx.Node, shared: dict[fx.Node, list[fx.Node]]
+) -> list[fx.Node]:
+    """The integer index tensors that select what ``mask`` selects: the columns of its ``nonzero``."""
+    if mask in shared:
+        return shared[mask]
+    graph = joint.graph
+    value = mask.meta["val"]
+    with graph.inserting_after(mask):
+        nonzero = graph.call_function(aten.nonzero.default, (mask,))
+    _inherit(nonzero, mask if mask.op == "call_function" else user)
+    nonzero.meta["partitioner_tag"] = "is_backward" if _in_backward(mask) else "is_forward"
+    count = _count_of(value, user)
+    with value.fake_mode:
+        nonzero.meta["val"] = torch.empty((count, value.dim()), dtype=torch.int64, device=value.device)
+    if user.meta.get("unbacked_bindings"):
+        # The size was bound by the mask operation; now the nonzero, which runs first, binds it.
+        nonzero.meta["unbacked_bindings"] = _rebind(user.meta.pop("unbacked_bindings"))
+    columns = []
+    after = nonzero
+    for dim in range(value.dim()):
+        with graph.inserting_after(after):
+            after = graph.call_function(aten.select.int, (nonzero, 1, dim))
+        _inherit(after, nonzero)
+        after.meta["val"] = nonzero.meta["val"].select(1, dim)
+        columns.append(after)
+    shared[mask] = columns
+    return columns
+
+
+def _count_of(mask: torch.Tensor, user: fx.Node) -> Any:
+    """How many positions the mask selects: the symbol that the mask operation's own result carries, or a new one."""
+    if user.target in (aten.index.Tensor, aten.masked_select.default):
+        before = _position_of_selected(user)
+        return user.meta["val"].shape[before]
+    shape_env = mask.fake_mode.shape_env  # type: ignore[attr-defined]
+    with shape_env.ignore_fresh_unbacked_symbols():
+        count = shape_env.create_unbacked_symint()
+    torch._check(count >= 0)
+    torch._check(count <= mask.numel())
+    return count
+
+
+def _position_of_selected(user: fx.Node) -> int:
+    """Which dimension of an ``index`` result runs over the selected positions."""
+    if user.target is aten.masked_select.default:
+        return 0
+    indices = list(user.args[1])  # type: ignore[arg-type]
+    used = [position for position, index in enumerate(indices) if index is not None]
+    adjacent = used == list(range(used[0], used[-1] + 1))
+    return used[0] if adjacent else 0
+
+
+def _rebind(bindings: dict[Any, Any]) -> dict[Any, Any]:
+    from torch.fx.experimental.symbolic_shapes import CallMethodKey
+    from torch.utils._pytree import SequenceKey
+
+    return {symbol: (CallMethodKey("size"), SequenceKey(0)) for symbol in bindings}
+
+
+def _in_backward(node: fx.Node) -> bool:
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
+def _inherit(node: fx.Node, source: fx.Node) -> None:
+    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
+    for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag"):
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
+def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
+    """Mark what must not run twice and move it, with what it needs, from the backward to the forward. After annotate.
+
+    Args:
+        joint: an annotated graph.
+        registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
+    """
+    tangent_dependent = _tangent_dependent(joint)
+    for node in list(joint.computed()):
+        reason = _question(node, registered)
+        if reason is None:
+            continue
+        if node.meta[Mark.PHASE] is not Phase.FORWARD:
+            if node in tangent_dependent or node.is_impure():
+                continue
+            _move_to_forward(joint, node)
+        node.meta[Mark.HOISTED] = reason
+    return joint
+
+
+def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
+    target = node.target
+    if node.op == "get_attr" or target is aten.sym_size.int:
+        return None
+    if target in registered or getattr(target, "overloadpacket", None) in registered:
+        return "registered by the user"
+    if isinstance(target, torch._ops.OpOverload):
+        tags = target.tags
+        if torch.Tag.data_dependent_output in tags:
+            return "its result is read by the host"
+        if torch.Tag.dynamic_output_shape in tags and not _is_plain_index(node):
+            return "its size depends on data"
+        if _copies_to_host(node):
+            return "copied from the device to the host"
+        if _is_decision(node):
+            return "decides a route"
+        if node.is_impure(impure_random=False):
+            return "has a side effect"
+    elif node.meta.get("unbacked_bindings"):
+        return "its size depends on data"
+    return None
+
+
+def _is_plain_index(node: fx.Node) -> bool:
+    if node.target is not aten.index.Tensor:
+        return False
+    return not any(isinstance(index, fx.Node) and _is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
+
+
+def _copies_to_host(node: fx.Node) -> bool:
+    result = tensor_values(node)
+    sources = [value for source in input_nodes(node) for value in tensor_values(source)]
+    return (
+        bool(result)
+        and all(value.device.type == "cpu" for value in result)
+        and any(value.device.type not in ("cpu", "meta") and value.numel() != 0 for value in sources)
+    )
+
+
+def _is_decision(node: fx.Node) -> bool:
+    """Whether whole numbers that ``node`` makes out of data select or route in the forward."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    if is_view(node) or node.meta.get(Mark.PHASE) is not Phase.FORWARD:
+        return False
+    reads_data = any(
+        value.is_floating_point() or _selects(target) for source in input_nodes(node) for value in tensor_values(source)
+    )
+    if not reads_data:
+        return False
+    picked = [output for output in node_outputs(node) if _is_whole(output)]
+    return any(_routes(output) for output in picked)
+
+
+def _selects(target: torch._ops.OpOverload) -> bool:
+    """Whether the operator's schema names a result ``indices`` (``topk``, ``sort``, ``max`` along a dimension)."""
+    return any(result.name == "indices" for result in target._schema.returns)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    values = tensor_values(node)
+    return len(values) == 1 and values[0].dtype in _INTEGERS and values[0].dtype is not torch.bool
+
+
+def _routes(picked: fx.Node) -> bool:
+    """Whether whole numbers reach, through whole-number arithmetic, a forward operation that selects data by them."""
+    seen = {picked}
+    pending = [picked]
+    while pending:
+        for user in _forward_users(pending.pop()):
+            if user in seen:
+                continue
+            seen.add(user)
+            values = tensor_values(user)
+            if is_symbolic_scalar(user):
+                return True
+            if values and all(value.dtype in _INTEGERS for value in values):
+                pending.append(user)
+            elif _mixes(user):
+                return True
+    return False
+
+
+def _forward_users(node: fx.Node) -> Iterator[fx.Node]:
+    return (user for user in node.users if user.op != "output" and user.meta.get(Mark.PHASE) is Phase.FORWARD)
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Whether ``node`` reads both whole numbers and data: it uses the former to select among the latter."""
+    values = [value for source in input_nodes(node) for value in tensor_values(source)]
+    return any(value.dtype in _INTEGERS for value in values) and any(
+        value.is_floating_point() or value.is_complex() for value in values
+    )
+
+
+def _tangent_dependent(joint: JointGraph) -> set[fx.Node]:
+    found: set[fx.Node] = set(joint.tangents)
+    for node in joint.computed():
+        if any(source in found for source in input_nodes(node)):
+            found.add(node)
+    return found
+
+
+def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:
+    """Make ``node`` and the backward nodes that it needs part of the forward, each right after what it reads."""
+    chain: list[fx.Node] = []
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder" or current.meta[Mark.PHASE] is Phase.FORWARD or current in chain:
+            continue
+        chain += [current, *(output for output in node_outputs(current) if output is not current)]
+        pending += input_nodes(current)
+    order = {item: position for position, item in enumerate(joint.graph.nodes)}
+    last_input = max(joint.inputs, key=order.__getitem__)
+    for current in sorted(chain, key=order.__getitem__):
+        sources = [source for source in input_nodes(current) if source.op != "placeholder"]
+        anchor = max(sources, key=order.__getitem__) if sources else last_input
+        anchor.append(current)
+        order = {item: position for position, item in enumerate(joint.graph.nodes)}
+        current.meta[Mark.PHASE] = Phase.FORWARD
+        current.meta["partitioner_tag"] = "is_forward"

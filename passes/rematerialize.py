@@ -1,0 +1,207 @@
+"""rematerialize: what is saved from forward to backward and what is computed again, as explicit nodes.
+
+Two parts that know nothing of each other. A *chooser* (:func:`keep_all`, :func:`keep_stage_inputs`) returns the set of
+forward values that may be kept. The *mechanics* (:func:`rematerialize`) rewrites the joint graph for any such set:
+each stage's backward reads kept values directly and copies of the forward nodes for the rest. The copies are ordinary
+nodes of phase ``recompute``; everything later (rng, codegen, a simulator) sees one explicit graph.
+
+Three things hold whatever the chooser says:
+
+- what is hoisted is kept, so its operation never runs twice;
+- graph inputs cost nothing to keep, except those that the caller updates in place after the forward: their value is
+  copied before that;
+- a view is never kept for itself: it is made again from what it views.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost import Roofline
+from roundpipe_fx.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_symbolic_scalar,
+    is_view,
+    node_outputs,
+    tensor_values,
+)
+from roundpipe_fx.passes.annotate import annotate_node
+
+__all__ = ["keep_all", "keep_stage_inputs", "rematerialize"]
+
+
+def keep_all(joint: JointGraph) -> set[fx.Node]:
+    """Chooser of ``recompute="none"``: every forward value may be kept."""
+    return {output for node in joint.in_phase(Phase.FORWARD) for output in node_outputs(node)}
+
+
+def keep_stage_inputs(joint: JointGraph) -> set[fx.Node]:
+    """Chooser of ``recompute="full"``: each stage keeps only what enters it.
+
+    A value that enters several stages (a skip, a rotary table) is kept once.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    members = set(forward)
+    return {
+        source
+        for node in forward
+        for source in input_nodes(node)
+        if source in members and source.meta[Mark.STAGE] != node.meta[Mark.STAGE]
+    }
+
+
+def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline) -> JointGraph:
+    """Rewrite the graph so that the backward reads nothing of the forward but kept values.
+
+    Args:
+        joint: a graph with stages.
+        keep: forward values (not tuples) that may be kept; see the module's text for what is kept regardless.
+        roofline: cost model for the nodes that are added.
+
+    Returns:
+        the graph, in which every node of phase backward or recompute reads only kept forward values
+        (:func:`roundpipe_fx.joint_graph.saved_values`), graph inputs, and nodes of those two phases.
+    """
+    kept = _kept(joint, keep)
+    graph = joint.graph
+    forward = joint.in_phase(Phase.FORWARD)
+    position = {node: index for index, node in enumerate(forward)}
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in joint.in_phase(Phase.BACKWARD):
+        by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
+    snapshots = _Snapshots(joint, roofline)
+    first_backward = next(iter(joint.in_phase(Phase.BACKWARD)), graph.output_node())
+    for stage in sorted(by_stage, reverse=True):
+        needed = {source for node in by_stage[stage] for source in input_nodes(node)}
+        again = _closure((source for source in needed if source in position), kept, position)
+        copies: dict[fx.Node, fx.Node] = {}
+        for original in sorted(again, key=position.__getitem__):
+            with graph.inserting_before(first_backward):
+                copy = graph.node_copy(original, lambda source: copies.get(source, source))
+            copy.meta = dict(original.meta)
+            copy.meta.pop("unbacked_bindings", None)
+            copy.meta[Mark.PHASE] = Phase.RECOMPUTE
+            copy.meta[Mark.STAGE] = stage
+            copy.meta[Mark.ORIGIN] = original.name
+            copies[original] = copy
+        for node in by_stage[stage]:
+            _replace_inputs(node, copies)
+        for node in (*copies.values(), *by_stage[stage]):
+            _replace_inputs(node, {s: snapshots.of(s) for s in input_nodes(node) if s in joint.mutated_inputs})
+    _start_early(joint)
+    graph.lint()
+    return joint
+
+
+def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
+    kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
+    for node in joint.in_phase(Phase.FORWARD):
+        if Mark.HOISTED in node.meta:
+            kept.update(node_outputs(node))
+        elif is_symbolic_scalar(node):
+            kept.add(node)
+    # A kept view stands for what it views; without its base in the set it would be computed again from further back.
+    for node in keep:
+        base = node
+        while is_view(base) and base not in kept:
+            sources = [source for source in input_nodes(base) if tensor_values(source)]
+            base = _viewed(base, sources)
+        if base.op != "placeholder" and not isinstance(base.meta.get("val"), (tuple, list)):
+            kept.add(base)
+    return kept
+
+
+def _viewed(view: fx.Node, sources: list[fx.Node]) -> fx.Node:
+    if view.target is operator.getitem:
+        return sources[0]
+    own = {value.untyped_storage()._cdata for value in tensor_values(view)}
+    return next(s for s in sources if own & {value.untyped_storage()._cdata for value in tensor_values(s)})
+
+
+def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: dict[fx.Node, int]) -> set[fx.Node]:
+    """Forward nodes that must run again to make ``needed`` from kept values and graph inputs."""
+    found: set[fx.Node] = set()
+    pending = [node for node in needed if node not in kept]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        assert Mark.HOISTED not in node.meta, f"{node} is hoisted and must not run again"
+        found.add(node)
+        pending += [source for source in input_nodes(node) if source in forward and source not in kept]
+    return found
+
+
+def _replace_inputs(node: fx.Node, replacements: dict[fx.Node, fx.Node]) -> None:
+    for old, new in replacements.items():
+        if old is not new and old in input_nodes(node):
+            node.replace_input_with(old, new)
+
+
+class _Snapshots:
+    """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
+
+    def __init__(self, joint: JointGraph, roofline: Roofline) -> None:
+        self._joint = joint
+        self._roofline = roofline
+        self._taken: dict[fx.Node, fx.Node] = {}
+
+    def of(self, source: fx.Node) -> fx.Node:
+        if source not in self._taken:
+            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
+            with self._joint.graph.inserting_before(next(self._joint.computed())):
+                copy = self._joint.graph.call_function(torch.ops.aten.clone.default, (source,))
+            value = source.meta["val"]
+            with value.fake_mode:
+                copy.meta["val"] = torch.empty_like(value)
+            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
+            annotate_node(copy, self._roofline)
+            self._taken[source] = copy
+        return self._taken[source]
+
+
+def _start_early(joint: JointGraph) -> None:
+    """Move to phase recompute what of the backward does not depend on incoming gradients.
+
+    Three kinds of nodes stay in the backward although they could go: seeded operations, whose order is the program's;
+    constants that are only filled in (``zeros``) for the backward, which would hold memory for no gain in time; and
+    views that only the backward reads, which would cross from one module to the other for nothing.
+    """
+    waits = set(joint.tangents)
+    for node in joint.in_phase(Phase.BACKWARD):
+        if any(source in waits for source in input_nodes(node)) or _is_seeded(node):
+            waits.add(node)
+        else:
+            node.meta[Mark.PHASE] = Phase.RECOMPUTE
+    for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
+        if node.users and (is_view(node) or _only_fills(node)) and all(_is_beside(node, user) for user in node.users):
+            node.meta[Mark.PHASE] = Phase.BACKWARD
+
+
+def _is_beside(node: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
+    if user.op == "output":
+        return True
+    return user.meta[Mark.PHASE] is Phase.BACKWARD and user.meta[Mark.STAGE] == node.meta[Mark.STAGE]
+
+
+def _is_seeded(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _only_fills(node: fx.Node) -> bool:
+    """Whether the node makes a constant: it reads no tensor, or only the shape of one (``new_zeros``)."""
+    reads = any(tensor_values(source) for source in input_nodes(node))
+    return not reads or (
+        isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _FACTORIES
+    )
+
+
+_FACTORIES = ("new_zeros", "new_full", "new_empty", "new_ones", "zeros_like", "empty_like", "full_like", "ones_like")

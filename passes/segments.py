@@ -1,0 +1,197 @@
+"""segments: the runs of forward nodes between narrow places of the graph, and the backward nodes that belong to them.
+
+A *cut* is a position in the forward order; its *width* is the bytes of computed values that live across it
+(parameters and other graph inputs are at hand everywhere and count nothing). Between two consecutive operations that
+do arithmetic (matrix products, convolutions) only the narrowest position is considered, so a segment always has work.
+
+Cuts are taken narrowest first: within a range the narrowest candidate and all within a quarter of it become cuts,
+values that merely pass over the whole range left out of the count; a range that still holds more than an eighth of
+the forward's cost is looked at again on its own. A transformer is so cut at its residual stream, twice a block; a
+model that ends in a narrow head first loses its head, then is cut like the rest; the inside of a U-Net is cut although
+its skips make every place inside it wider than those outside.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import fx
+
+from roundpipe_fx.fingerprint import fingerprint
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages
+from roundpipe_fx.segment import Segment
+
+__all__ = ["cut_segments"]
+
+_NEAR_NARROWEST = 1.25
+_LARGEST_SHARE = 1 / 8
+
+
+@dataclass(frozen=True)
+class _Life:
+    """When the storage of a computed value is born and last read, as positions in the forward order."""
+
+    birth: int
+    death: int
+    size: int
+
+
+def cut_segments(joint: JointGraph, required_cuts: Sequence[int] = ()) -> tuple[JointGraph, list[Segment]]:
+    """Mark every computing node with its segment.
+
+    Args:
+        joint: an annotated graph.
+        required_cuts: positions in the forward order before which a segment must begin (stage names of the user).
+
+    Returns:
+        the graph, and the segments in forward order.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    lives = _lives(forward)
+    widths = _widths(len(forward), lives)
+    cuts = _narrow_cuts(forward, lives, widths)
+    cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
+    starts = [0, *(cut + 1 for cut in cuts)]
+    index = 0
+    for position, node in enumerate(forward):
+        while index + 1 < len(starts) and position >= starts[index + 1]:
+            index += 1
+        node.meta[Mark.SEGMENT] = index
+    _assign_backward(joint, len(starts) - 1)
+    return joint, _segments(joint, [0, *(widths[cut] for cut in cuts)])
+
+
+def _lives(forward: list[fx.Node]) -> list[_Life]:
+    """Birth and last use of every storage that the forward makes."""
+    birth: dict[int, int] = {}
+    death: dict[int, int] = {}
+    size: dict[int, int] = {}
+    for position, node in enumerate(forward):
+        for source in input_nodes(node):
+            for storage in storages(source):
+                if storage in birth:
+                    death[storage] = position
+        new = [storage for storage in dict.fromkeys(storages(node)) if storage not in birth]
+        made_here = [] if is_view(node) else new
+        for storage in made_here:
+            birth[storage] = death[storage] = position
+            # A tuple's bytes are spread evenly over its storages; exact where it matters least (split sizes).
+            size[storage] = node.meta[Mark.BYTES] // max(len(made_here), 1)
+    return [_Life(birth[storage], death[storage], size[storage]) for storage in birth]
+
+
+def _widths(count: int, lives: list[_Life]) -> list[int]:
+    """Width of the cut after each forward position."""
+    change = [0] * (count + 1)
+    for life in lives:
+        change[life.birth] += life.size
+        change[life.death] -= life.size
+    widths, live = [], 0
+    for position in range(count):
+        live += change[position]
+        widths.append(live)
+    return widths
+
+
+def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) -> list[int]:
+    candidates = _candidates(forward, widths)
+    elapsed = [0.0]
+    for node in forward:
+        elapsed.append(elapsed[-1] + node.meta[Mark.SECONDS])
+    limit = elapsed[-1] * _LARGEST_SHARE
+    cuts: list[int] = []
+    ranges = [(-1, len(forward) - 1)]
+    while ranges:
+        low, high = ranges.pop()
+        inside = candidates[bisect_left(candidates, low + 1) : bisect_left(candidates, high)]
+        if not inside or (low != -1 or high != len(forward) - 1) and elapsed[high + 1] - elapsed[low + 1] <= limit:
+            continue
+        passing = sum(life.size for life in lives if life.birth <= low and life.death > high)
+        narrowest = min(widths[cut] for cut in inside) - passing
+        chosen = [cut for cut in inside if widths[cut] - passing <= narrowest * _NEAR_NARROWEST]
+        cuts += chosen
+        ranges += pairwise([low, *chosen, high])
+    return cuts
+
+
+def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
+    """The narrowest position between each two consecutive operations that do arithmetic; the last one of equals.
+
+    Where nothing does arithmetic, operations that take time stand in.
+    """
+    working = [position for position, node in enumerate(forward) if node.meta[Mark.FLOPS]]
+    if len(working) < 2:
+        working = [position for position, node in enumerate(forward) if node.meta[Mark.SECONDS]]
+    tuple_open = _inside_tuple(forward)
+    found = []
+    for first, second in pairwise(working):
+        allowed = [p for p in range(first, second) if not tuple_open[p] and not is_view(forward[p])]
+        if allowed:
+            found.append(min(allowed, key=lambda p: (widths[p], -p)))
+    return found
+
+
+def _inside_tuple(forward: list[fx.Node]) -> list[bool]:
+    """Positions at which a tuple has been made but not yet taken apart; tuples must not cross a cut."""
+    position = {node: index for index, node in enumerate(forward)}
+    change = [0] * (len(forward) + 1)
+    for index, node in enumerate(forward):
+        if isinstance(node.meta.get("val"), (tuple, list)):
+            last = max((position.get(user, index) for user in node.users), default=index)
+            change[index] += 1
+            change[last] -= 1
+    open_tuples, result = 0, []
+    for index in range(len(forward)):
+        open_tuples += change[index]
+        result.append(open_tuples > 0)
+    return result
+
+
+def _assign_backward(joint: JointGraph, last_segment: int) -> None:
+    """Backward nodes go to the segment of the forward operation they differentiate, as data flow allows.
+
+    The backward visits segments last to first, so a node may belong to no later segment than the backward values it
+    reads. Autograd numbers (``seq_nr``) pair a backward node with its forward operation; several forward nodes may
+    carry one number, the last of them is the one that was differentiated. Additions that accumulate gradients carry
+    the number of the loss, the very end of the forward, so for them the first rule decides. What has no number
+    belongs where the forward values that it reads were made.
+    """
+    by_number: dict[int, int] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        if "seq_nr" in node.meta:
+            by_number[node.meta["seq_nr"]] = node.meta[Mark.SEGMENT]
+    backward = joint.in_phase(Phase.BACKWARD)
+    members = set(backward)
+    for node in backward:
+        limit = min((s.meta[Mark.SEGMENT] for s in input_nodes(node) if s in members), default=last_segment)
+        paired = by_number.get(node.meta.get("seq_nr", -1))
+        if paired is None and not any(source in members for source in input_nodes(node)):
+            reads = [s.meta[Mark.SEGMENT] for s in input_nodes(node) if Mark.SEGMENT in s.meta]
+            paired = max(reads, default=None)
+        node.meta[Mark.SEGMENT] = limit if paired is None else min(limit, paired)
+
+
+def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:
+    count = len(entry_bytes)
+    members: list[dict[Phase, list[fx.Node]]] = [{Phase.FORWARD: [], Phase.BACKWARD: []} for _ in range(count)]
+    for node in joint.computed():
+        members[node.meta[Mark.SEGMENT]][node.meta[Mark.PHASE]].append(node)
+    found = []
+    for index, nodes in enumerate(members):
+        seconds = {phase: sum(node.meta[Mark.SECONDS] for node in nodes[phase]) for phase in nodes}
+        every = [*nodes[Phase.FORWARD], *nodes[Phase.BACKWARD]]
+        own = set(every)
+        leaving = [node for node in every if any(user not in own for user in node.users)]
+        found.append(
+            Segment(
+                index,
+                seconds[Phase.FORWARD],
+                seconds[Phase.BACKWARD],
+                entry_bytes[index],
+                fingerprint(every, leaving),
+            )
+        )
+    return found

@@ -1,0 +1,149 @@
+"""stages: consecutive segments become pipeline stages.
+
+The objective is the slowest stage: its modelled forward and backward seconds plus those of the values that cross into
+it and of their gradients back. Among partitions that are equal in that, the one with the fewest bytes across its cuts
+is taken. Both optima are exact, by dynamic programming over the chain of segments.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, module_paths
+from roundpipe_fx.segment import Segment, StageCut
+
+__all__ = ["cut_stages", "positions_of_names", "stages_at_positions"]
+
+_AUTO_SLACK = 1.1
+
+
+def cut_stages(
+    joint: JointGraph, segments: Sequence[Segment], stages: int | str, transfer_seconds: Callable[[int], float]
+) -> tuple[JointGraph, list[StageCut]]:
+    """Mark every computing node with its stage.
+
+    Args:
+        joint: a graph with segments.
+        segments: its segments.
+        stages: how many, or ``"auto"``: as few as keep each stage within 1.1 times the heaviest segment.
+        transfer_seconds: modelled seconds of sending so many bytes from one stage to the next.
+
+    Returns:
+        the graph, and the stages in forward order. More stages than segments are clamped, with a warning.
+    """
+    costs = _span_costs(segments, transfer_seconds)
+    if stages == "auto":
+        count = _auto_count(costs)
+    else:
+        count = int(stages)
+        if count > len(segments):
+            warnings.warn(
+                f"roundpipe_fx: stages={count} is more than the {len(segments)} segments that the model can be cut "
+                f"into; using {len(segments)} stages.",
+                stacklevel=2,
+            )
+            count = len(segments)
+    starts = _partition(costs, [segment.entry_bytes for segment in segments], count)
+    return _mark(joint, starts, len(segments))
+
+
+def stages_at_positions(
+    joint: JointGraph, segments: Sequence[Segment], positions: Sequence[int]
+) -> tuple[JointGraph, list[StageCut]]:
+    """Mark every computing node with its stage, where a stage begins at each given position of the forward order."""
+    forward = joint.in_phase(Phase.FORWARD)
+    starts = sorted({0, *(forward[position].meta[Mark.SEGMENT] for position in positions)})
+    return _mark(joint, starts, len(segments))
+
+
+def positions_of_names(joint: JointGraph, names: Sequence[str], clean: Callable[[str], str]) -> list[int]:
+    """Forward positions at which the named modules begin.
+
+    Args:
+        joint: an annotated graph.
+        names: module paths as in ``model.named_modules()``.
+        clean: turns the tracer's spelling of a module path into the user's.
+
+    Raises:
+        ValueError: a name that no forward node was made in; close matches are listed.
+    """
+    first: dict[str, int] = {}
+    for position, node in enumerate(joint.in_phase(Phase.FORWARD)):
+        for path in module_paths(node, clean):
+            parts = path.split(".")
+            for depth in range(1, len(parts) + 1):
+                first.setdefault(".".join(parts[:depth]), position)
+    found = []
+    for name in names:
+        if name not in first:
+            close = difflib.get_close_matches(name, list(first), n=3, cutoff=0.4)
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise ValueError(
+                f"stages: no module named {name!r} runs in this model's forward.{hint} "
+                "Names are those of model.named_modules()."
+            )
+        found.append(first[name])
+    return found
+
+
+def _span_costs(segments: Sequence[Segment], transfer_seconds: Callable[[int], float]) -> torch.Tensor:
+    """``costs[i, j]``: seconds of a stage of segments i up to but not including j; infinite where j <= i."""
+    count = len(segments)
+    total = torch.zeros(count + 1, dtype=torch.float64)
+    total[1:] = torch.tensor([segment.seconds for segment in segments], dtype=torch.float64).cumsum(0)
+    entry = torch.tensor([2 * transfer_seconds(segment.entry_bytes) for segment in segments], dtype=torch.float64)
+    costs = total[None, :] - total[:count, None] + entry[:, None]
+    empty = torch.arange(count + 1)[None, :] <= torch.arange(count)[:, None]
+    return costs.masked_fill(empty, torch.inf)
+
+
+def _auto_count(costs: torch.Tensor) -> int:
+    count = costs.shape[0]
+    heaviest = costs.diagonal(1).max()
+    best = costs[0]
+    for stages in range(1, count):
+        if best[count] <= _AUTO_SLACK * heaviest:
+            return stages
+        best = _add_stage(best, costs)
+    return count
+
+
+def _add_stage(best: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
+    """Given the least slowest-stage cost of each prefix, the same with one stage more."""
+    count = costs.shape[0]
+    return torch.maximum(best[:count, None], costs).amin(0)
+
+
+def _partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[int]:
+    """First segment of each of exactly ``stages`` stages: least slowest stage, then least bytes across the cuts."""
+    count = costs.shape[0]
+    best = costs[0]
+    for _ in range(stages - 1):
+        best = _add_stage(best, costs)
+    slowest = best[count]
+    crossing = torch.tensor(entry_bytes, dtype=torch.float64)
+    allowed = torch.where(costs <= slowest, 0.0, torch.inf).to(torch.float64)
+    cheapest = allowed[0]
+    choices: list[torch.Tensor] = []
+    for _ in range(stages - 1):
+        cheapest, choice = (cheapest[:count, None] + crossing[:, None] + allowed).min(0)
+        choices.append(choice)
+    starts = []
+    end = count
+    for choice in reversed(choices):
+        end = int(choice[end])
+        starts.append(end)
+    return [0, *reversed(starts)]
+
+
+def _mark(joint: JointGraph, starts: list[int], count: int) -> tuple[JointGraph, list[StageCut]]:
+    ends = [*starts[1:], count]
+    cuts = [StageCut(index, start, end - 1) for index, (start, end) in enumerate(zip(starts, ends, strict=True))]
+    of_segment = {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}
+    for node in joint.computed():
+        node.meta[Mark.STAGE] = of_segment[node.meta[Mark.SEGMENT]]
+    return joint, cuts

@@ -1,0 +1,16 @@
+"""roundpipe_fx: a compiler pass for training.
+
+It takes any PyTorch model that ``torch.compile`` can trace, cuts its forward-backward FX graph into pipeline stages,
+decides what is saved and what is computed again, never asks the device the same question twice, and emits stage
+modules.
+"""
+
+from roundpipe_fx.capture import GraphBreakWarning
+from roundpipe_fx.compiled_module import CompiledModule, compile
+from roundpipe_fx.peak_memory import measure_peak
+from roundpipe_fx.plan import Plan
+from roundpipe_fx.sync_ops import register_sync_op
+
+__all__ = ["CompiledModule", "GraphBreakWarning", "Plan", "compile", "measure_peak", "register_sync_op"]
+
+__version__ = "0.1.0"

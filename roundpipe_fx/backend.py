@@ -1,0 +1,55 @@
+"""The ``torch.compile`` backend: ``torch.compile(model, backend="roundpipe_fx", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.capture import capture
+from roundpipe_fx.options import Options
+from roundpipe_fx.plan import Plan
+from roundpipe_fx.sync_ops import registered_sync_ops
+
+__all__ = ["make_backend", "roundpipe_fx_backend"]
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+def make_backend(options: Options, on_plan: Callable[[Plan], None]) -> Backend:
+    """A Dynamo backend with its options bound.
+
+    Args:
+        options: how to compile.
+        on_plan: called with each plan that is made.
+    """
+    warned: set[str] = set()
+
+    def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return capture(module, example_inputs, options, registered_sync_ops(), on_plan, warned)
+
+    roundpipe_fx.backend_ctx_ctor = torch_private.dynamo_flags  # type: ignore[attr-defined]
+    return roundpipe_fx
+
+
+_warned: set[str] = set()
+
+
+def roundpipe_fx_backend(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
+
+    Plans are logged at level INFO by the logger ``roundpipe_fx.lower``.
+
+    Raises:
+        ValueError: an unknown option or value.
+    """
+    parsed = Options.parse(options or {})
+    return capture(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned)
+
+
+roundpipe_fx_backend.backend_ctx_ctor = torch_private.dynamo_flags  # type: ignore[attr-defined]
+torch_private.forward_backend_context()

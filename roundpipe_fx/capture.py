@@ -1,0 +1,164 @@
+"""Capture: from Dynamo's graph, through AOTAutograd, to a joint graph; and from programs back to a callable.
+
+AOTAutograd calls back three times: to partition the joint graph, which is where the passes run, then to compile the
+forward and, at the first backward, the backward. What it gets back are graphs of stage calls.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.lower import Lowered, lower
+from roundpipe_fx.opaque_backward import opaque_backwards
+from roundpipe_fx.options import Options
+from roundpipe_fx.plan import Plan
+from roundpipe_fx.runtime.executor import load_program
+from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+
+__all__ = ["GraphBreakWarning", "TraceOnly", "capture", "trace_only"]
+
+
+class GraphBreakWarning(UserWarning):
+    """The model could not be traced as one graph; the parts were compiled each on its own."""
+
+
+class TraceOnly(BaseException):
+    """Raised instead of running a forward program while :func:`trace_only` is in force."""
+
+
+_local = threading.local()
+
+
+class trace_only:  # noqa: N801 - reads as a statement
+    """While entered, compiled functions of this thread are compiled but not run: they raise :class:`TraceOnly`."""
+
+    def __enter__(self) -> None:
+        _local.trace_only = True
+
+    def __exit__(self, *exc: object) -> None:
+        _local.trace_only = False
+
+
+@dataclass
+class _Compilation:
+    """What AOTAutograd's callbacks for one graph share."""
+
+    options: Options
+    registered_syncs: Collection[Any]
+    labels: list[tuple[str, bool]]
+    on_plan: Callable[[Plan], None]
+    lowered: Lowered | None = None
+    compiled: dict[str, Boxed] = field(default_factory=dict)
+
+    def partition(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if not _is_outermost(joint):
+            return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
+        with torch_private.without_modes():
+            self.lowered = lower(self._view(joint, num_fwd_outputs), self.options, self.registered_syncs)
+        self.on_plan(self.lowered.plan)
+        assert self.lowered.backward is not None
+        return self.lowered.forward.module, self.lowered.backward.module
+
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None
+        return _unless_tracing(self._load(self.lowered.forward))
+
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None and self.lowered.backward is not None
+        return self._load(self.lowered.backward)
+
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        outputs = module.graph.output_node().args[0]
+        joint = self._view(module, len(outputs))  # type: ignore[arg-type]
+        with torch_private.without_modes():
+            lowered = lower(joint, self.options, self.registered_syncs, training=False)
+        self.on_plan(lowered.plan)
+        return _unless_tracing(self._load(lowered.forward))
+
+    def _load(self, program: Any) -> Boxed:
+        stages = compile_stages(program.calls, self.options.stage_compiler, self.compiled)
+        return load_program(program, stages)
+
+    def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+        labels: dict[fx.Node, str] = {}
+        parameters = set()
+        for node in module.graph.find_nodes(op="placeholder"):
+            index = getattr(node.meta.get("desc"), "idx", None)
+            if index is not None and index < len(self.labels):
+                labels[node], is_parameter = self.labels[index]
+                if is_parameter:
+                    parameters.add(node)
+        mutated = frozenset(torch_private.mutated_inputs(module))
+        return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
+
+
+def capture(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    registered_syncs: Collection[Any],
+    on_plan: Callable[[Plan], None],
+    warned: set[str],
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's.
+
+    Args:
+        module: Dynamo's graph.
+        example_inputs: its inputs, fake.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        on_plan: called with each plan that is made.
+        warned: graph breaks that the user was told of already; extended.
+    """
+    _warn_of_graph_break(module, warned)
+    labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
+    compilation = _Compilation(options, registered_syncs, labels, on_plan)
+    with torch_private.aot_flags(), opaque_backwards(module):
+        return torch_private.aot_autograd(
+            fw_compiler=compilation.forward,
+            bw_compiler=compilation.backward,
+            inference_compiler=compilation.inference,
+            partition_fn=compilation.partition,
+        )(module, example_inputs)
+
+
+def _is_outermost(joint: fx.GraphModule) -> bool:
+    """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    return not placeholders or any("desc" in node.meta for node in placeholders)
+
+
+def _unless_tracing(run: Boxed) -> Boxed:
+    def call(arguments: list[Any]) -> tuple[Any, ...]:
+        if getattr(_local, "trace_only", False):
+            raise TraceOnly
+        return run(arguments)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def _warn_of_graph_break(module: fx.GraphModule, warned: set[str]) -> None:
+    reason = torch_private.graph_break(module)
+    if reason is None:
+        return
+    where = torch_private.user_stack_text(reason)
+    if where in warned:
+        return
+    warned.add(where)
+    warnings.warn(
+        f"roundpipe_fx: the model was not traced as one graph; it breaks at {where}. Each part is compiled on its own, "
+        f"and nothing is decided across the break. Use fullgraph=True to make this an error. Reason: {reason.reason}",
+        GraphBreakWarning,
+        stacklevel=2,
+    )

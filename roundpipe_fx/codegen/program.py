@@ -1,0 +1,87 @@
+"""Programs: the order in which stage modules are called, as FX graphs of calls.
+
+The forward program runs each stage's forward, first to last, and returns the model's outputs and the saved values. The
+backward program visits the stages last to first and runs each one's recompute, then its backward. Both follow
+AOTAutograd's calling convention, so that its runtime can call them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+
+from roundpipe_fx.codegen.stage_modules import StageModule, value_name
+from roundpipe_fx.joint_graph import JointGraph, Phase, is_symbolic_scalar, saved_values
+
+__all__ = ["Program", "emit_backward_program", "emit_forward_program"]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A graph of stage calls.
+
+    Attributes:
+        name: ``forward`` or ``backward``.
+        module: inputs, ``call_module`` nodes named after the stage modules, ``getitem`` of their results, output.
+        calls: the stage modules, in the order of their first call.
+    """
+
+    name: str
+    module: fx.GraphModule
+    calls: tuple[StageModule, ...]
+
+
+def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
+    """The forward: inputs are the primals; outputs the forward's, then saved tensors, then saved symbolic scalars."""
+    calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
+    saved = _ordered_saved(joint)
+    return _emit("forward", joint, joint.primals, calls, [*joint.forward_outputs, *saved.tensors, *saved.scalars])
+
+
+def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
+    """The backward: inputs are saved symbolic scalars, saved tensors, tangents; outputs one gradient per primal."""
+    stages = sorted({stage for stage, _ in modules}, reverse=True)
+    order = [(stage, phase) for stage in stages for phase in (Phase.RECOMPUTE, Phase.BACKWARD)]
+    calls = [modules[key] for key in order if key in modules]
+    saved = _ordered_saved(joint)
+    return _emit("backward", joint, [*saved.scalars, *saved.tensors, *joint.tangents], calls, joint.gradients)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    tensors: list[fx.Node]
+    scalars: list[fx.Node]
+
+
+def _ordered_saved(joint: JointGraph) -> _Saved:
+    """Saved values in AOTAutograd's order: tensors whose later in-place change autograd must notice come first."""
+    values = saved_values(joint)
+    tensors = [node for node in values if not is_symbolic_scalar(node)]
+    tensors.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check", False)))
+    return _Saved(tensors, [node for node in values if is_symbolic_scalar(node)])
+
+
+def _emit(
+    name: str, joint: JointGraph, inputs: Sequence[fx.Node], calls: Sequence[StageModule], outputs: Sequence[Any]
+) -> Program:
+    graph = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for source in inputs:
+        values[source] = graph.placeholder(value_name(joint, source))
+        values[source].meta = dict(source.meta)
+    root = nn.Module()
+    for call in calls:
+        root.add_module(call.name, call.module)
+        made = graph.call_module(call.name, ([values[source] for source in call.inputs],))
+        made.meta["val"] = tuple(node.meta.get("val") for node in call.outputs)
+        for index, node in enumerate(call.outputs):
+            item = graph.create_node("call_function", operator.getitem, (made, index), name=value_name(joint, node))
+            item.meta = dict(node.meta)
+            values[node] = item
+    graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in outputs))
+    graph.lint()
+    return Program(name, fx.GraphModule(root, graph, class_name=f"{name}_program"), tuple(calls))

@@ -1,0 +1,185 @@
+"""Emitted code as text that a person can read, review and run.
+
+One function a module, one line an operation, with the shape and dtype of each value, the user's module above the
+lines that it made, and ``x = None`` where a value is used for the last time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.codegen.program import Program
+from roundpipe_fx.codegen.stage_modules import StageModule
+from roundpipe_fx.joint_graph import Mark, module_path
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["HEADER", "program_text", "stage_text", "type_text"]
+
+HEADER = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n\naten = torch.ops.aten\n"
+
+
+def type_text(value: Any) -> str:
+    """A value's type in short: ``float32[8, 16]``, ``Sym(u0)``, a tuple of these."""
+    if isinstance(value, torch.Tensor):
+        shape = ", ".join(str(size) for size in value.shape)
+        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"Sym({value})"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(type_text(item) for item in value)})"
+    return type(value).__name__
+
+
+def stage_text(module: StageModule) -> str:
+    """One stage module as a Python function that takes a list and clears it."""
+    graph = module.module.graph
+    names = {node: node.name for node in graph.nodes}
+    lines = [f"def {module.name}(args):"]
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    if inputs:
+        lines.append("    (")
+        lines += [f"        {names[node]},  # {type_text(node.meta.get('val'))}" for node in inputs]
+        lines.append("    ) = args")
+    lines.append("    args.clear()")
+    dying = _dying(graph)
+    current = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        path = _origin(node)
+        if path != current:
+            lines.append(f"    # {path or 'model'}")
+            current = path
+        line = f'    {names[node]}: "{type_text(node.meta.get("val"))}" = {_expression(node, names)}'
+        dead = [names[value] for value in dying[node]]
+        if dead:
+            line += f";  {' = '.join(dead)} = None"
+        lines.append(line)
+    results = graph.output_node().args[0]
+    lines.append(f"    return {_argument(results, names)}")
+    return HEADER + "\n\n" + "\n".join(lines) + "\n"
+
+
+def program_text(program: Program, describe: Callable[[StageModule], str] = lambda module: "") -> str:
+    """A program as the Python function that runs it.
+
+    Lists are built and the names in them deleted before each call, so the callee holds the only references and every
+    value dies at its last use.
+
+    Args:
+        program: forward or backward.
+        describe: a comment for each stage call.
+    """
+    graph = program.module.graph
+    calls = {call.name: call for call in program.calls}
+    lines = [f"def {program.name}(args):"]
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    if inputs:
+        lines += ["    (", *(f"        {name}," for name in inputs), "    ) = args"]
+    lines.append("    args.clear()")
+    last_use = _last_use(graph)
+    unused = [node.name for node in graph.nodes if node.op == "placeholder" and node not in last_use]
+    if unused:
+        lines.append(f"    del {', '.join(unused)}")
+    for node in graph.nodes:
+        if node.op == "call_module":
+            lines += _call_lines(node, calls[str(node.target)], last_use, describe)
+        elif node.op == "call_function" and node.target is not operator.getitem:
+            names = {source: source.name for source in node.all_input_nodes}
+            lines.append(f"    {_expression(node, names)}")
+            dead = [source.name for source in node.all_input_nodes if last_use[source] is node]
+            if dead:
+                lines.append(f"    del {', '.join(dead)}")
+    results = graph.output_node().args[0]
+    lines.append(f"    return {_argument(results, {node: node.name for node in graph.nodes})}")
+    return "\n".join(lines) + "\n"
+
+
+def _call_lines(
+    node: fx.Node, call: StageModule, last_use: Mapping[fx.Node, fx.Node], describe: Callable[[StageModule], str]
+) -> list[str]:
+    lines = []
+    comment = describe(call)
+    if comment:
+        lines.append(f"    # {comment}")
+    arguments = list(node.args[0])  # type: ignore[arg-type]
+    lines.append(f"    call = [{', '.join(argument.name for argument in arguments)}]")
+    dying = [argument.name for argument in dict.fromkeys(arguments) if last_use[argument] is node]
+    if dying:
+        lines.append(f"    del {', '.join(dying)}")
+    results = [user.name for user in sorted(node.users, key=lambda user: user.args[1])]  # type: ignore[arg-type]
+    target = f"{', '.join(results)}{',' if len(results) == 1 else ''} = " if results else ""
+    lines.append(f"    {target}{node.target}(call)")
+    unread = [user.name for user in node.users if user not in last_use]
+    if unread:
+        lines.append(f"    del {', '.join(unread)}")
+    return lines
+
+
+def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    found: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.target is operator.getitem:
+            continue
+        for source in node.all_input_nodes:
+            found[source] = node
+    return found
+
+
+def _dying(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    """Values used for the last time, by the node that does so; a value that nothing uses dies where it is made."""
+    dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
+    seen: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "placeholder":
+            continue
+        for value in node.all_input_nodes:
+            if value not in seen:
+                seen.add(value)
+                dying[node].append(value)
+        if node.op != "output" and not node.users:
+            dying[node].append(node)
+    return dying
+
+
+def _origin(node: fx.Node) -> str:
+    path = module_path(node, module_path_text)
+    origin = node.meta.get(Mark.ORIGIN)
+    return f"{path} (again)" if origin else path
+
+
+def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
+    if node.target is operator.getitem:
+        return f"{_argument(node.args[0], names)}[{_argument(node.args[1], names)}]"
+    if node.op == "get_attr":
+        return f"constants.{node.target}"
+    arguments = [_argument(value, names) for value in node.args]
+    arguments += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
+    return f"{_callable_text(node.target)}({', '.join(arguments)})"
+
+
+def _callable_text(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        text = str(target)
+        return text if text.startswith("aten.") else f"torch.ops.{text}"
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"torch.ops.higher_order.{target.name()}"
+    module = getattr(target, "__module__", "") or ""
+    return f"{'operator' if module == '_operator' else module}.{target.__name__}"
+
+
+def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
+    if isinstance(value, fx.Node):
+        return names[value]
+    if isinstance(value, tuple):
+        return f"({', '.join(_argument(item, names) for item in value)}{',' if len(value) == 1 else ''})"
+    if isinstance(value, list):
+        return f"[{', '.join(_argument(item, names) for item in value)}]"
+    if isinstance(value, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
+        return _callable_text(value)
+    return repr(value)

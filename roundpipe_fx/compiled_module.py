@@ -1,0 +1,187 @@
+"""The compiled module: an ``nn.Module`` that stands for the user's and runs its compiled form."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_fx.backend import make_backend
+from roundpipe_fx.capture import TraceOnly, trace_only
+from roundpipe_fx.options import Options
+from roundpipe_fx.plan import Plan
+
+__all__ = ["CompiledModule", "compile"]
+
+
+def compile(
+    model: nn.Module,
+    *,
+    stages: int | str | list[str] | tuple[str, ...] = "auto",
+    recompute: str = "none",
+    stage_compiler: str | Callable[..., Any] | None = None,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+) -> CompiledModule:
+    """Compile a model for training, in pipeline stages.
+
+    The result is used in place of the model: same ``forward`` signature and outputs, same ``state_dict`` keys, same
+    parameter objects; ``train()``, ``eval()`` and ``to()`` act on the model itself. Nothing is traced until the first
+    call (or :meth:`CompiledModule.trace`); changed shapes recompile as ``torch.compile`` does.
+
+    Args:
+        model: any module that ``torch.compile`` can trace.
+        stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
+            times the heaviest segment; or the names of the modules (as in ``model.named_modules()``) at which stages
+            begin.
+        recompute: ``"none"``: everything that the backward reads is saved. ``"full"``: each stage saves only what
+            enters it and what must not be asked twice (``nonzero``, ``item``, routing), the rest is computed again.
+        stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
+            ``None``: eager on the CPU, Inductor on CUDA.
+        fullgraph: make a graph break an error, which names the user's line, instead of a warning.
+        dynamic: as for ``torch.compile``.
+
+    Raises:
+        TypeError: ``model`` is not a module, or an option has a wrong type.
+        ValueError: an option has an unknown value.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
+            'for a function use torch.compile(fn, backend="roundpipe_fx").'
+        )
+    options = Options.parse({"stages": stages, "recompute": recompute, "stage_compiler": stage_compiler})
+    return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic)
+
+
+_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_run", "forward")
+
+
+class CompiledModule(nn.Module):
+    """A model compiled by :func:`compile`. Everything but ``forward`` is the model's own."""
+
+    def __init__(self, original: nn.Module, options: Options, *, fullgraph: bool, dynamic: bool | None) -> None:
+        own = self.__dict__
+        own["_original"] = original
+        mode = original.training
+        super().__init__()  # sets training, which is the model's own
+        original.training = mode
+        own["_options"] = options
+        own["_fullgraph"] = fullgraph
+        own["_dynamic"] = dynamic
+        own["_plans"] = []
+        # The very dictionaries of the model: parameters, buffers and submodules are the model's, now and later.
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own[name] = getattr(original, name)
+        backend = make_backend(options, own["_plans"].append)
+        own["_run"] = torch.compile(original, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
+        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"]))
+
+    @property
+    def training(self) -> bool:  # type: ignore[override]
+        """The model's training mode."""
+        return self._original.training
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        self._original.training = mode
+
+    @property
+    def plan(self) -> Plan:
+        """The latest plan; of training where there is one.
+
+        Raises:
+            RuntimeError: nothing has been compiled yet.
+        """
+        if not self._plans:
+            raise RuntimeError(
+                "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
+            )
+        trained = [plan for plan in self._plans if plan.training]
+        return (trained or self._plans)[-1]
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """All plans made so far: one a graph (several where the graph breaks), shape and mode."""
+        return tuple(self._plans)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Plan:
+        """Compile for these arguments without running anything, and return the plan.
+
+        Where the graph breaks only the part before the first break is compiled. No buffer and no generator changes.
+        """
+        try:
+            with trace_only():
+                self._run(*args, **kwargs)
+        except TraceOnly:
+            pass
+        return self.plan
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _OWN or name in self.__dict__ or isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+        else:
+            setattr(self._original, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._original, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(self._original)})
+
+    def __repr__(self) -> str:
+        return f"CompiledModule({self._original!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
+        return CompiledModule(copy.deepcopy(self._original, memo), **self._settings())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._original, self._settings())
+
+    def _settings(self) -> dict[str, Any]:
+        return {"options": self._options, "fullgraph": self._fullgraph, "dynamic": self._dynamic}
+
+    def train(self, mode: bool = True) -> CompiledModule:
+        """As the model's own."""
+        self._original.train(mode)
+        return self
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
+        self._original._apply(fn, recurse)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> CompiledModule:
+        """As the model's own: ``fn`` sees the model, not this wrapper."""
+        self._original.apply(fn)
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> CompiledModule:
+        """As the model's own."""
+        self._original.requires_grad_(requires_grad)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the model's own."""
+        return self._original.load_state_dict(state_dict, *args, **kwargs)
+
+
+def _forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return run(*args, **kwargs)
+
+
+def _rebuild(original: nn.Module, settings: dict[str, Any]) -> CompiledModule:
+    return CompiledModule(original, **settings)

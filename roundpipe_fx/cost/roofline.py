@@ -1,0 +1,96 @@
+"""The roofline model: an operation takes the longer of its arithmetic and its memory traffic.
+
+Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
+Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
+(``torch.utils.flop_counter``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import flop_registry
+
+from roundpipe_fx import torch_private
+
+__all__ = ["DEVICES", "Roofline", "flops_of", "roofline_of"]
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What bounds a device.
+
+    Attributes:
+        name: the device, in words.
+        flops: attainable floating-point operations a second, by dtype; ``torch.float32`` stands in for the rest.
+        bandwidth: memory bytes a second.
+        link: bytes a second from this device to another.
+        overhead: seconds that launching an operation costs, whatever its size.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float] = field(hash=False)
+    bandwidth: float
+    link: float
+    overhead: float
+
+    def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
+        """Modelled seconds of an operation with ``flops`` operations that moves ``traffic`` bytes."""
+        peak = self.flops.get(dtype, self.flops[torch.float32])
+        return max(flops / peak, traffic / self.bandwidth) + self.overhead
+
+    def transfer_seconds(self, size: int) -> float:
+        """Modelled seconds of sending ``size`` bytes to another device."""
+        return size / self.link
+
+
+def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float) -> Roofline:
+    rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
+    return Roofline(name, rates, bandwidth, link, overhead=4e-6)
+
+
+# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction.
+DEVICES: Mapping[str, Roofline] = {
+    "cpu": Roofline("CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e-6),
+    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9),
+    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9),
+    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9),
+    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9),
+    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9),
+    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9),
+}
+
+
+def roofline_of(device: torch.device) -> Roofline:
+    """The roofline for a device: by its reported name where it is in the table, a typical one otherwise."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        reported = torch.cuda.get_device_name(device)
+        for name, roofline in DEVICES.items():
+            if name in reported:
+                return roofline
+    return DEVICES["cpu"] if device.type in ("cpu", "meta") else DEVICES["A100"]
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of an FX node, 0 where PyTorch's flop counter has no formula (pointwise, views)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    formula = flop_registry.get(packet)
+    if formula is None:
+        return 0
+    args, kwargs, out = tree_map(_shape, (node.args, node.kwargs, node.meta.get("val")))
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return tree_map(_shape, value.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return torch.Size(torch_private.size_hint(size) for size in value.shape)
+    if isinstance(value, torch.SymInt):
+        return torch_private.size_hint(value)
+    return value

@@ -1,0 +1,72 @@
+"""Fingerprints: equal for graphs that do the same work on the same shapes, whatever their nodes are called."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["fingerprint"]
+
+_SYMBOL = re.compile(r"\b[suz]+\d+\b")
+
+
+def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = ()) -> str:
+    """A digest of the structure of ``nodes``: operators, constants, shapes, dtypes, strides, devices and wiring.
+
+    Values from outside are numbered in the order in which they are first read; size symbols likewise, so that two
+    experts whose token counts are different unknowns are alike.
+
+    Args:
+        nodes: in execution order.
+        results: values that leave the piece, in order.
+    """
+    numbers: dict[fx.Node, str] = {}
+    symbols: dict[str, str] = {}
+    lines: list[str] = []
+
+    def describe(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            kind = f"{value.dtype}{tuple(value.shape)}{_strides(value)}{value.device}{value.requires_grad}"
+        elif isinstance(value, (tuple, list)):
+            return "(" + ",".join(describe(item) for item in value) + ")"
+        elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            kind = f"{type(value).__name__}({value})"
+        else:
+            kind = type(value).__name__
+        return _SYMBOL.sub(lambda match: symbols.setdefault(match.group(), f"n{len(symbols)}"), kind)
+
+    def name(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            if value not in numbers:
+                numbers[value] = f"%{len(numbers)}"
+                lines.append(f"{numbers[value]} = {describe(value.meta.get('val'))}")
+            return numbers[value]
+        if isinstance(value, (tuple, list)):
+            return "(" + ",".join(name(item) for item in value) + ")"
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{key}:{name(item)}" for key, item in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({name(value.start)},{name(value.stop)},{name(value.step)})"
+        return repr(value)
+
+    for node in nodes:
+        if node.op == "placeholder":
+            name(node)
+            continue
+        target = node.target
+        if node.op == "get_attr":
+            owner = node.graph.owning_module
+            target = f"{target}@{id(owner)}"  # constants are alike only if they are the same object
+        call = f"{node.op} {target} {name(node.args)} {name(node.kwargs)}"
+        lines.append(f"{name(node)} <- {call}")
+    lines.append(f"return {name(tuple(results))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _strides(value: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(value.stride()) if value.layout is torch.strided else ()

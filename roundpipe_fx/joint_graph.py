@@ -1,0 +1,236 @@
+"""The joint graph: one functional ATen FX graph that holds a model's forward and its backward.
+
+This is the view that every pass reads and writes. It is AOTAutograd's joint graph — inputs *primals* then
+*tangents*, outputs forward outputs then gradients — with the few facts a pass needs about it. Being functional (no
+operation mutates its inputs), it can be cut anywhere.
+
+What passes decide about a node is kept in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing else.
+An inference graph is the same thing without tangents and gradients.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+__all__ = [
+    "JointGraph",
+    "Mark",
+    "Phase",
+    "input_nodes",
+    "is_symbolic_scalar",
+    "is_tensor",
+    "is_view",
+    "module_path",
+    "node_outputs",
+    "saved_values",
+    "source_line",
+    "storages",
+    "tensor_values",
+]
+
+
+class Phase(enum.StrEnum):
+    """When a node runs in a training step."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    """In the backward, but independent of the incoming gradients: may start before they arrive."""
+    BACKWARD = "backward"
+
+
+class Mark:
+    """Keys of ``node.meta`` that passes write, one line a key; the pass that owns a key is named."""
+
+    PHASE = "rpfx_phase"
+    """:class:`Phase` (annotate; rematerialize for the nodes it adds or moves)."""
+    BYTES = "rpfx_bytes"
+    """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
+    SECONDS = "rpfx_seconds"
+    """Modelled seconds of running the node once (annotate)."""
+    FLOPS = "rpfx_flops"
+    """Floating-point operations of the node (annotate)."""
+    HOISTED = "rpfx_hoisted"
+    """Why the node must not run twice, as text; absent if it may (decisions)."""
+    SEGMENT = "rpfx_segment"
+    """Index of the segment the node belongs to (segments)."""
+    STAGE = "rpfx_stage"
+    """Index of the stage the node belongs to (stages)."""
+    ORIGIN = "rpfx_origin"
+    """Name of the forward node that a recomputed node repeats (rematerialize)."""
+    REPLAYED = "rpfx_replayed"
+    """True on a seeded operation that runs again from its saved generator state (rng)."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A captured graph and what capture knows about it.
+
+    Attributes:
+        module: the functional ATen graph. Passes own it and rewrite it in place.
+        num_forward_outputs: how many of the outputs, counted from the first, belong to the forward.
+        labels: readable name by graph input, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
+        parameters: graph inputs that are parameters or buffers of the model.
+        mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
+            statistics). Their value at backward time is not the one the forward read.
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    labels: Mapping[fx.Node, str] = field(default_factory=dict)
+    parameters: frozenset[fx.Node] = frozenset()
+    mutated_inputs: frozenset[fx.Node] = frozenset()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Graph inputs in order: primals, then tangents."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def tangents(self) -> list[fx.Node]:
+        """Graph inputs that carry incoming gradients."""
+        return [node for node in self.inputs if str(node.target).startswith("tangents")]
+
+    @property
+    def primals(self) -> list[fx.Node]:
+        """Graph inputs of the forward."""
+        return [node for node in self.inputs if not str(node.target).startswith("tangents")]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """All graph outputs (nodes, or constants and ``None``): the forward's, then one gradient an input."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def forward_outputs(self) -> list[Any]:
+        """What the forward returns."""
+        return self.outputs[: self.num_forward_outputs]
+
+    @property
+    def gradients(self) -> list[Any]:
+        """What the backward returns, ``None`` where an input gets no gradient."""
+        return self.outputs[self.num_forward_outputs :]
+
+    def computed(self) -> Iterator[fx.Node]:
+        """Nodes that compute something, in graph order."""
+        return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
+
+    def in_phase(self, phase: Phase) -> list[fx.Node]:
+        """Computing nodes of one phase, in graph order."""
+        return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
+
+    def label(self, node: fx.Node) -> str:
+        """A name for people: the model's own for a graph input, the node's otherwise."""
+        return self.labels.get(node, node.name)
+
+
+def input_nodes(node: fx.Node) -> list[fx.Node]:
+    """Nodes that ``node`` reads, without repetition, in argument order."""
+    return node.all_input_nodes
+
+
+def tensor_values(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that ``node`` produces, flattened; empty for symbolic scalars and ``None``."""
+    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the storages behind the values of ``node``; equal identities mean aliases."""
+    return [_storage_id(value) for value in tensor_values(node) if value.layout is torch.strided]
+
+
+def _storage_id(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` produces exactly one tensor (not a tuple of them)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_symbolic_scalar(node: fx.Node) -> bool:
+    """Whether ``node`` produces a number that is known only at run time (SymInt, SymFloat, SymBool)."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all values of ``node`` share the storage of one of its inputs: running it again costs nothing.
+
+    Taking one tensor out of a tuple (``getitem``) is a view only if the tuple itself was one (``split``).
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        (source,) = input_nodes(node)
+        return is_view(source)
+    own = storages(node)
+    if not own:
+        return False
+    of_inputs = {storage for source in input_nodes(node) for storage in storages(source)}
+    return all(storage in of_inputs for storage in own)
+
+
+def node_outputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that carry the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
+    if isinstance(node.meta.get("val"), (tuple, list)):
+        return [user for user in node.users if user.target is operator.getitem]
+    return [node]
+
+
+def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
+    """Path of the model's module in whose ``forward`` the node was made, ``""`` if unknown or the root.
+
+    Args:
+        node: a forward or backward node.
+        clean: turns the tracer's spelling of a path into the user's (``layers.0.attention``).
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return clean(path)
+    return ""
+
+
+def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
+    """Paths of all modules that were running when the node was made, outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [clean(path) for path, _ in stack.values()]
+
+
+def source_line(node: fx.Node) -> str:
+    """The innermost line of the user's own code that made the node, as ``file:line: code``; ``""`` if unknown."""
+    trace = node.meta.get("stack_trace")
+    if not trace:
+        return ""
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    for index in range(len(lines) - 1, -1, -1):
+        if lines[index].startswith("File "):
+            code = lines[index + 1] if index + 1 < len(lines) else ""
+            return f"{lines[index].removeprefix('File ')}: {code}"
+    return ""
+
+
+def saved_values(joint: JointGraph) -> list[fx.Node]:
+    """What the forward must hand to the backward, in order: forward values and graph inputs that the backward reads."""
+    later = (Phase.RECOMPUTE, Phase.BACKWARD)
+    tangents = set(joint.tangents)
+    returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}
+    return [
+        node
+        for node in joint.graph.nodes
+        if node.op != "output"
+        and node not in tangents
+        and node.meta.get(Mark.PHASE, Phase.FORWARD) is Phase.FORWARD
+        and (node in returned or any(user.meta.get(Mark.PHASE) in later for user in node.users))
+    ]

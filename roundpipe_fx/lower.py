@@ -1,0 +1,90 @@
+"""The way of the data: a captured joint graph through the passes to programs and their plan."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.cost import roofline_of
+from roundpipe_fx.joint_graph import JointGraph, tensor_values
+from roundpipe_fx.options import Options
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
+from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
+from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
+from roundpipe_fx.passes.streams import fork_recompute
+from roundpipe_fx.plan import Plan, make_plan
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["Lowered", "lower"]
+
+log = logging.getLogger(__name__)
+
+_CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A joint graph made into programs.
+
+    Attributes:
+        plan: the decisions, for people.
+        forward: the program that runs the forward.
+        backward: the program that runs the backward; ``None`` for an inference graph.
+    """
+
+    plan: Plan
+    forward: Program
+    backward: Program | None
+
+
+def lower(joint: JointGraph, options: Options, registered_syncs: Collection[Any] = (), training: bool = True) -> Lowered:
+    """Run the passes and emit stage modules and programs.
+
+    Args:
+        joint: a captured graph; it is rewritten.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        training: whether the graph has a backward.
+
+    Raises:
+        ValueError: a stage name that does not exist in the model.
+    """
+    device = _device_of(joint)
+    roofline = roofline_of(device)
+    joint = expand_masks(joint)
+    joint = annotate(joint, roofline)
+    joint = hoist_decisions(joint, registered_syncs)
+    if isinstance(options.stages, tuple):
+        positions = positions_of_names(joint, options.stages, module_path_text)
+        joint, segments = cut_segments(joint, positions)
+        joint, cuts = stages_at_positions(joint, segments, positions)
+    else:
+        joint, segments = cut_segments(joint)
+        joint, cuts = cut_stages(joint, segments, options.stages, roofline.transfer_seconds)
+    if training:
+        joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)
+        joint = replay_rng(joint, roofline)
+    joint.graph.eliminate_dead_code()
+    modules = emit_stage_modules(joint)
+    forward = emit_forward_program(joint, modules)
+    backward = fork_recompute(emit_backward_program(joint, modules)) if training else None
+    plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute)
+    log.info("%s", plan)
+    return Lowered(plan, forward, backward)
+
+
+def _device_of(joint: JointGraph) -> torch.device:
+    """The device that the work runs on: the first accelerator among the graph's values, else the CPU."""
+    for node in joint.graph.nodes:
+        for value in tensor_values(node):
+            if value.device.type not in ("cpu", "meta"):
+                return value.device
+    return torch.device("cpu")

@@ -1,0 +1,82 @@
+"""What a user can decide, checked before anything is traced."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+__all__ = ["Options", "StageCompiler"]
+
+StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
+
+_RECOMPUTE = ("none", "full")
+_STAGE_COMPILERS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to compile.
+
+    Attributes:
+        stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
+            times the heaviest segment; or a list of module names (as in ``named_modules()``) at which stages begin.
+        recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
+            it, and what is hoisted.
+        stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
+            ``None``: eager on the CPU, Inductor on CUDA.
+    """
+
+    stages: int | str | tuple[str, ...] = "auto"
+    recompute: str = "none"
+    stage_compiler: StageCompiler | None = None
+
+    @classmethod
+    def parse(cls, options: Mapping[str, Any]) -> Options:
+        """Check names and values.
+
+        Raises:
+            ValueError: an unknown option or value; the message lists the valid ones.
+            TypeError: a value of a wrong type.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(f"unknown option {name!r}.{hint} Valid options: {', '.join(known)}.")
+        checked = dict(options)
+        if "stages" in checked:
+            checked["stages"] = _stages(checked["stages"])
+        if checked.get("recompute", "none") not in _RECOMPUTE:
+            raise ValueError(f"recompute={checked['recompute']!r}: valid values are {_quoted(_RECOMPUTE)}.")
+        compiler = checked.get("stage_compiler")
+        if compiler is not None and not callable(compiler) and compiler not in _STAGE_COMPILERS:
+            raise ValueError(
+                f"stage_compiler={compiler!r}: valid values are {_quoted(_STAGE_COMPILERS)}, a callable "
+                "(GraphModule, example_inputs) -> callable, or None."
+            )
+        return cls(**checked)
+
+
+def _stages(stages: Any) -> int | str | tuple[str, ...]:
+    if isinstance(stages, str):
+        if stages != "auto":
+            raise ValueError(f"stages={stages!r}: valid values are a positive int, 'auto', or a list of module names.")
+        return stages
+    if isinstance(stages, bool):
+        raise TypeError("stages must be a positive int, 'auto', or a list of module names, not a bool.")
+    if isinstance(stages, int):
+        if stages < 1:
+            raise ValueError(f"stages={stages}: there must be at least one stage.")
+        return stages
+    if isinstance(stages, Sequence) and all(isinstance(name, str) for name in stages):
+        return tuple(stages)
+    raise TypeError(
+        f"stages must be a positive int, 'auto', or a list of module names, not {type(stages).__name__} {stages!r}."
+    )
+
+
+def _quoted(values: Sequence[str]) -> str:
+    return ", ".join(repr(value) for value in values)

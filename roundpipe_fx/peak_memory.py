@@ -1,0 +1,118 @@
+"""Measuring peak memory, the same way on the CPU and on CUDA."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["measure_peak"]
+
+
+class measure_peak:  # noqa: N801 - reads as a statement
+    """Bytes that a piece of code allocates at most at one time, beyond what was allocated when it began.
+
+    ::
+
+        with roundpipe_fx.measure_peak() as peak:
+            model(x).sum().backward()
+        print(peak.bytes)
+
+    On the CPU the live bytes of all tensor storages that operations make, each storage once, from when it is made
+    until it is freed; what a kernel allocates inside itself is not seen, nor what compiled kernels (Inductor)
+    allocate for themselves. On CUDA the caching allocator's own counters: ``max_memory_allocated()`` less
+    ``memory_allocated()`` at the beginning, on the current device.
+
+    Args:
+        device: ``"cpu"`` or a CUDA device; ``None``: CUDA if it is in use, else the CPU.
+
+    Attributes:
+        bytes: the peak; final once the block is left.
+        current: bytes allocated in the block and alive now.
+    """
+
+    def __init__(self, device: torch.device | str | None = None) -> None:
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() and torch.cuda.is_initialized() else "cpu"
+        self.device = torch.device(device)
+        self._storages = _LiveStorages()
+        self._start = 0
+        self._peak: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The peak, in bytes."""
+        if self._peak is not None:
+            return self._peak
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._start
+        return self._storages.peak
+
+    @property
+    def current(self) -> int:
+        """Bytes allocated in the block and not freed yet."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device) - self._start
+        return self._storages.live
+
+    def __enter__(self) -> measure_peak:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._start = torch.cuda.memory_allocated(self.device)
+        else:
+            self._storages.__enter__()
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        else:
+            self._storages.__exit__(*exc)
+        self._peak = self.bytes
+
+
+class _LiveStorages(TorchDispatchMode):
+    """Counts the bytes of live storages that operations make."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # torch.compile skips frames under other modes
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # Storages that come in were made before this operation: by code that is not measured, or counted already.
+        known = {
+            value.untyped_storage()._cdata
+            for value in tree_leaves((args, kwargs))
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided
+        }
+        result = func(*args, **kwargs)
+        for value in tree_leaves(result):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                self._add(value.untyped_storage(), known)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage, known: set[int]) -> None:
+        key = storage._cdata
+        if key in self._sizes or key in known or storage.device.type != "cpu":
+            return
+        size = storage.nbytes()
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.live -= self._sizes.pop(key, 0)

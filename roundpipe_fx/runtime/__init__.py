@@ -1,0 +1,1 @@
+"""The runtime: runs programs. It knows emitted code, not passes."""

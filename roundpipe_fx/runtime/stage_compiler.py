@@ -1,0 +1,79 @@
+"""Stage compilers: how a stage module becomes something that runs.
+
+Modules that do the same work on the same shapes are compiled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.options import StageCompiler
+
+__all__ = ["Boxed", "compile_stages"]
+
+Boxed = Callable[[list[Any]], tuple[Any, ...]]
+"""Takes one list of arguments, which it clears."""
+
+
+def compile_stages(
+    modules: Iterable[StageModule], compiler: StageCompiler | None, cache: dict[str, Boxed]
+) -> dict[str, Boxed]:
+    """Make every stage module callable.
+
+    Args:
+        modules: what to compile.
+        compiler: the user's choice; ``None``: eager on the CPU, Inductor on CUDA.
+        cache: what was compiled before, by fingerprint; extended.
+
+    Returns:
+        the callables by module name.
+    """
+    ready = {}
+    for module in modules:
+        if module.fingerprint not in cache:
+            cache[module.fingerprint] = _compile(module, compiler or _default(module))
+        ready[module.name] = cache[module.fingerprint]
+    return ready
+
+
+def _default(module: StageModule) -> StageCompiler:
+    values = (value for node in module.module.graph.nodes for value in tensor_values(node))
+    return "inductor" if any(value.device.type == "cuda" for value in values) else "eager"
+
+
+def _compile(module: StageModule, compiler: StageCompiler) -> Boxed:
+    graph_module = module.module
+    if compiler == "eager":
+        return graph_module.forward
+    examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
+    unboxed = _unboxed(graph_module)
+    if compiler == "inductor":
+        return _boxed(torch_private.inductor(unboxed, examples))
+    assert callable(compiler)
+    return _boxed(compiler(unboxed, examples))
+
+
+def _unboxed(module: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with ordinary positional arguments, as compilers expect it."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return fx.GraphModule(module, graph, class_name=module._get_name())
+
+
+def _boxed(function: Callable[..., Any]) -> Boxed:
+    """Box what a compiler returned; one that is boxed already (``_boxed_call``) keeps letting arguments die inside."""
+    if getattr(function, "_boxed_call", False):
+        return function
+
+    def call(arguments: list[Any]) -> tuple[Any, ...]:
+        values = list(arguments)
+        arguments.clear()
+        return tuple(function(*values))
+
+    return call

@@ -1,0 +1,267 @@
+"""The one place that touches private torch APIs.
+
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so a torch
+release that moves something is answered here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import fx
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+__all__ = [
+    "aot_autograd",
+    "boxed_codegen",
+    "dynamo_flags",
+    "forward_backend_context",
+    "graph_break",
+    "inductor",
+    "input_path",
+    "module_path_text",
+    "mutated_inputs",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "shape_env_of",
+    "size_hint",
+    "user_stack_text",
+]
+
+# Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
+_LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
+
+
+def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
+    """``torch._dynamo.backends.common.aot_autograd``: AOTAutograd as the second half of a Dynamo backend."""
+    from torch._dynamo.backends.common import aot_autograd as make
+
+    return make(**kwargs)
+
+
+def aot_flags() -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's flags for our compilation: no donated buffers, so ``backward(retain_graph=True)`` works."""
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
+@contextlib.contextmanager
+def dynamo_flags() -> Iterator[None]:
+    """Dynamo's flags for our compilation only, restored on exit.
+
+    Data-dependent shapes and scalars are captured into the graph instead of breaking it, loggers are skipped, and
+    hooks that are added to a submodule later are noticed.
+    """
+    config = torch._dynamo.config
+    with config.patch(
+        capture_dynamic_output_shape_ops=True,
+        capture_scalar_outputs=True,
+        skip_nnmodule_hook_guards=False,
+        ignore_logging_functions=set(config.ignore_logging_functions) | _logging_functions(),
+    ):
+        yield
+
+
+def _logging_functions() -> frozenset[Any]:
+    found: set[Any] = set()
+    for owner in (logging.Logger, logging.LoggerAdapter):
+        for name in _LOGGER_METHODS:
+            method = getattr(owner, name, None)
+            if method is not None:
+                found.add(method)
+    return frozenset(found)
+
+
+def forward_backend_context() -> None:
+    """Let ``torch.compile`` see the ``backend_ctx_ctor`` of a backend that it wraps.
+
+    ``torch._dynamo.optimize`` enters the context that a backend names in ``backend_ctx_ctor`` around each call, but
+    ``torch.compile`` hides the backend in a wrapper that does not pass the attribute on. This adds the attribute to
+    the wrapper's class; backends without one are not affected.
+    """
+    wrapper = torch._TorchCompileWrapper
+    if not hasattr(wrapper, "backend_ctx_ctor"):
+        wrapper.backend_ctx_ctor = property(  # type: ignore[attr-defined]
+            lambda self: getattr(self.compiler_fn, "backend_ctx_ctor", contextlib.nullcontext)
+        )
+
+
+def graph_break(module: fx.GraphModule) -> Any | None:
+    """Dynamo's record of the graph break that ended this graph (``reason``, ``user_stack``), or ``None``."""
+    reason = getattr(module, "compile_subgraph_reason", None)
+    return reason if reason is not None and reason.graph_break else None
+
+
+def user_stack_text(reason: Any) -> str:
+    """Where in the user's code a graph break happened: ``file:line in function``."""
+    if not reason.user_stack:
+        return "an unknown line"
+    frame = reason.user_stack[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+_PATH_STEP = re.compile(r"_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]")
+
+
+def module_path_text(source: str) -> str:
+    """``L['self']._modules['h']._modules['0']`` as users write it: ``h.0``; ``""`` for the root."""
+    return ".".join(_PATH_STEP.findall(source))
+
+
+def input_path(placeholder: fx.Node) -> tuple[str, bool]:
+    """Readable name of an input of Dynamo's graph, and whether it is a parameter or buffer."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
+    if source is None:
+        return str(placeholder.target), False
+    text = source.name() if callable(source.name) else source.name
+    path = module_path_text(text)
+    if path and ("_parameters[" in text or "_buffers[" in text):
+        return path, True
+    found = re.match(r"L\['([^']+)'\](.*)$", text)
+    if found:
+        rest = re.sub(r"[^0-9A-Za-z]+", "_", found.group(2)).strip("_")
+        return found.group(1) + (f"_{rest}" if rest else ""), False
+    return str(placeholder.target), False
+
+
+def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Graph inputs that AOTAutograd's epilogue updates in place from a forward output."""
+    descriptions = joint.graph.output_node().meta.get("desc") or []
+    mutated = {
+        description.mutated_input for description in descriptions if type(description).__name__ == "InputMutationAOTOutput"
+    }
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
+def boxed_codegen() -> Any:
+    """FX code generation for functions that take one list and clear it, so that arguments can die inside."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    return _BoxedCodeGen()
+
+
+def shape_env_of(value: Any) -> Any | None:
+    """The ShapeEnv behind a fake tensor or symbolic scalar, or ``None``."""
+    if isinstance(value, torch.Tensor):
+        mode = getattr(value, "fake_mode", None)
+        return getattr(mode, "shape_env", None)
+    node = getattr(value, "node", None)
+    return getattr(node, "shape_env", None)
+
+
+_UNKNOWN_SIZE = 1024
+_LARGEST_BOUND = 1 << 40
+
+
+def size_hint(size: Any) -> int:
+    """A number to plan with for a size that may be symbolic.
+
+    The traced example's value where there is one; for a data-dependent size (``nonzero``) its upper bound, since a
+    plan must hold for it; 1024 where no bound is known.
+    """
+    if isinstance(size, int):
+        return size
+    node = size.node
+    shape_env = node.shape_env
+    expression = shape_env.replace(node.expr)
+    values = {}
+    for symbol in expression.free_symbols:
+        hint = _backed_hint(shape_env, symbol)
+        if hint is None:
+            bounds = shape_env.var_to_range.get(symbol)
+            upper = int(bounds.upper) if bounds is not None and bounds.upper.is_finite else None
+            hint = upper if upper is not None and upper < _LARGEST_BOUND else _UNKNOWN_SIZE
+        values[symbol] = hint
+    return int(expression.xreplace(values))
+
+
+def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
+    table = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
+    value = table.get(symbol)
+    return None if value is None else int(value)
+
+
+def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one functional ATen graph with Inductor, as an inference graph of its own."""
+    from torch._inductor import standalone_compile
+
+    with torch.no_grad():
+        return standalone_compile(module, list(example_inputs), dynamic_shapes="from_graph")
+
+
+_STREAM_BASE = 1 << 20
+"""First index of our streams and events in torch's side table; far above those of a user's own."""
+
+
+def register_stream_objects(objects: Sequence[Any]) -> None:
+    """Make streams and events reachable by the integer indices that ``torch.ops.streams`` take.
+
+    Args:
+        objects: live streams and events; object *i* gets index ``stream_index(i)``. The caller keeps them alive. Must
+            be repeated before each program, since Dynamo clears the table when it traces.
+    """
+    from torch._dynamo.graph_bytecode_inputs import index_to_external_object_weakref as table
+
+    for position, item in enumerate(objects):
+        table[_STREAM_BASE + position] = weakref.ref(item)
+
+
+def stream_index(position: int) -> int:
+    """Index in torch's side table of the object at ``position`` of :func:`register_stream_objects`."""
+    return _STREAM_BASE + position
+
+
+def registered_backwards(targets: Sequence[Any]) -> list[Any]:
+    """Definitions (``CustomOpDef``) of those operators whose backward was registered from Python."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = []
+    for target in targets:
+        definition = OPDEFS.get(target.name().split(".")[0]) if isinstance(target, torch._ops.OpOverload) else None
+        if definition is not None and definition._backward_fn is not None:
+            found.append(definition)
+    return found
+
+
+def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
+    """Whether ``function`` runs on fake tensors without asking for data. What it does leaves no trace in a graph.
+
+    Args:
+        function: run once, with nothing recorded.
+        tensors: some of the fake tensors that it reads, to find their shape environment by.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    mode = torch._guards.detect_fake_mode(tensors)
+    shape_env = mode.shape_env if mode is not None else None
+    fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
+    try:
+        with disable_proxy_modes_tracing(), fresh:
+            function()
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
+        return False
+    return True
+
+
+def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's own partition without recomputation."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(*args, **kwargs)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch mode is active inside, the tracer's fake mode included: tensors that are made are real."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
