@@ -157,7 +157,9 @@ class _Snapshots:
         if source not in self._taken:
             stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
             with self._joint.graph.inserting_before(next(self._joint.computed())):
-                copy = self._joint.graph.call_function(torch.ops.aten.clone.default, (source,))
+                copy = self._joint.graph.create_node(
+                    "call_function", torch.ops.aten.clone.default, (source,), name=f"{source.name}_before_update"
+                )
             value = source.meta["val"]
             with value.fake_mode:
                 copy.meta["val"] = torch.empty_like(value)
@@ -181,8 +183,23 @@ def _start_early(joint: JointGraph) -> None:
         else:
             node.meta[Mark.PHASE] = Phase.RECOMPUTE
     for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
-        if node.users and (is_view(node) or _only_fills(node)) and all(_is_beside(node, user) for user in node.users):
+        beside = [user for user in node.users if _is_beside(node, user)]
+        if not beside or not (is_view(node) or _only_fills(node)):
+            continue
+        if len(beside) == len(node.users):
             node.meta[Mark.PHASE] = Phase.BACKWARD
+        elif is_view(node):
+            _twin_in_backward(joint, node, beside)
+
+
+def _twin_in_backward(joint: JointGraph, view: fx.Node, users: list[fx.Node]) -> None:
+    """Give the backward its own copy of a view that the recomputation reads too: only the viewed value crosses."""
+    with joint.graph.inserting_after(view):
+        twin = joint.graph.node_copy(view)
+    twin.meta = dict(view.meta)
+    twin.meta[Mark.PHASE] = Phase.BACKWARD
+    for user in users:
+        user.replace_input_with(view, twin)
 
 
 def _is_beside(node: fx.Node, user: fx.Node) -> bool:

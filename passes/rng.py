@@ -46,7 +46,7 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
         original = originals[name]
         with graph.inserting_before(original):
             drawn = graph.call_function(run_and_save_rng_state, (original.target, *original.args), original.kwargs)
-            state = graph.call_function(operator.getitem, (drawn, 0))
+            state = graph.create_node("call_function", operator.getitem, (drawn, 0), name=f"{name}_rng_state")
             value = graph.call_function(operator.getitem, (drawn, 1))
         state_value = _fake_state(original)
         for added, val in (

@@ -83,14 +83,17 @@ def forward_backend_context() -> None:
     """Let ``torch.compile`` see the ``backend_ctx_ctor`` of a backend that it wraps.
 
     ``torch._dynamo.optimize`` enters the context that a backend names in ``backend_ctx_ctor`` around each call, but
-    ``torch.compile`` hides the backend in a wrapper that does not pass the attribute on. This adds the attribute to
-    the wrapper's class; backends without one are not affected.
+    ``torch.compile`` hides the backend in two wrappers that do not pass the attribute on. This adds it to the
+    wrappers' classes; backends that have no such attribute are not affected.
     """
-    wrapper = torch._TorchCompileWrapper
-    if not hasattr(wrapper, "backend_ctx_ctor"):
-        wrapper.backend_ctx_ctor = property(  # type: ignore[attr-defined]
-            lambda self: getattr(self.compiler_fn, "backend_ctx_ctor", contextlib.nullcontext)
-        )
+    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+
+    def inner(name: str) -> property:
+        return property(lambda self: getattr(getattr(self, name), "backend_ctx_ctor", contextlib.nullcontext))
+
+    for wrapper, name in ((torch._TorchCompileWrapper, "compiler_fn"), (WrapBackendDebug, "__wrapped__")):
+        if not hasattr(wrapper, "backend_ctx_ctor"):
+            wrapper.backend_ctx_ctor = inner(name)  # type: ignore[attr-defined]
 
 
 def graph_break(module: fx.GraphModule) -> Any | None:
@@ -111,8 +114,10 @@ _PATH_STEP = re.compile(r"_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]
 
 
 def module_path_text(source: str) -> str:
-    """``L['self']._modules['h']._modules['0']`` as users write it: ``h.0``; ``""`` for the root."""
-    return ".".join(_PATH_STEP.findall(source))
+    """``L['self'].h.0`` or ``L['self']._modules['h']._modules['0']`` as users write it: ``h.0``; ``""`` for the root."""
+    if "_modules[" in source or "_parameters[" in source or "_buffers[" in source:
+        return ".".join(_PATH_STEP.findall(source))
+    return re.sub(r"^[LG]\[['\"][^\]]+['\"]\]\.?", "", source)
 
 
 def input_path(placeholder: fx.Node) -> tuple[str, bool]:

@@ -7,6 +7,7 @@ lines that it made, and ``x = None`` where a value is used for the last time.
 from __future__ import annotations
 
 import operator
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +22,9 @@ from roundpipe_fx.torch_private import module_path_text
 __all__ = ["HEADER", "program_text", "stage_text", "type_text"]
 
 HEADER = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n\naten = torch.ops.aten\n"
+
+
+_COLUMNS = 120
 
 
 def type_text(value: Any) -> str:
@@ -85,7 +89,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     last_use = _last_use(graph)
     unused = [node.name for node in graph.nodes if node.op == "placeholder" and node not in last_use]
     if unused:
-        lines.append(f"    del {', '.join(unused)}")
+        lines += _wrapped("    del (", unused, ")")
     for node in graph.nodes:
         if node.op == "call_module":
             lines += _call_lines(node, calls[str(node.target)], last_use, describe)
@@ -95,9 +99,18 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
             dead = [source.name for source in node.all_input_nodes if last_use[source] is node]
             if dead:
                 lines.append(f"    del {', '.join(dead)}")
-    results = graph.output_node().args[0]
-    lines.append(f"    return {_argument(results, {node: node.name for node in graph.nodes})}")
+    results = [_argument(value, {node: node.name for node in graph.nodes}) for value in graph.output_node().args[0]]
+    lines += _wrapped("    return (", results, ",)" if results else ")")
     return "\n".join(lines) + "\n"
+
+
+def _wrapped(opening: str, items: list[str], closing: str) -> list[str]:
+    """``opening item, item closing`` on one line if that fits, else in lines of at most 120 columns."""
+    line = f"{opening}{', '.join(items)}{closing}"
+    if len(line) <= _COLUMNS:
+        return [line]
+    body = textwrap.wrap(", ".join(items) + ",", _COLUMNS, initial_indent="        ", subsequent_indent="        ")
+    return [opening, *body, f"    {closing.removeprefix(',')}"]
 
 
 def _call_lines(
@@ -108,16 +121,15 @@ def _call_lines(
     if comment:
         lines.append(f"    # {comment}")
     arguments = list(node.args[0])  # type: ignore[arg-type]
-    lines.append(f"    call = [{', '.join(argument.name for argument in arguments)}]")
+    lines += _wrapped("    call = [", [argument.name for argument in arguments], "]")
     dying = [argument.name for argument in dict.fromkeys(arguments) if last_use[argument] is node]
     if dying:
-        lines.append(f"    del {', '.join(dying)}")
+        lines += _wrapped("    del (", dying, ")")
     results = [user.name for user in sorted(node.users, key=lambda user: user.args[1])]  # type: ignore[arg-type]
-    target = f"{', '.join(results)}{',' if len(results) == 1 else ''} = " if results else ""
-    lines.append(f"    {target}{node.target}(call)")
+    lines += _wrapped("    [", results, f"] = {node.target}(call)") if results else [f"    {node.target}(call)"]
     unread = [user.name for user in node.users if user not in last_use]
     if unread:
-        lines.append(f"    del {', '.join(unread)}")
+        lines += _wrapped("    del (", unread, ")")
     return lines
 
 

@@ -1,0 +1,164 @@
+"""Small models, one property each: what the golden files pin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class DropoutMLP(nn.Module):
+    """A chain of linear layers with dropout: replayed generator states."""
+
+    def __init__(self, width: int = 8, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2)) for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
+        super().__init__()
+        self.heads, self.causal = heads, causal
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+        memory = x if memory is None else memory
+        key, value = self.key_value(memory).chunk(2, dim=-1)
+        split = [t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (self.query(x), key, value)]
+        mixed = F.scaled_dot_product_attention(*split, is_causal=self.causal)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, width: int, heads: int = 2, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class TiedTransformer(nn.Module):
+    """A stack of transformer blocks whose first and last stage share the embedding."""
+
+    def __init__(self, width: int = 8, depth: int = 2, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class ExpertLayer(nn.Module):
+    def __init__(self, width: int, experts: int, top_k: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, experts)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+        self.top_k = top_k
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(self.top_k, dim=-1)
+        out = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            token, rank = torch.where(chosen == index)
+            out = out.index_add(0, token, torch.relu(expert(x[token])) * weights[token, rank, None])
+        return x + out
+
+
+class MixtureOfExperts(nn.Module):
+    """Experts picked by ``topk`` and ``nonzero``: questions that are asked once."""
+
+    def __init__(self, width: int = 8, depth: int = 2, experts: int = 2, top_k: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(ExpertLayer(width, experts, top_k) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class ConvBlock(nn.Sequential):
+    def __init__(self, channels_in: int, channels_out: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False), nn.BatchNorm2d(channels_out), nn.ReLU()
+        )
+
+
+class UNet(nn.Module):
+    """Skips that pass over stages, and batch norm's buffers, which change in the forward."""
+
+    def __init__(self, channels: int = 4, depth: int = 1) -> None:
+        super().__init__()
+        widths = [channels * 2**level for level in range(depth + 1)]
+        self.down = nn.ModuleList(ConvBlock(i, o) for i, o in zip([3, *widths], widths, strict=False))
+        self.up = nn.ModuleList(ConvBlock(i + o, o) for i, o in zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.head = nn.Conv2d(channels, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skips = []
+        for level, block in enumerate(self.down):
+            x = block(F.max_pool2d(x, 2) if level else x)
+            skips.append(x)
+        skips.pop()
+        for block in self.up:
+            x = block(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], dim=1))
+        return self.head(x).square().mean()
+
+
+class EncoderDecoder(nn.Module):
+    """The encoder's result is read by every decoder layer: a value that skips over stages."""
+
+    def __init__(self, width: int = 8, depth: int = 2) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(TransformerBlock(width, dropout=0.0) for _ in range(depth))
+        self.decoder = nn.ModuleList(TransformerBlock(width, dropout=0.0) for _ in range(depth))
+        self.cross = nn.ModuleList(Attention(width, 2, causal=False) for _ in range(depth))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        for block in self.encoder:
+            source = block(source)
+        for block, cross in zip(self.decoder, self.cross, strict=True):
+            target = target + cross(block(target), source)
+        return target.square().mean()
+
+
+def _tokens(batch: int = 2, length: int = 4, vocabulary: int = 16) -> dict[str, Any]:
+    tokens = torch.randint(vocabulary, (batch, length + 1))
+    return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+# name: (model, its inputs, stages)
+GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | list[str]]] = {
+    "dropout_mlp": (DropoutMLP, lambda: {"x": torch.randn(4, 8)}, 2),
+    "tied_transformer": (TiedTransformer, _tokens, ["blocks.1"]),
+    "mixture_of_experts": (MixtureOfExperts, lambda: {"x": torch.randn(6, 8)}, ["layers.1"]),
+    "unet": (UNet, lambda: {"x": torch.randn(2, 3, 8, 8)}, ["down.1", "up.0"]),
+    "encoder_decoder": (
+        lambda: EncoderDecoder(depth=1),
+        lambda: {"source": torch.randn(2, 3, 8), "target": torch.randn(2, 4, 8)},
+        ["decoder.0"],
+    ),
+}
