@@ -5,7 +5,7 @@ A *cut* is a position in the forward order; its *width* is the bytes of computed
 do arithmetic (matrix products, convolutions) only the narrowest position is considered, so a segment always has work.
 
 Cuts are taken narrowest first: within a range the narrowest candidate and all within a quarter of it become cuts,
-values that merely pass over the whole range left out of the count; a range that still holds more than an eighth of
+values that merely pass over the whole range left out of the count; a range that still holds more than a quarter of
 the forward's cost is looked at again on its own. A transformer is so cut at its residual stream, twice a block; a
 model that ends in a narrow head first loses its head, then is cut like the rest; the inside of a U-Net is cut although
 its skips make every place inside it wider than those outside.
@@ -27,7 +27,7 @@ from roundpipe_fx.segment import Segment
 __all__ = ["cut_segments"]
 
 _NEAR_NARROWEST = 1.25
-_LARGEST_SHARE = 1 / 8
+_LARGEST_SHARE = 1 / 4
 
 
 @dataclass(frozen=True)

@@ -52,6 +52,8 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = ()) -> str:
             return "{" + ",".join(f"{key}:{name(item)}" for key, item in value.items()) + "}"
         if isinstance(value, slice):
             return f"slice({name(value.start)},{name(value.stop)},{name(value.step)})"
+        if isinstance(value, str) and value.startswith("Runtime assertion failed"):
+            return "message"  # names symbols and nodes of the one graph it was made for
         return repr(value)
 
     for node in nodes:

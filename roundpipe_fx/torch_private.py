@@ -189,8 +189,8 @@ def size_hint(size: Any) -> int:
 
 
 def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
-    table = getattr(shape_env, "backed_var_to_val", None) or getattr(shape_env, "var_to_val", {})
-    value = table.get(symbol)
+    name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
+    value = getattr(shape_env, name).get(symbol)
     return None if value is None else int(value)
 
 
@@ -228,12 +228,18 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
     """Definitions (``CustomOpDef``) of those operators whose backward was registered from Python."""
     from torch._library.custom_ops import OPDEFS
 
-    found = []
+    found = {}
     for target in targets:
-        definition = OPDEFS.get(target.name().split(".")[0]) if isinstance(target, torch._ops.OpOverload) else None
+        if isinstance(target, torch._ops.OpOverload):
+            name = target._schema.name
+        elif isinstance(target, torch._ops.OpOverloadPacket):
+            name = target._qualified_op_name
+        else:
+            continue
+        definition = OPDEFS.get(name)
         if definition is not None and definition._backward_fn is not None:
-            found.append(definition)
-    return found
+            found[name] = definition
+    return list(found.values())
 
 
 def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
