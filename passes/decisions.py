@@ -59,7 +59,6 @@ def expand_masks(joint: JointGraph) -> JointGraph:
             _expand_index(joint, node, shared)
         elif node.target is aten.masked_select.default:
             _expand_masked_select(joint, node, shared)
-    joint.graph.lint()
     return joint
 
 

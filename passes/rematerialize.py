@@ -93,10 +93,10 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
             copies[original] = copy
         for node in by_stage[stage]:
             _replace_inputs(node, copies)
-        for node in (*copies.values(), *by_stage[stage]):
-            _replace_inputs(node, {s: snapshots.of(s) for s in input_nodes(node) if s in joint.mutated_inputs})
+        if joint.mutated_inputs:
+            for node in (*copies.values(), *by_stage[stage]):
+                _replace_inputs(node, {s: snapshots.of(s) for s in input_nodes(node) if s in joint.mutated_inputs})
     _start_early(joint)
-    graph.lint()
     return joint
 
 
@@ -140,9 +140,9 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: dict[fx.Nod
 
 
 def _replace_inputs(node: fx.Node, replacements: dict[fx.Node, fx.Node]) -> None:
-    for old, new in replacements.items():
-        if old is not new and old in input_nodes(node):
-            node.replace_input_with(old, new)
+    for source in input_nodes(node):
+        if source in replacements:
+            node.replace_input_with(source, replacements[source])
 
 
 class _Snapshots:

@@ -68,7 +68,6 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
             graph.erase_node(node)
         original.replace_all_uses_with(value)
         graph.erase_node(original)
-    graph.lint()
     return joint
 
 

@@ -15,7 +15,7 @@ __all__ = ["fingerprint"]
 _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 
 
-def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = ()) -> str:
+def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: Iterable[fx.Node] = ()) -> str:
     """A digest of the structure of ``nodes``: operators, constants, shapes, dtypes, strides, devices and wiring.
 
     Values from outside are numbered in the order in which they are first read; size symbols likewise, so that two
@@ -24,6 +24,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = ()) -> str:
     Args:
         nodes: in execution order.
         results: values that leave the piece, in order.
+        inputs: values that come from outside, where their order matters (arguments of a function).
     """
     numbers: dict[fx.Node, str] = {}
     symbols: dict[str, str] = {}
@@ -56,10 +57,9 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = ()) -> str:
             return "message"  # names symbols and nodes of the one graph it was made for
         return repr(value)
 
+    for node in inputs:
+        name(node)
     for node in nodes:
-        if node.op == "placeholder":
-            name(node)
-            continue
         target = node.target
         if node.op == "get_attr":
             owner = node.graph.owning_module

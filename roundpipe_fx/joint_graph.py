@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import enum
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "JointGraph",
@@ -143,7 +142,18 @@ def input_nodes(node: fx.Node) -> list[fx.Node]:
 
 def tensor_values(node: fx.Node) -> list[torch.Tensor]:
     """The fake tensors that ``node`` produces, flattened; empty for symbolic scalars and ``None``."""
-    return [value for value in tree_leaves(node.meta.get("val")) if isinstance(value, torch.Tensor)]
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else ()
 
 
 def storages(node: fx.Node) -> list[int]:

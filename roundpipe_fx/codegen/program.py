@@ -65,6 +65,20 @@ def _ordered_saved(joint: JointGraph) -> _Saved:
     return _Saved(tensors, [node for node in values if is_symbolic_scalar(node)])
 
 
+class _StageCall(nn.Module):
+    """A stage module as a submodule of a program's graph, shared and not recompiled with it."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__()
+        self.__dict__["stage"] = module
+
+    def forward(self, arguments: list[Any]) -> Any:
+        return self.stage(arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StageCall:
+        return self
+
+
 def _emit(
     name: str, joint: JointGraph, inputs: Sequence[fx.Node], calls: Sequence[StageModule], outputs: Sequence[Any]
 ) -> Program:
@@ -75,7 +89,7 @@ def _emit(
         values[source].meta = dict(source.meta)
     root = nn.Module()
     for call in calls:
-        root.add_module(call.name, call.module)
+        root.add_module(call.name, _StageCall(call.module))
         made = graph.call_module(call.name, ([values[source] for source in call.inputs],))
         made.meta["val"] = tuple(node.meta.get("val") for node in call.outputs)
         for index, node in enumerate(call.outputs):
@@ -83,5 +97,4 @@ def _emit(
             item.meta = dict(node.meta)
             values[node] = item
     graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in outputs))
-    graph.lint()
     return Program(name, fx.GraphModule(root, graph, class_name=f"{name}_program"), tuple(calls))

@@ -7,7 +7,7 @@ A stage module is stateless: parameters, saved values and gradients are all inpu
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -26,7 +26,8 @@ class StageModule:
     Attributes:
         stage: index of the stage.
         phase: which part of the stage it runs.
-        module: the graph; takes one list of the values of ``inputs``, returns a tuple of those of ``outputs``.
+        module: the graph; takes one list of the values of ``inputs``, returns a tuple of those of ``outputs``. Stages
+            that are alike share it, so its value names are those of the first of them.
         inputs: nodes of the joint graph that it reads.
         outputs: nodes of the joint graph that it makes for others.
         fingerprint: equal for modules that do the same work on the same shapes.
@@ -57,22 +58,24 @@ def emit_stage_modules(joint: JointGraph) -> dict[tuple[int, Phase], StageModule
     for node in joint.computed():
         pieces.setdefault((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), []).append(node)
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
-    emitted = {}
+    emitted: dict[tuple[int, Phase], StageModule] = {}
+    alike: dict[str, fx.GraphModule] = {}
     for (stage, phase), nodes in sorted(pieces.items()):
-        module = _emit(joint, stage, phase, nodes, position)
-        if module is not None:
-            emitted[stage, phase] = module
+        members = set(nodes)
+        inputs = sorted({s for node in nodes for s in input_nodes(node) if s not in members}, key=position.__getitem__)
+        outputs = [node for node in nodes if any(user not in members for user in node.users)]
+        if not outputs and not any(node.is_impure() for node in nodes):
+            continue
+        digest = fingerprint(nodes, outputs, inputs)
+        if digest not in alike:
+            alike[digest] = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs)
+        emitted[stage, phase] = StageModule(stage, phase, alike[digest], tuple(inputs), tuple(outputs), digest)
     return emitted
 
 
-def _emit(
-    joint: JointGraph, stage: int, phase: Phase, nodes: list[fx.Node], position: Mapping[fx.Node, int]
-) -> StageModule | None:
-    members = set(nodes)
-    inputs = sorted({s for node in nodes for s in input_nodes(node) if s not in members}, key=position.__getitem__)
-    outputs = [node for node in nodes if any(user not in members for user in node.users)]
-    if not outputs and not any(node.is_impure() for node in nodes):
-        return None
+def _graph_module(
+    joint: JointGraph, name: str, nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
+) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
@@ -81,13 +84,9 @@ def _emit(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _kept_meta(node)
-    results = tuple(copies[node] for node in outputs)
-    graph.output(results)
+    graph.output(tuple(copies[node] for node in outputs))
     graph.set_codegen(boxed_codegen())
-    graph.lint()
-    module = fx.GraphModule(joint.module, graph, class_name=f"stage_{stage}_{phase}")
-    digest = fingerprint((node for node in graph.nodes if node.op != "output"), results)
-    return StageModule(stage, phase, module, tuple(inputs), tuple(outputs), digest)
+    return fx.GraphModule(joint.module, graph, class_name=name)
 
 
 _KEPT_META = ("val", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "unbacked_bindings", Mark.ORIGIN)
