@@ -14,8 +14,8 @@ What asks is recognized by operator tags and argument types, not by names:
 - tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``); ``index`` carries
   the first always and asks only when indexed by a mask;
 - copies from an accelerator to the host;
-- *decisions*: whole numbers that an operation picks out of data (``topk``, ``sort``, ``argmax``, ``multinomial``,
-  ``searchsorted``, a cast to whole numbers) and that a later forward operation uses to select or route. Pooling indices, which only the
+- *decisions*: whole numbers that an operation makes out of data (``topk``, ``sort``, ``argmax``, ``multinomial``,
+  ``searchsorted``, a cast) and that a later forward operation uses to select or route. Pooling indices, which only the
   pooling's own backward reads, are no decision;
 - operations with side effects, and those that the user registered.
 """

@@ -84,7 +84,8 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
         copies: dict[fx.Node, fx.Node] = {}
         for original in sorted(again, key=position.__getitem__):
             with graph.inserting_before(first_backward):
-                copy = graph.node_copy(original, lambda source: copies.get(source, source))
+                copy = graph.node_copy(original)
+            _replace_inputs(copy, copies)
             copy.meta = dict(original.meta)
             copy.meta.pop("unbacked_bindings", None)
             copy.meta[Mark.PHASE] = Phase.RECOMPUTE

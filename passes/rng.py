@@ -45,7 +45,7 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
     for name, repeated in repetitions.items():
         original = originals[name]
         with graph.inserting_before(original):
-            drawn = graph.call_function(run_and_save_rng_state, (original.target, *original.args), original.kwargs)
+            drawn = graph.call_function(run_and_save_rng_state, (_operator(original), *original.args), original.kwargs)
             state = graph.create_node("call_function", operator.getitem, (drawn, 0), name=f"{name}_rng_state")
             value = graph.call_function(operator.getitem, (drawn, 1))
         state_value = _fake_state(original)
@@ -61,7 +61,7 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
         drawn.meta[Mark.REPLAYED] = True
         for node in repeated:
             with graph.inserting_before(node):
-                again = graph.call_function(run_with_rng_state, (state, node.target, *node.args), node.kwargs)
+                again = graph.call_function(run_with_rng_state, (state, _operator(node), *node.args), node.kwargs)
             again.meta = dict(node.meta)
             again.meta[Mark.REPLAYED] = True
             node.replace_all_uses_with(again)
@@ -69,6 +69,11 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
         original.replace_all_uses_with(value)
         graph.erase_node(original)
     return joint
+
+
+def _operator(node: fx.Node) -> torch._ops.OpOverload:
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return node.target
 
 
 def _fake_state(node: fx.Node) -> torch.Tensor:

@@ -107,7 +107,7 @@ def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) 
     while ranges:
         low, high = ranges.pop()
         inside = candidates[bisect_left(candidates, low + 1) : bisect_left(candidates, high)]
-        if not inside or (low != -1 or high != len(forward) - 1) and elapsed[high + 1] - elapsed[low + 1] <= limit:
+        if not inside or ((low != -1 or high != len(forward) - 1) and elapsed[high + 1] - elapsed[low + 1] <= limit):
             continue
         passing = sum(life.size for life in lives if life.birth <= low and life.death > high)
         narrowest = min(widths[cut] for cut in inside) - passing

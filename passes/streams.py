@@ -1,12 +1,79 @@
-"""streams: stream-level fork and join in a program of stage calls."""
+"""streams: stream-level fork and join in a program of stage calls.
+
+A stage's recomputation does not depend on the gradient that its backward waits for, so it may run beside the backward
+of the stage after it. It is issued on a side stream, which waits for the point just *before* that backward, and the
+main stream waits for it only where its results are read. The order in which the host issues calls, and so the order
+of allocations, stays that of the program: overlap costs no memory.
+
+Values that one stream makes and another reads are announced to the allocator (``record_stream``) where they may be
+freed while the other stream still reads them. Uses PyTorch's own ``torch.ops.streams`` operations. Streams and events
+are numbered: 0 is the stream that the program was called on, 1 the side stream, events follow.
+"""
 
 from __future__ import annotations
 
-from roundpipe_fx.codegen.program import Program
+import itertools
+import operator
+from collections.abc import Collection
 
-__all__ = ["fork_recompute"]
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import Mark, is_tensor
+
+__all__ = ["MAIN", "SIDE", "fork_recompute"]
+
+MAIN, SIDE = 0, 1
+_FIRST_EVENT = 2
 
 
-def fork_recompute(program: Program) -> Program:
-    """Let each stage's recomputation run beside the gradient it waits for."""
+def fork_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Graph:
+    """Let recomputations run beside the gradients that they do not wait for.
+
+    Args:
+        program: a graph of stage calls; it is rewritten.
+        recomputing: names of the called modules that recompute.
+
+    Returns:
+        the graph. A recomputation with nothing before it to run beside is left on the main stream.
+    """
+    calls = [node for node in program.nodes if node.op == "call_module"]
+    last_use = _last_use(program)
+    event = _FIRST_EVENT
+    for before, call in itertools.pairwise(calls):
+        if call.target not in recomputing:
+            continue
+        ready, done = event, event + 1
+        event += 2
+        with program.inserting_before(before):
+            program.call_function(torch.ops.streams.record_event.default, (ready, MAIN))
+        with program.inserting_before(call):
+            program.call_function(torch.ops.streams.fork.default, (MAIN, SIDE))
+            program.call_function(torch.ops.streams.wait_event.default, (ready, SIDE))
+            for value in _computed_tensors(call.all_input_nodes):
+                if last_use[value] is call:
+                    program.call_function(torch.ops.streams.record_stream.default, (value, SIDE))
+        results = sorted(call.users, key=lambda user: int(user.args[1]))
+        with program.inserting_after(results[-1] if results else call):
+            joined = program.call_function(torch.ops.streams.record_event.default, (done, SIDE))
+        with program.inserting_after(joined):
+            joined = program.call_function(torch.ops.streams.join.default, (SIDE, MAIN))
+        with program.inserting_after(joined):
+            joined = program.call_function(torch.ops.streams.wait_event.default, (done, MAIN))
+        for value in reversed(_computed_tensors(results)):
+            with program.inserting_after(joined):
+                program.call_function(torch.ops.streams.record_stream.default, (value, MAIN))
     return program
+
+
+def _computed_tensors(nodes: Collection[fx.Node]) -> list[fx.Node]:
+    """Tensors that the step computes; parameters and the user's inputs outlive the program."""
+    return [node for node in nodes if is_tensor(node) and Mark.PHASE in node.meta]
+
+
+def _last_use(program: fx.Graph) -> dict[fx.Node, fx.Node]:
+    found: dict[fx.Node, fx.Node] = {}
+    for node in program.nodes:
+        if node.target is not operator.getitem:
+            found.update(dict.fromkeys(node.all_input_nodes, node))
+    return found

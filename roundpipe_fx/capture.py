@@ -37,7 +37,7 @@ class TraceOnly(BaseException):
 _local = threading.local()
 
 
-class trace_only:  # noqa: N801 - reads as a statement
+class trace_only:
     """While entered, compiled functions of this thread are compiled but not run: they raise :class:`TraceOnly`."""
 
     def __enter__(self) -> None:

@@ -82,7 +82,7 @@ class CompiledModule(nn.Module):
         own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"]))
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         """The model's training mode."""
         return self._original.training
 

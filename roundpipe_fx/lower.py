@@ -11,7 +11,7 @@ import torch
 
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import roofline_of
-from roundpipe_fx.joint_graph import JointGraph, tensor_values
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.options import Options
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
@@ -45,7 +45,9 @@ class Lowered:
     backward: Program | None
 
 
-def lower(joint: JointGraph, options: Options, registered_syncs: Collection[Any] = (), training: bool = True) -> Lowered:
+def lower(
+    joint: JointGraph, options: Options, registered_syncs: Collection[Any] = (), training: bool = True
+) -> Lowered:
     """Run the passes and emit stage modules and programs.
 
     Args:
@@ -75,10 +77,17 @@ def lower(joint: JointGraph, options: Options, registered_syncs: Collection[Any]
     joint.graph.eliminate_dead_code()
     modules = emit_stage_modules(joint)
     forward = emit_forward_program(joint, modules)
-    backward = fork_recompute(emit_backward_program(joint, modules)) if training else None
+    backward = emit_backward_program(joint, modules) if training else None
+    if backward is not None:
+        fork_recompute(backward.module.graph, _recomputing(joint))
     plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute)
     log.info("%s", plan)
     return Lowered(plan, forward, backward)
+
+
+def _recomputing(joint: JointGraph) -> set[str]:
+    """Names of the stage modules that repeat forward operations."""
+    return {f"stage_{node.meta[Mark.STAGE]}_{Phase.RECOMPUTE}" for node in joint.computed() if Mark.ORIGIN in node.meta}
 
 
 def _device_of(joint: JointGraph) -> torch.device:

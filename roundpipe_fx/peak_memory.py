@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["measure_peak"]
 
 
-class measure_peak:  # noqa: N801 - reads as a statement
+class measure_peak:
     """Bytes that a piece of code allocates at most at one time, beyond what was allocated when it began.
 
     ::

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -93,7 +92,7 @@ def forward_backend_context() -> None:
 
     for wrapper, name in ((torch._TorchCompileWrapper, "compiler_fn"), (WrapBackendDebug, "__wrapped__")):
         if not hasattr(wrapper, "backend_ctx_ctor"):
-            wrapper.backend_ctx_ctor = inner(name)  # type: ignore[attr-defined]
+            setattr(wrapper, "backend_ctx_ctor", inner(name))  # noqa: B010 - the type checker knows no such attribute
 
 
 def graph_break(module: fx.GraphModule) -> Any | None:
@@ -114,7 +113,10 @@ _PATH_STEP = re.compile(r"_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]
 
 
 def module_path_text(source: str) -> str:
-    """``L['self'].h.0`` or ``L['self']._modules['h']._modules['0']`` as users write it: ``h.0``; ``""`` for the root."""
+    """A tracer's module path as users write it, ``""`` for the root.
+
+    ``L['self'].h.0`` and ``L['self']._modules['h']._modules['0']`` are both ``h.0``.
+    """
     if "_modules[" in source or "_parameters[" in source or "_buffers[" in source:
         return ".".join(_PATH_STEP.findall(source))
     return re.sub(r"^[LG]\[['\"][^\]]+['\"]\]\.?", "", source)
@@ -141,7 +143,9 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
     """Graph inputs that AOTAutograd's epilogue updates in place from a forward output."""
     descriptions = joint.graph.output_node().meta.get("desc") or []
     mutated = {
-        description.mutated_input for description in descriptions if type(description).__name__ == "InputMutationAOTOutput"
+        description.mutated_input
+        for description in descriptions
+        if type(description).__name__ == "InputMutationAOTOutput"
     }
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
 
@@ -200,28 +204,6 @@ def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
     with torch.no_grad():
         return standalone_compile(module, list(example_inputs), dynamic_shapes="from_graph")
-
-
-_STREAM_BASE = 1 << 20
-"""First index of our streams and events in torch's side table; far above those of a user's own."""
-
-
-def register_stream_objects(objects: Sequence[Any]) -> None:
-    """Make streams and events reachable by the integer indices that ``torch.ops.streams`` take.
-
-    Args:
-        objects: live streams and events; object *i* gets index ``stream_index(i)``. The caller keeps them alive. Must
-            be repeated before each program, since Dynamo clears the table when it traces.
-    """
-    from torch._dynamo.graph_bytecode_inputs import index_to_external_object_weakref as table
-
-    for position, item in enumerate(objects):
-        table[_STREAM_BASE + position] = weakref.ref(item)
-
-
-def stream_index(position: int) -> int:
-    """Index in torch's side table of the object at ``position`` of :func:`register_stream_objects`."""
-    return _STREAM_BASE + position
 
 
 def registered_backwards(targets: Sequence[Any]) -> list[Any]:

@@ -70,10 +70,10 @@ class _StageCall(nn.Module):
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()
-        self.__dict__["stage"] = module
+        self.__dict__["_stage"] = module  # not a submodule
 
     def forward(self, arguments: list[Any]) -> Any:
-        return self.stage(arguments)
+        return self.__dict__["_stage"](arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _StageCall:
         return self

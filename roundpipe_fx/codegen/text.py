@@ -6,6 +6,7 @@ lines that it made, and ``x = None`` where a value is used for the last time.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import textwrap
 from collections.abc import Callable, Mapping
@@ -73,7 +74,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     """A program as the Python function that runs it.
 
     Lists are built and the names in them deleted before each call, so the callee holds the only references and every
-    value dies at its last use.
+    value dies at its last use. Stream operations do nothing on the CPU.
 
     Args:
         program: forward or backward.
@@ -90,18 +91,39 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
     unused = [node.name for node in graph.nodes if node.op == "placeholder" and node not in last_use]
     if unused:
         lines += _wrapped("    del (", unused, ")")
-    for node in graph.nodes:
-        if node.op == "call_module":
-            lines += _call_lines(node, calls[str(node.target)], last_use, describe)
-        elif node.op == "call_function" and node.target is not operator.getitem:
-            names = {source: source.name for source in node.all_input_nodes}
-            lines.append(f"    {_expression(node, names)}")
-            dead = [source.name for source in node.all_input_nodes if last_use[source] is node]
-            if dead:
-                lines.append(f"    del {', '.join(dead)}")
-    results = [_argument(value, {node: node.name for node in graph.nodes}) for value in graph.output_node().args[0]]
+    record_stream = torch.ops.streams.record_stream.default
+    for target, group in itertools.groupby(list(graph.nodes), key=lambda node: node.target):
+        nodes = list(group)
+        if target is record_stream:
+            lines += _record_lines(nodes)
+            continue
+        for node in nodes:
+            lines += _program_lines(node, calls, last_use, describe)
+    returned: Any = graph.output_node().args[0]
+    results = [_argument(value, {node: node.name for node in graph.nodes}) for value in returned]
     lines += _wrapped("    return (", results, ",)" if results else ")")
     return "\n".join(lines) + "\n"
+
+
+def _program_lines(
+    node: fx.Node,
+    calls: Mapping[str, StageModule],
+    last_use: Mapping[fx.Node, fx.Node],
+    describe: Callable[[StageModule], str],
+) -> list[str]:
+    if node.op == "call_module":
+        return _call_lines(node, calls[str(node.target)], last_use, describe)
+    if node.op == "call_function" and node.target is not operator.getitem:
+        return [f"    {_expression(node, {})}"]
+    return []
+
+
+def _record_lines(nodes: list[fx.Node]) -> list[str]:
+    """Several ``record_stream`` in a row as one call for each stream."""
+    lines = []
+    for stream, group in itertools.groupby(nodes, key=lambda node: node.args[1]):
+        lines += _wrapped("    streams.record_streams([", [str(node.args[0]) for node in group], f"], {stream})")
+    return lines
 
 
 def _wrapped(opening: str, items: list[str], closing: str) -> list[str]:
@@ -109,7 +131,10 @@ def _wrapped(opening: str, items: list[str], closing: str) -> list[str]:
     line = f"{opening}{', '.join(items)}{closing}"
     if len(line) <= _COLUMNS:
         return [line]
-    body = textwrap.wrap(", ".join(items) + ",", _COLUMNS, initial_indent="        ", subsequent_indent="        ")
+    indent = " " * 8
+    body = textwrap.wrap(
+        ", ".join(items) + ",", _COLUMNS, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )
     return [opening, *body, f"    {closing.removeprefix(',')}"]
 
 
@@ -120,17 +145,23 @@ def _call_lines(
     comment = describe(call)
     if comment:
         lines.append(f"    # {comment}")
-    arguments = list(node.args[0])  # type: ignore[arg-type]
+    arguments: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
     lines += _wrapped("    call = [", [argument.name for argument in arguments], "]")
     dying = [argument.name for argument in dict.fromkeys(arguments) if last_use[argument] is node]
     if dying:
         lines += _wrapped("    del (", dying, ")")
-    results = [user.name for user in sorted(node.users, key=lambda user: user.args[1])]  # type: ignore[arg-type]
+    results = [user.name for user in sorted(node.users, key=_item_index)]
     lines += _wrapped("    [", results, f"] = {node.target}(call)") if results else [f"    {node.target}(call)"]
     unread = [user.name for user in node.users if user not in last_use]
     if unread:
         lines += _wrapped("    del (", unread, ")")
     return lines
+
+
+def _item_index(item: fx.Node) -> int:
+    index = item.args[1]
+    assert isinstance(index, int)
+    return index
 
 
 def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -178,6 +209,8 @@ def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 def _callable_text(target: Any) -> str:
     if isinstance(target, torch._ops.OpOverload):
         text = str(target)
+        if target.namespace == "streams":
+            return f"streams.{target._schema.name.removeprefix('streams::')}"
         return text if text.startswith("aten.") else f"torch.ops.{text}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
