@@ -83,7 +83,8 @@ class ExpertLayer(nn.Module):
         out = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             token, rank = torch.where(chosen == index)
-            out = out.index_add(0, token, torch.relu(expert(x[token])) * weights[token, rank, None])
+            update = torch.relu(expert(x[token])) * weights[token, rank, None]
+            out = out.index_add(0, token, update.to(out.dtype))
         return x + out
 
 

@@ -101,7 +101,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
             lines += _program_lines(node, calls, last_use, describe)
     returned: Any = graph.output_node().args[0]
     results = [_argument(value, {node: node.name for node in graph.nodes}) for value in returned]
-    lines += _wrapped("    return (", results, ",)" if results else ")")
+    lines += _wrapped("    return (", results, ",)" if len(results) == 1 else ")")
     return "\n".join(lines) + "\n"
 
 

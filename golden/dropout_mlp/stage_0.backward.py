@@ -1,0 +1,28 @@
+import operator
+
+import torch
+from torch import device, inf, nan
+
+aten = torch.ops.aten
+
+
+def stage_0_backward(args):
+    (
+        x,  # float32[4, 8]
+        addmm_3,  # float32[4, 8]
+        getitem_6,  # bool[4, 8]
+        mm,  # float32[4, 8]
+    ) = args
+    args.clear()
+    # layers.0.2
+    native_dropout_backward_1: "float32[4, 8]" = aten.native_dropout_backward.default(mm, getitem_6, 1.25);  mm = getitem_6 = None
+    # layers.0.1
+    gelu_backward_1: "float32[4, 8]" = aten.gelu_backward.default(native_dropout_backward_1, addmm_3);  native_dropout_backward_1 = addmm_3 = None
+    # layers.0.0
+    t_6: "float32[8, 4]" = aten.t.default(gelu_backward_1)
+    mm_2: "float32[8, 8]" = aten.mm.default(t_6, x);  t_6 = x = None
+    t_7: "float32[8, 8]" = aten.t.default(mm_2);  mm_2 = None
+    sum_2: "float32[1, 8]" = aten.sum.dim_IntList(gelu_backward_1, [0], True);  gelu_backward_1 = None
+    view_1: "float32[8]" = aten.view.default(sum_2, [8]);  sum_2 = None
+    t_8: "float32[8, 8]" = aten.t.default(t_7);  t_7 = None
+    return (view_1, t_8)

@@ -1,0 +1,38 @@
+import operator
+
+import torch
+from torch import device, inf, nan
+
+aten = torch.ops.aten
+
+
+def stage_1_backward(args):
+    (
+        layers_1_0_weight,  # float32[8, 8]
+        tangents_1,  # float32[]
+        getitem,  # float32[4, 8]
+        addmm_2,  # float32[4, 8]
+        getitem_5,  # bool[4, 8]
+        mul,  # float32[4, 8]
+    ) = args
+    args.clear()
+    # layers.1.0 (again)
+    t_11: "float32[8, 8]" = aten.t.default(layers_1_0_weight);  layers_1_0_weight = None
+    # model
+    expand: "float32[4, 8]" = aten.expand.default(tangents_1, [4, 8]);  tangents_1 = None
+    div: "float32[4, 8]" = aten.div.Scalar(expand, 32);  expand = None
+    mul_1: "float32[4, 8]" = aten.mul.Tensor(div, mul);  div = mul = None
+    # layers.1.2
+    native_dropout_backward: "float32[4, 8]" = aten.native_dropout_backward.default(mul_1, getitem_5, 1.25);  mul_1 = getitem_5 = None
+    # layers.1.1
+    gelu_backward: "float32[4, 8]" = aten.gelu_backward.default(native_dropout_backward, addmm_2);  native_dropout_backward = addmm_2 = None
+    # layers.1.0
+    t_2: "float32[8, 8]" = aten.t.default(t_11);  t_11 = None
+    mm: "float32[4, 8]" = aten.mm.default(gelu_backward, t_2);  t_2 = None
+    t_3: "float32[8, 4]" = aten.t.default(gelu_backward)
+    mm_1: "float32[8, 8]" = aten.mm.default(t_3, getitem);  t_3 = getitem = None
+    t_4: "float32[8, 8]" = aten.t.default(mm_1);  mm_1 = None
+    sum_1: "float32[1, 8]" = aten.sum.dim_IntList(gelu_backward, [0], True);  gelu_backward = None
+    view: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None
+    t_5: "float32[8, 8]" = aten.t.default(t_4);  t_4 = None
+    return (mm, view, t_5)

@@ -1,0 +1,157 @@
+import torch
+
+
+def forward(args):
+    (
+        down_0_0_weight,
+        x,
+        down_0_1_num_batches_tracked,
+        down_0_1_running_mean,
+        down_0_1_running_var,
+        down_0_1_weight,
+        down_0_1_bias,
+        down_1_0_weight,
+        down_1_1_num_batches_tracked,
+        down_1_1_running_mean,
+        down_1_1_running_var,
+        down_1_1_weight,
+        down_1_1_bias,
+        up_0_0_weight,
+        up_0_1_num_batches_tracked,
+        up_0_1_running_mean,
+        up_0_1_running_var,
+        up_0_1_weight,
+        up_0_1_bias,
+        head_weight,
+        head_bias,
+    ) = args
+    args.clear()
+    # stage 0 forward: down.0.0 … down.0.2
+    call = [
+        down_0_0_weight, x, down_0_1_num_batches_tracked, down_0_1_running_mean, down_0_1_running_var, down_0_1_weight,
+        down_0_1_bias,
+    ]
+    del (down_0_1_num_batches_tracked, down_0_1_running_mean, down_0_1_running_var)
+    [
+        primals_5_before_update, primals_4_before_update, add, getitem_3, getitem_4, relu, getitem_5,
+    ] = stage_0_forward(call)
+    # stage 1 forward: down.1.0 … down.1.2
+    call = [
+        down_1_0_weight, down_1_1_num_batches_tracked, down_1_1_running_mean, down_1_1_running_var, down_1_1_weight,
+        down_1_1_bias, relu, getitem_5,
+    ]
+    del (down_1_1_num_batches_tracked, down_1_1_running_mean, down_1_1_running_var)
+    [
+        primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, _to_copy, _to_copy_1, cat,
+    ] = stage_1_forward(call)
+    # stage 2 forward: up.0.0 … head
+    call = [
+        up_0_0_weight, up_0_1_num_batches_tracked, up_0_1_running_mean, up_0_1_running_var, up_0_1_weight, up_0_1_bias,
+        head_weight, head_bias, cat,
+    ]
+    del (up_0_1_num_batches_tracked, up_0_1_running_mean, up_0_1_running_var)
+    [primals_17_before_update, primals_16_before_update, add_4, getitem_15, getitem_16, mean] = stage_2_forward(call)
+    return (
+        add, getitem_3, getitem_4, add_1, getitem_10, getitem_11, add_4, getitem_15, getitem_16, mean, down_0_0_weight,
+        x, down_0_1_weight, down_0_1_bias, down_1_0_weight, down_1_1_weight, down_1_1_bias, up_0_0_weight,
+        up_0_1_weight, up_0_1_bias, head_weight, head_bias, primals_5_before_update, primals_4_before_update,
+        primals_11_before_update, primals_10_before_update, primals_17_before_update, primals_16_before_update, relu,
+        getitem_5, _to_copy, _to_copy_1, cat,
+    )
+
+
+def backward(args):
+    (
+        down_0_0_weight,
+        x,
+        down_0_1_weight,
+        down_0_1_bias,
+        down_1_0_weight,
+        down_1_1_weight,
+        down_1_1_bias,
+        up_0_0_weight,
+        up_0_1_weight,
+        up_0_1_bias,
+        head_weight,
+        head_bias,
+        primals_5_before_update,
+        primals_4_before_update,
+        primals_11_before_update,
+        primals_10_before_update,
+        primals_17_before_update,
+        primals_16_before_update,
+        relu,
+        getitem_5,
+        _to_copy,
+        _to_copy_1,
+        cat,
+        tangents_1,
+    ) = args
+    args.clear()
+    # stage 2 recompute: up.0.0 … head
+    call = [
+        up_0_0_weight, up_0_1_weight, up_0_1_bias, head_weight, head_bias, primals_17_before_update,
+        primals_16_before_update, cat,
+    ]
+    del (up_0_1_bias, head_bias, primals_17_before_update, primals_16_before_update)
+    [convolution_4, getitem_39, getitem_40, getitem_41, getitem_42, relu_3, mul_2] = stage_2_recompute(call)
+    streams.record_event(2, 0)
+    # stage 2 backward: up.0.0 … head
+    call = [
+        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, getitem_41,
+        getitem_42, relu_3, mul_2,
+    ]
+    del (
+        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, getitem_41,
+        getitem_42, relu_3, mul_2,
+    )
+    [getitem_18, getitem_19, getitem_21, getitem_22, getitem_23, getitem_24] = stage_2_backward(call)
+    streams.fork(0, 1)
+    streams.wait_event(2, 1)
+    streams.record_streams([primals_11_before_update, primals_10_before_update], 1)
+    # stage 1 recompute: down.1.0 … down.1.2
+    call = [
+        down_1_0_weight, down_1_1_weight, down_1_1_bias, primals_11_before_update, primals_10_before_update, getitem_5,
+    ]
+    del (down_1_1_bias, primals_11_before_update, primals_10_before_update)
+    [convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4] = stage_1_recompute(call)
+    streams.record_event(3, 1)
+    streams.join(1, 0)
+    streams.wait_event(3, 0)
+    streams.record_streams([convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4], 0)
+    streams.record_event(4, 0)
+    # stage 1 backward: down.1.0 … down.1.2
+    call = [
+        down_1_0_weight, down_1_1_weight, getitem_5, _to_copy, _to_copy_1, convolution_6, getitem_44, getitem_45,
+        getitem_46, getitem_47, relu_4, getitem_23,
+    ]
+    del (
+        down_1_0_weight, down_1_1_weight, getitem_5, _to_copy, _to_copy_1, convolution_6, getitem_44, getitem_45,
+        getitem_46, getitem_47, relu_4, getitem_23,
+    )
+    [slice_2, getitem_27, getitem_28, getitem_29, getitem_30] = stage_1_backward(call)
+    streams.fork(0, 1)
+    streams.wait_event(4, 1)
+    streams.record_streams([primals_5_before_update, primals_4_before_update], 1)
+    # stage 0 recompute: down.0.0 … down.0.2
+    call = [down_0_0_weight, x, down_0_1_weight, down_0_1_bias, primals_5_before_update, primals_4_before_update, relu]
+    del (down_0_1_bias, primals_5_before_update, primals_4_before_update)
+    [convolution_7, getitem_48, getitem_49, getitem_50, getitem_51, getitem_52] = stage_0_recompute(call)
+    streams.record_event(5, 1)
+    streams.join(1, 0)
+    streams.wait_event(5, 0)
+    streams.record_streams([convolution_7, getitem_48, getitem_49, getitem_50, getitem_51, getitem_52], 0)
+    # stage 0 backward: down.0.0 … down.0.2
+    call = [
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_48, getitem_49, getitem_50, getitem_51,
+        getitem_52, slice_2, getitem_29,
+    ]
+    del (
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_48, getitem_49, getitem_50, getitem_51,
+        getitem_52, slice_2, getitem_29,
+    )
+    [getitem_33, getitem_34, getitem_36] = stage_0_backward(call)
+    return (
+        getitem_36, None, None, None, None, getitem_33, getitem_34, getitem_30, None, None, None, getitem_27,
+        getitem_28, getitem_24, None, None, None, getitem_21, getitem_22, getitem_18, getitem_19,
+    )

@@ -1,0 +1,46 @@
+import operator
+
+import torch
+from torch import device, inf, nan
+
+aten = torch.ops.aten
+
+
+def stage_1_backward(args):
+    (
+        down_1_0_weight,  # float32[8, 4, 3, 3]
+        down_1_1_weight,  # float32[8]
+        getitem_5,  # float32[2, 4, 4, 4]
+        _to_copy,  # int64[8]
+        _to_copy_1,  # int64[8]
+        convolution_6,  # float32[2, 8, 4, 4]
+        getitem_44,  # float32[8]
+        getitem_45,  # float32[8]
+        getitem_46,  # float32[8]
+        getitem_47,  # float32[8]
+        relu_4,  # float32[2, 8, 4, 4]
+        getitem_23,  # float32[2, 12, 8, 8]
+    ) = args
+    args.clear()
+    # down.1.2 (again)
+    detach_7: "float32[2, 8, 4, 4]" = aten.detach.default(relu_4);  relu_4 = None
+    #  (again)
+    unsqueeze_1: "int64[8, 1]" = aten.unsqueeze.default(_to_copy, -1);  _to_copy = None
+    # model
+    slice_1: "float32[2, 8, 8, 8]" = aten.slice.Tensor(getitem_23, 1, 0, 8)
+    slice_2: "float32[2, 4, 8, 8]" = aten.slice.Tensor(getitem_23, 1, 8, 12);  getitem_23 = None
+    new_zeros: "float32[2, 8, 4, 4]" = aten.new_zeros.default(slice_1, [2, 8, 4, 4], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
+    _unsafe_index_put: "float32[2, 8, 4, 4]" = aten._unsafe_index_put.default(new_zeros, [None, None, unsqueeze_1, _to_copy_1], slice_1, True);  new_zeros = unsqueeze_1 = _to_copy_1 = slice_1 = None
+    # down.1.2
+    detach_4: "float32[2, 8, 4, 4]" = aten.detach.default(detach_7);  detach_7 = None
+    threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.default(_unsafe_index_put, detach_4, 0);  _unsafe_index_put = detach_4 = None
+    # down.1.1
+    native_batch_norm_backward_1: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten.native_batch_norm_backward.default(threshold_backward_1, convolution_6, down_1_1_weight, getitem_46, getitem_47, getitem_44, getitem_45, True, 1e-05, [True, True, True]);  threshold_backward_1 = convolution_6 = down_1_1_weight = getitem_46 = getitem_47 = getitem_44 = getitem_45 = None
+    getitem_26: "float32[2, 8, 4, 4]" = native_batch_norm_backward_1[0]
+    getitem_27: "float32[8]" = native_batch_norm_backward_1[1]
+    getitem_28: "float32[8]" = native_batch_norm_backward_1[2];  native_batch_norm_backward_1 = None
+    # down.1.0
+    convolution_backward_2: "(float32[2, 4, 4, 4], float32[8, 4, 3, 3], NoneType)" = aten.convolution_backward.default(getitem_26, getitem_5, down_1_0_weight, [0], [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]);  getitem_26 = getitem_5 = down_1_0_weight = None
+    getitem_29: "float32[2, 4, 4, 4]" = convolution_backward_2[0]
+    getitem_30: "float32[8, 4, 3, 3]" = convolution_backward_2[1];  convolution_backward_2 = None
+    return (slice_2, getitem_27, getitem_28, getitem_29, getitem_30)

@@ -1,0 +1,40 @@
+import operator
+
+import torch
+from torch import device, inf, nan
+
+aten = torch.ops.aten
+
+
+def stage_2_forward(args):
+    (
+        up_0_0_weight,  # float32[4, 12, 3, 3]
+        up_0_1_num_batches_tracked,  # int64[]
+        up_0_1_running_mean,  # float32[4]
+        up_0_1_running_var,  # float32[4]
+        up_0_1_weight,  # float32[4]
+        up_0_1_bias,  # float32[4]
+        head_weight,  # float32[1, 4, 1, 1]
+        head_bias,  # float32[1]
+        cat,  # float32[2, 12, 8, 8]
+    ) = args
+    args.clear()
+    # model
+    primals_17_before_update: "float32[4]" = aten.clone.default(up_0_1_running_var)
+    primals_16_before_update: "float32[4]" = aten.clone.default(up_0_1_running_mean)
+    # up.0.0
+    convolution_2: "float32[2, 4, 8, 8]" = aten.convolution.default(cat, up_0_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  cat = up_0_0_weight = None
+    # up.0.1
+    add_4: "int64[]" = aten.add.Tensor(up_0_1_num_batches_tracked, 1);  up_0_1_num_batches_tracked = None
+    _native_batch_norm_legit_functional_2: "(float32[2, 4, 8, 8], float32[4], float32[4], float32[4], float32[4])" = aten._native_batch_norm_legit_functional.default(convolution_2, up_0_1_weight, up_0_1_bias, up_0_1_running_mean, up_0_1_running_var, True, 0.1, 1e-05);  convolution_2 = up_0_1_weight = up_0_1_bias = up_0_1_running_mean = up_0_1_running_var = None
+    getitem_12: "float32[2, 4, 8, 8]" = _native_batch_norm_legit_functional_2[0]
+    getitem_15: "float32[4]" = _native_batch_norm_legit_functional_2[3]
+    getitem_16: "float32[4]" = _native_batch_norm_legit_functional_2[4];  _native_batch_norm_legit_functional_2 = None
+    # up.0.2
+    relu_2: "float32[2, 4, 8, 8]" = aten.relu.default(getitem_12);  getitem_12 = None
+    # head
+    convolution_3: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_2, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  relu_2 = head_weight = head_bias = None
+    # model
+    pow_1: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar(convolution_3, 2);  convolution_3 = None
+    mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
+    return (primals_17_before_update, primals_16_before_update, add_4, getitem_15, getitem_16, mean)

@@ -1,0 +1,81 @@
+"""Golden programs: the emitted code of small models, as text.
+
+``make golden`` (``EXPECTTEST_ACCEPT=1``) regenerates them; the diff is the review of a change in what is emitted.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import expecttest
+import pytest
+import torch
+
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
+from tests.golden_models import GOLDEN
+
+FOLDER = Path(__file__).parent.parent / "golden"
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden(name: str) -> None:
+    make, make_batch, stages = GOLDEN[name]
+    _, compiled = compiled_step(make(), make_batch(), stages=stages, recompute="full")
+    sources = compiled.plan.sources()
+    folder = FOLDER / name
+    if expecttest.ACCEPT:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("*.py"):
+            path.unlink()
+        compiled.plan.write(folder)
+    assert {path.name for path in folder.glob("*.py")} == sources.keys()
+    for file, text in sources.items():
+        expecttest.assert_eq((folder / file).read_text(), text, msg=f"golden/{name}/{file} (make golden regenerates)")
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_bitwise_as_aot_eager(name: str, recompute: str, autocast: bool) -> None:
+    make, make_batch, stages = GOLDEN[name]
+    model, batch = make(), make_batch()
+    reference = aot_eager_step(model, batch, autocast=autocast)
+    step, _ = compiled_step(model, batch, autocast=autocast, stages=stages, recompute=recompute)
+    assert_bitwise(step, reference)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_written_text_is_what_runs(name: str) -> None:
+    """Each stage's text, executed, gives the bits of the stage module."""
+    make, make_batch, stages = GOLDEN[name]
+    _, compiled = compiled_step(make(), make_batch(), stages=stages, recompute="full")
+    sources = compiled.plan.sources()
+    checked = 0
+    for module in compiled.plan.modules:
+        text = sources[f"stage_{module.stage}.{module.phase}.py"]
+        inputs = [node.meta["val"] for node in module.module.graph.nodes if node.op == "placeholder"]
+        if text.startswith("#") or not all(isinstance(v, torch.Tensor) and _is_plain(v) for v in inputs):
+            continue
+        arguments = [_example(value) for value in inputs]
+        namespace: dict = {}
+        exec(text, namespace)
+        torch.manual_seed(0)
+        expected = module.module(list(arguments))
+        torch.manual_seed(0)
+        found = namespace[module.name](list(arguments))
+        assert len(found) == len(expected)
+        for left, right in zip(found, expected, strict=True):
+            assert torch.equal(left, right) if isinstance(left, torch.Tensor) else left == right
+        checked += 1
+    assert checked
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    return all(isinstance(size, int) for size in value.shape)
+
+
+def _example(value: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    if value.dtype is torch.uint8:
+        return torch.get_rng_state()
+    return made.uniform_(0.1, 1.0) if value.is_floating_point() else made.zero_()
