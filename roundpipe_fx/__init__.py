@@ -9,8 +9,17 @@ from roundpipe_fx.capture import GraphBreakWarning
 from roundpipe_fx.compiled_module import CompiledModule, compile
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan
+from roundpipe_fx.questions import count_questions
 from roundpipe_fx.sync_ops import register_sync_op
 
-__all__ = ["CompiledModule", "GraphBreakWarning", "Plan", "compile", "measure_peak", "register_sync_op"]
+__all__ = [
+    "CompiledModule",
+    "GraphBreakWarning",
+    "Plan",
+    "compile",
+    "count_questions",
+    "measure_peak",
+    "register_sync_op",
+]
 
 __version__ = "0.1.0"

@@ -199,11 +199,39 @@ def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
 
 
 def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile one functional ATen graph with Inductor, as an inference graph of its own."""
-    from torch._inductor import standalone_compile
+    """Compile one functional ATen graph with Inductor. The result is boxed.
 
-    with torch.no_grad():
-        return standalone_compile(module, list(example_inputs), dynamic_shapes="from_graph")
+    Random numbers are drawn as eager draws them (``fallback_random``), so that stages agree with ``aot_eager`` but for
+    rounding; outputs keep the strides that they have in the graph, which the next stage was compiled for.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = detect_fake_mode(example_inputs)
+    # A tracing context of its own: Inductor reports output strides to the active one, which is the whole model's.
+    with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(fallback_random=True):
+        retrace = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+        with mode if mode is not None else contextlib.nullcontext():
+            lowered = retrace(*example_inputs)
+        output = lowered.graph.output_node()
+        results: Any = output.args[0]
+        values = [result.meta.get("val") if isinstance(result, fx.Node) else None for result in results]
+        output.meta["original_output_strides"] = [
+            value.stride() if isinstance(value, torch.Tensor) else None for value in values
+        ]
+        output.meta["user_visible_output_idxs"] = list(range(len(values)))
+        return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), is_inference=False)
+
+
+def boxed_false() -> Any:
+    """Inductor's spelling of "no CUDA graphs"."""
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
 
 
 def registered_backwards(targets: Sequence[Any]) -> list[Any]:
