@@ -9,6 +9,7 @@ annotate         phase, bytes and modelled seconds of each node
 segments         narrow places of the forward; backward nodes go to the segment they belong to
 stages           consecutive segments become pipeline stages
 rematerialize    what is saved, what is recomputed, as explicit nodes
+start_early      what of the backward may run before the incoming gradients arrive
 rng              seeded operations that run again are replayed from their saved generator state
 streams          stream-level fork and join in the program of stage calls
 ===============  ====================================================================================

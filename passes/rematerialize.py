@@ -97,7 +97,6 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
         if joint.mutated_inputs:
             for node in (*copies.values(), *by_stage[stage]):
                 _replace_inputs(node, {s: snapshots.of(s) for s in input_nodes(node) if s in joint.mutated_inputs})
-    _start_early(joint)
     return joint
 
 
@@ -168,58 +167,3 @@ class _Snapshots:
             annotate_node(copy, self._roofline)
             self._taken[source] = copy
         return self._taken[source]
-
-
-def _start_early(joint: JointGraph) -> None:
-    """Move to phase recompute what of the backward does not depend on incoming gradients.
-
-    Three kinds of nodes stay in the backward although they could go: seeded operations, whose order is the program's;
-    constants that are only filled in (``zeros``) for the backward, which would hold memory for no gain in time; and
-    views that only the backward reads, which would cross from one module to the other for nothing.
-    """
-    waits = set(joint.tangents)
-    for node in joint.in_phase(Phase.BACKWARD):
-        if any(source in waits for source in input_nodes(node)) or _is_seeded(node):
-            waits.add(node)
-        else:
-            node.meta[Mark.PHASE] = Phase.RECOMPUTE
-    for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
-        beside = [user for user in node.users if _is_beside(node, user)]
-        if not beside or not (is_view(node) or _only_fills(node)):
-            continue
-        if len(beside) == len(node.users):
-            node.meta[Mark.PHASE] = Phase.BACKWARD
-        elif is_view(node):
-            _twin_in_backward(joint, node, beside)
-
-
-def _twin_in_backward(joint: JointGraph, view: fx.Node, users: list[fx.Node]) -> None:
-    """Give the backward its own copy of a view that the recomputation reads too: only the viewed value crosses."""
-    with joint.graph.inserting_after(view):
-        twin = joint.graph.node_copy(view)
-    twin.meta = dict(view.meta)
-    twin.meta[Mark.PHASE] = Phase.BACKWARD
-    for user in users:
-        user.replace_input_with(view, twin)
-
-
-def _is_beside(node: fx.Node, user: fx.Node) -> bool:
-    """Whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
-    if user.op == "output":
-        return True
-    return user.meta[Mark.PHASE] is Phase.BACKWARD and user.meta[Mark.STAGE] == node.meta[Mark.STAGE]
-
-
-def _is_seeded(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _only_fills(node: fx.Node) -> bool:
-    """Whether the node makes a constant: it reads no tensor, or only the shape of one (``new_zeros``)."""
-    reads = any(tensor_values(source) for source in input_nodes(node))
-    return not reads or (
-        isinstance(node.target, torch._ops.OpOverload) and node.target.overloadpacket.__name__ in _FACTORIES
-    )
-
-
-_FACTORIES = ("new_zeros", "new_full", "new_empty", "new_ones", "zeros_like", "empty_like", "full_like", "ones_like")

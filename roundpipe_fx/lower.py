@@ -19,6 +19,7 @@ from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, remat
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
+from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.plan import Plan, make_plan
 from roundpipe_fx.torch_private import module_path_text
@@ -73,6 +74,7 @@ def lower(
         joint, cuts = cut_stages(joint, segments, options.stages, roofline.transfer_seconds)
     if training:
         joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)
+        joint = start_early(joint)
         joint = replay_rng(joint, roofline)
     joint.graph.eliminate_dead_code()
     modules = emit_stage_modules(joint)

@@ -16,7 +16,7 @@ aten = torch.ops.aten
 _INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 
-class count_questions(TorchDispatchMode):  # noqa: N801 - reads as a statement
+class count_questions(TorchDispatchMode):
     """Counts the operations that ask the device a question while a piece of code runs.
 
     ::

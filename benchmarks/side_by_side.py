@@ -1,0 +1,219 @@
+"""What the benchmarks share: models with their blocks, peers, paired timing, tables and result files."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+RESULTS = Path(__file__).parent / "results"
+VOCABULARY = 1024
+
+console = Console(width=130)
+transformers.logging.set_verbosity_error()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a batch for it, and where people place checkpoints in it."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    make_batch: Callable[[], dict[str, Any]]
+    blocks: tuple[str, ...]
+    tail: str
+    """The module that begins after the last block."""
+
+
+def _tokens(batch: int, length: int) -> dict[str, Any]:
+    tokens = torch.randint(VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _images(batch: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "pixel_values": torch.randn(batch, 3, 64, 64, generator=generator),
+        "labels": torch.randint(10, (batch,), generator=generator),
+    }
+
+
+def cases(layers: int = 6, width: int = 128, batch: int = 8, length: int = 128) -> list[Case]:
+    """Hugging Face models with random weights, dropout as they come."""
+    heads = 4
+    common = {"vocab_size": VOCABULARY, "bos_token_id": None, "eos_token_id": None}
+
+    def gpt2() -> nn.Module:
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**common, n_layer=layers, n_embd=width, n_head=heads, use_cache=False)
+        )
+
+    def qwen3_moe() -> nn.Module:
+        config = transformers.Qwen3MoeConfig(
+            **common,
+            hidden_size=width,
+            intermediate_size=2 * width,
+            moe_intermediate_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=2,
+            head_dim=width // heads,
+            num_experts=8,
+            num_experts_per_tok=2,
+            use_cache=False,
+        )
+        return transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16)
+
+    def bert() -> nn.Module:
+        config = transformers.BertConfig(
+            vocab_size=VOCABULARY,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+        )
+        return transformers.BertForMaskedLM(config)
+
+    def t5() -> nn.Module:
+        config = transformers.T5Config(
+            vocab_size=VOCABULARY,
+            num_layers=layers // 2,
+            d_model=width,
+            d_ff=4 * width,
+            d_kv=width // heads,
+            num_heads=heads,
+            use_cache=False,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+        return transformers.T5ForConditionalGeneration(config)
+
+    def vit() -> nn.Module:
+        config = transformers.ViTConfig(
+            image_size=64,
+            patch_size=8,
+            num_hidden_layers=layers,
+            hidden_size=width,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+            num_labels=10,
+        )
+        return transformers.ViTForImageClassification(config)
+
+    def resnet() -> nn.Module:
+        config = transformers.ResNetConfig(
+            embedding_size=32, hidden_sizes=[32, 64, 128], depths=[2, 2, 2], layer_type="basic", num_labels=10
+        )
+        return transformers.ResNetForImageClassification(config)
+
+    half = layers // 2
+    text = lambda: _tokens(batch, length)  # noqa: E731
+    return [
+        Case("GPT-2", gpt2, text, tuple(f"transformer.h.{i}" for i in range(layers)), "transformer.ln_f"),
+        Case("Qwen3-MoE bf16", qwen3_moe, text, tuple(f"model.layers.{i}" for i in range(layers)), "model.norm"),
+        Case("BERT", bert, text, tuple(f"bert.encoder.layer.{i}" for i in range(layers)), "cls"),
+        Case(
+            "T5",
+            t5,
+            text,
+            (*(f"encoder.block.{i}" for i in range(half)), *(f"decoder.block.{i}" for i in range(half))),
+            "decoder.final_layer_norm",
+        ),
+        Case("ViT", vit, lambda: _images(batch), tuple(f"vit.layers.{i}" for i in range(layers)), "vit.layernorm"),
+        Case(
+            "ResNet",
+            resnet,
+            lambda: _images(batch),
+            tuple(f"resnet.encoder.stages.{i}.layers.{j}" for i in range(3) for j in range(2)),
+            "resnet.pooler",
+        ),
+    ]
+
+
+def build(case: Case) -> nn.Module:
+    """The case's model, always with the same weights, in training mode."""
+    torch.manual_seed(0)
+    return case.make().train()
+
+
+def checkpoint_blocks(model: nn.Module, names: tuple[str, ...]) -> nn.Module:
+    """Place ``torch.utils.checkpoint`` around the named modules, as people do by hand."""
+    for name in names:
+        block = model.get_submodule(name)
+        block.forward = _checkpointed(block.forward)
+    return model
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run
+
+
+def step(run: Callable[..., Any], model: nn.Module, batch: Mapping[str, Any], seed: int = 0) -> float:
+    """One training step from no gradients; returns the loss."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = run(**batch).loss
+    loss.backward()
+    return loss.item()
+
+
+def paired_ratio(
+    first: Callable[[], Any], second: Callable[[], Any], pairs: int, warm_up: int = 3
+) -> tuple[float, ...]:
+    """Median of ``seconds(first) / seconds(second)`` over alternating pairs, and both medians in seconds."""
+    ratios, firsts, seconds = [], [], []
+    for index in range(warm_up + pairs):
+        order = (first, second) if index % 2 else (second, first)
+        took = {}
+        for run in order:
+            start = time.perf_counter()
+            run()
+            took[run] = time.perf_counter() - start
+        if index >= warm_up:
+            ratios.append(took[first] / took[second])
+            firsts.append(took[first])
+            seconds.append(took[second])
+    return statistics.median(ratios), statistics.median(firsts), statistics.median(seconds)
+
+
+def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table and write it, with the machine's description, to ``benchmarks/results/``."""
+    table = Table(title=title)
+    for heading in rows[0]:
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
+    console.print(table)
+    RESULTS.mkdir(exist_ok=True)
+    machine = {
+        "machine": platform.platform(),
+        "cores": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    text = json.dumps({"title": title, **machine, "rows": rows}, indent=1)
+    (RESULTS / f"{name}.json").write_text(text + "\n")
+
+
+def fresh(items: list[Any]) -> Iterator[Any]:
+    """Iterate with Dynamo's caches emptied before each item."""
+    for item in items:
+        torch._dynamo.reset()
+        yield item

@@ -1,0 +1,133 @@
+"""start_early: what of the backward may run before the incoming gradients arrive.
+
+Nodes of the backward that do not depend on a tangent join the recomputation of their stage, so they can run while the
+stage waits for its gradient. But a value that is made early is held until the gradient has come. Which of them start
+early is therefore a minimum cut: of all ways to divide these nodes between recomputation and backward, one that hands
+the fewest bytes from the first to the second, and among those the one that starts the most. (Derivatives like ``2 x``
+beside a kept ``x`` so wait, where a cast to fewer bytes or a reduction goes ahead.)
+
+Seeded operations always wait: their order is the program's. Views go where they are read; a view that both sides read
+is made twice, since only what it views needs to cross.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import networkx
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
+
+__all__ = ["start_early"]
+
+_EARLY, _LATE = "early", "late"
+
+
+def start_early(joint: JointGraph) -> JointGraph:
+    """Move what gains by it from phase backward to phase recompute. Runs after rematerialize."""
+    waits = set(joint.tangents)
+    free: dict[int, list[fx.Node]] = {}
+    for node in joint.in_phase(Phase.BACKWARD):
+        if any(source in waits for source in input_nodes(node)) or _is_seeded(node):
+            waits.add(node)
+        else:
+            free.setdefault(node.meta[Mark.STAGE], []).append(node)
+    for nodes in free.values():
+        late = _cut([node for node in nodes if not is_view(node)])
+        for node in nodes:
+            if not is_view(node) and node not in late:
+                node.meta[Mark.PHASE] = Phase.RECOMPUTE
+    _place_views(joint, [node for nodes in free.values() for node in nodes if is_view(node)])
+    return joint
+
+
+def _is_seeded(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
+    """Those of ``candidates`` (nodes of one stage, no views) that had better wait."""
+    members = set(candidates)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from((_EARLY, _LATE))
+    # Edges are turned around, so that the side found is the smallest set that waits, not the smallest that starts.
+    for node in candidates:
+        for source in _viewed_inputs(node):
+            if source in members:
+                graph.add_edge((source, "made"), (node, "made"))  # a node starts only if what it reads does
+    makers = {source for node in candidates for source in _viewed_inputs(node)} | members
+    for value in makers:
+        if value.op == "placeholder":
+            continue
+        graph.add_edge((value, "handed"), (value, "made"), capacity=_bytes(value))
+        if value not in members:
+            graph.add_edge((value, "made"), _EARLY)
+        for user in _users_behind_views(value):
+            if user in members:
+                graph.add_edge((user, "made"), (value, "handed"))
+            elif user.op == "output" or user.meta[Mark.PHASE] is Phase.BACKWARD:
+                graph.add_edge(_LATE, (value, "handed"))
+    _, (late_side, _) = networkx.minimum_cut(graph, _LATE, _EARLY)
+    return {node for node in candidates if (node, "made") in late_side}
+
+
+def _bytes(node: fx.Node) -> int:
+    """Bytes that holding the value holds: all of its storage, whoever made it."""
+    own = set(storages(node))
+    maker = node
+    while not maker.meta.get(Mark.BYTES) and maker.all_input_nodes:
+        shared = [source for source in input_nodes(maker) if own & set(storages(source))]
+        if not shared or shared[0].op == "placeholder":
+            break
+        maker = shared[0]
+    return int(maker.meta.get(Mark.BYTES, 0))
+
+
+def _viewed_inputs(node: fx.Node) -> Iterable[fx.Node]:
+    """What a node reads, with views replaced by what they view."""
+    for source in input_nodes(node):
+        yield _behind_view(source)
+
+
+def _behind_view(node: fx.Node) -> fx.Node:
+    while is_view(node):
+        own = set(storages(node))
+        sources = [source for source in input_nodes(node) if tensor_values(source)]
+        node = next((source for source in sources if own & set(storages(source))), sources[0])
+    return node
+
+
+def _users_behind_views(node: fx.Node) -> Iterable[fx.Node]:
+    for user in node.users:
+        if is_view(user):
+            yield from _users_behind_views(user)
+        else:
+            yield user
+
+
+def _place_views(joint: JointGraph, free: list[fx.Node]) -> None:
+    """Views go where they are read: into the recomputation, the backward, or both."""
+    for view in free:
+        view.meta[Mark.PHASE] = Phase.RECOMPUTE
+    for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
+        beside = [user for user in node.users if _is_beside(node, user)]
+        if not beside or not is_view(node):
+            continue
+        if len(beside) == len(node.users):
+            node.meta[Mark.PHASE] = Phase.BACKWARD
+            continue
+        with joint.graph.inserting_after(node):
+            twin = joint.graph.node_copy(node)
+        twin.meta = dict(node.meta)
+        twin.meta[Mark.PHASE] = Phase.BACKWARD
+        for user in beside:
+            user.replace_input_with(node, twin)
+
+
+def _is_beside(node: fx.Node, user: fx.Node) -> bool:
+    """Whether ``user`` runs in the backward of the stage of ``node`` (or is the graph's output)."""
+    if user.op == "output":
+        return True
+    return user.meta[Mark.PHASE] is Phase.BACKWARD and user.meta[Mark.STAGE] == node.meta[Mark.STAGE]
