@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import JointGraph
 from roundpipe_fx.lower import Lowered, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
@@ -71,11 +72,11 @@ class _Compilation:
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
-        return _unless_tracing(self._load(self.lowered.forward))
+        return _unless_tracing(self._load(self.lowered, self.lowered.forward))
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
-        return self._load(self.lowered.backward)
+        return self._load(self.lowered, self.lowered.backward)
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]
@@ -83,10 +84,10 @@ class _Compilation:
         with torch_private.without_modes():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
-        return _unless_tracing(self._load(lowered.forward))
+        return _unless_tracing(self._load(lowered, lowered.forward))
 
-    def _load(self, program: Any) -> Boxed:
-        stages = compile_stages(program.calls, self.options.stage_compiler, self.compiled)
+    def _load(self, lowered: Lowered, program: Program) -> Boxed:
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled)
         return load_program(program, stages)
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:

@@ -12,9 +12,10 @@ import torch
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import roofline_of
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
-from roundpipe_fx.options import Options
+from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
+from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
@@ -39,11 +40,13 @@ class Lowered:
         plan: the decisions, for people.
         forward: the program that runs the forward.
         backward: the program that runs the backward; ``None`` for an inference graph.
+        stage_compiler: what the stage modules were emitted for.
     """
 
     plan: Plan
     forward: Program
     backward: Program | None
+    stage_compiler: StageCompiler
 
 
 def lower(
@@ -77,14 +80,15 @@ def lower(
         joint = start_early(joint)
         joint = replay_rng(joint, roofline)
     joint.graph.eliminate_dead_code()
-    modules = emit_stage_modules(joint)
+    stage_compiler = options.stage_compiler_for(device)
+    modules = emit_stage_modules(joint, reinplace if stage_compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
     plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute)
     log.info("%s", plan)
-    return Lowered(plan, forward, backward)
+    return Lowered(plan, forward, backward, stage_compiler)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+import torch
+
 __all__ = ["Options", "StageCompiler"]
 
 StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
@@ -31,6 +33,10 @@ class Options:
     stages: int | str | tuple[str, ...] = "auto"
     recompute: str = "none"
     stage_compiler: StageCompiler | None = None
+
+    def stage_compiler_for(self, device: torch.device) -> StageCompiler:
+        """The stage compiler on this device: the user's choice, or eager on the CPU and Inductor on CUDA."""
+        return self.stage_compiler or ("inductor" if device.type == "cuda" else "eager")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:

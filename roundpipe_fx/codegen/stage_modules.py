@@ -7,7 +7,7 @@ A stage module is stateless: parameters, saved values and gradients are all inpu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import fx
@@ -52,8 +52,15 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
     return f"_{name}" if name[:1].isdigit() else name
 
 
-def emit_stage_modules(joint: JointGraph) -> dict[tuple[int, Phase], StageModule]:
-    """Cut the graph into its stage modules. Phases in which a stage has nothing to do are absent."""
+def emit_stage_modules(
+    joint: JointGraph, rewrite: Callable[[fx.Graph], fx.Graph] | None = None
+) -> dict[tuple[int, Phase], StageModule]:
+    """Cut the graph into its stage modules. Phases in which a stage has nothing to do are absent.
+
+    Args:
+        joint: a graph in which every decision is explicit.
+        rewrite: applied to each module's graph at last.
+    """
     pieces: dict[tuple[int, Phase], list[fx.Node]] = {}
     for node in joint.computed():
         pieces.setdefault((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), []).append(node)
@@ -68,13 +75,18 @@ def emit_stage_modules(joint: JointGraph) -> dict[tuple[int, Phase], StageModule
             continue
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
-            alike[digest] = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs)
+            alike[digest] = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
         emitted[stage, phase] = StageModule(stage, phase, alike[digest], tuple(inputs), tuple(outputs), digest)
     return emitted
 
 
 def _graph_module(
-    joint: JointGraph, name: str, nodes: Iterable[fx.Node], inputs: Iterable[fx.Node], outputs: Iterable[fx.Node]
+    joint: JointGraph,
+    name: str,
+    nodes: Iterable[fx.Node],
+    inputs: Iterable[fx.Node],
+    outputs: Iterable[fx.Node],
+    rewrite: Callable[[fx.Graph], fx.Graph] | None,
 ) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -85,6 +97,8 @@ def _graph_module(
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = _kept_meta(node)
     graph.output(tuple(copies[node] for node in outputs))
+    if rewrite is not None:
+        rewrite(graph)
     graph.set_codegen(boxed_codegen())
     return fx.GraphModule(joint.module, graph, class_name=name)
 

@@ -12,7 +12,6 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
-from roundpipe_fx.joint_graph import tensor_values
 from roundpipe_fx.options import StageCompiler
 
 __all__ = ["Boxed", "compile_stages"]
@@ -22,13 +21,13 @@ Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def compile_stages(
-    modules: Iterable[StageModule], compiler: StageCompiler | None, cache: dict[str, Boxed]
+    modules: Iterable[StageModule], compiler: StageCompiler, cache: dict[str, Boxed]
 ) -> dict[str, Boxed]:
     """Make every stage module callable.
 
     Args:
         modules: what to compile.
-        compiler: the user's choice; ``None``: eager on the CPU, Inductor on CUDA.
+        compiler: ``"eager"``, ``"inductor"`` or a callable.
         cache: what was compiled before, by fingerprint; extended.
 
     Returns:
@@ -37,14 +36,9 @@ def compile_stages(
     ready = {}
     for module in modules:
         if module.fingerprint not in cache:
-            cache[module.fingerprint] = _compile(module, compiler or _default(module))
+            cache[module.fingerprint] = _compile(module, compiler)
         ready[module.name] = cache[module.fingerprint]
     return ready
-
-
-def _default(module: StageModule) -> StageCompiler:
-    values = (value for node in module.module.graph.nodes for value in tensor_values(node))
-    return "inductor" if any(value.device.type == "cuda" for value in values) else "eager"
 
 
 def _compile(module: StageModule, compiler: StageCompiler) -> Boxed:
