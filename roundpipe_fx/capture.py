@@ -88,7 +88,7 @@ class _Compilation:
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled)
-        return load_program(program, stages)
+        return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
         labels: dict[fx.Node, str] = {}

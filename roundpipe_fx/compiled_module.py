@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from roundpipe_fx import torch_private
 from roundpipe_fx.backend import make_backend
 from roundpipe_fx.capture import TraceOnly, trace_only
 from roundpipe_fx.options import Options
@@ -79,7 +81,7 @@ class CompiledModule(nn.Module):
             own[name] = getattr(original, name)
         backend = make_backend(options, own["_plans"].append)
         own["_run"] = torch.compile(original, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
-        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"]))
+        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"], own["_plans"]))
 
     @property
     def training(self) -> bool:
@@ -179,8 +181,15 @@ class CompiledModule(nn.Module):
         return self._original.load_state_dict(state_dict, *args, **kwargs)
 
 
-def _forward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return run(*args, **kwargs)
+def _forward(run: Callable[..., Any], plans: list[Plan], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = run(*args, **kwargs)
+    if torch.is_grad_enabled() and all(plan.static for plan in plans):
+        # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
+        # their size and keep them until the backward has read them.
+        for output in tree_leaves(outputs):
+            if isinstance(output, torch.Tensor):
+                torch_private.leave_unused_gradients_out(output)
+    return outputs
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any]) -> CompiledModule:

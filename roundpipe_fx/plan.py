@@ -80,6 +80,7 @@ class Plan:
         segments: how many segments the forward was cut into, and how many structurally different ones.
         recompute: the option it was made with.
         training: whether there is a backward.
+        static: whether all incoming gradients have sizes that are known when compiling.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
     """
@@ -88,6 +89,7 @@ class Plan:
     segments: tuple[int, int]
     recompute: str
     training: bool
+    static: bool
     modules: tuple[StageModule, ...] = field(repr=False)
     programs: tuple[Program, ...] = field(repr=False)
 
@@ -212,8 +214,15 @@ def make_plan(
         )
     different = len({segment.fingerprint for segment in segments})
     programs = (forward,) if backward is None else (forward, backward)
+    tangents = [value for node in joint.tangents for value in tensor_values(node)]
     return Plan(
-        tuple(stages), (len(segments), different), recompute, backward is not None, tuple(modules.values()), programs
+        tuple(stages),
+        (len(segments), different),
+        recompute,
+        training=backward is not None,
+        static=all(isinstance(size, int) for value in tangents for size in value.shape),
+        modules=tuple(modules.values()),
+        programs=programs,
     )
 
 

@@ -286,3 +286,12 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def leave_unused_gradients_out(output: torch.Tensor) -> None:
+    """Let autograd hand ``None``, not a tensor of zeros, to a compiled backward for outputs that nobody used.
+
+    No effect on outputs that a compiled graph did not return directly.
+    """
+    if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
+        output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]

@@ -19,12 +19,13 @@ __all__ = ["load_program"]
 _numbers = itertools.count()
 
 
-def load_program(program: Program, stages: Mapping[str, Boxed]) -> Boxed:
+def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = True) -> Boxed:
     """Make a program callable.
 
     Args:
         program: what to run.
         stages: the compiled stage modules by name.
+        strided: whether stages insist on the strides that they were compiled for.
 
     Returns:
         a boxed function. Its source is the text that ``plan.write`` shows, and tracebacks quote it.
@@ -37,13 +38,25 @@ def load_program(program: Program, stages: Mapping[str, Boxed]) -> Boxed:
     exec(compile(text, filename, "exec"), namespace)
     body = namespace[program.name]
 
+    values = [node.meta.get("val") for node in program.module.graph.nodes if node.op == "placeholder"]
+
     def run(arguments: list[Any]) -> tuple[Any, ...]:
+        for index, argument in enumerate(arguments):
+            if argument is None and isinstance(values[index], torch.Tensor):
+                arguments[index] = _zeros(values[index], strided)
         with streams.running():
             return body(arguments)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     weakref.finalize(run, linecache.cache.pop, filename, None)
     return run
+
+
+def _zeros(like: torch.Tensor, strided: bool) -> torch.Tensor:
+    """The gradient of an output that nobody used. Unless its strides matter it is one zero, seen at every place."""
+    if strided:
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
+    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 
 
 def _streams(program: Program) -> NoStreams | AcceleratorStreams:
