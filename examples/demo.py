@@ -123,11 +123,13 @@ def main() -> None:
     checkpointed = copy.deepcopy(model)
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
     checkpointed.train()
-    compiled = roundpipe_fx.compile(copy.deepcopy(model), stages=2 * options.layers, recompute="full")
+    # A stage for each half of a layer, and one for the head.
+    halves = [f"model.layers.{i}{half}" for i in range(options.layers) for half in ("", ".post_attention_layernorm")]
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), stages=[*halves, "model.norm"], recompute="full")
     ways = {
         "eager": copy.deepcopy(model).train(),
         "torch.utils.checkpoint per layer": checkpointed,
-        f"roundpipe_fx, {2 * options.layers} stages": compiled,
+        f"roundpipe_fx, {len(halves) + 2} stages": compiled,
     }
     rows: list[Figures] = []
     reference: dict[str, torch.Tensor] = {}
