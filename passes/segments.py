@@ -18,11 +18,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from roundpipe_fx.fingerprint import fingerprint
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.segment import Segment
+from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["cut_segments"]
 
@@ -74,12 +76,13 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
             for storage in storages(source):
                 if storage in birth:
                     death[storage] = position
-        new = [storage for storage in dict.fromkeys(storages(node)) if storage not in birth]
-        made_here = [] if is_view(node) else new
-        for storage in made_here:
-            birth[storage] = death[storage] = position
-            # A tuple's bytes are spread evenly over its storages; exact where it matters least (split sizes).
-            size[storage] = node.meta[Mark.BYTES] // max(len(made_here), 1)
+        if is_view(node):
+            continue
+        for value in tensor_values(node):
+            storage = value.untyped_storage()
+            if value.layout is torch.strided and storage._cdata not in birth:
+                birth[storage._cdata] = death[storage._cdata] = position
+                size[storage._cdata] = size_hint(storage.nbytes())
     return [_Life(birth[storage], death[storage], size[storage]) for storage in birth]
 
 

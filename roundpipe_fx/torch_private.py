@@ -186,7 +186,7 @@ def size_hint(size: Any) -> int:
         hint = _backed_hint(shape_env, symbol)
         if hint is None:
             bounds = shape_env.var_to_range.get(symbol)
-            upper = int(bounds.upper) if bounds is not None and bounds.upper.is_finite else None
+            upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
             hint = upper if upper is not None and upper < _LARGEST_BOUND else _UNKNOWN_SIZE
         values[symbol] = hint
     return int(expression.xreplace(values))

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe_fx.cost.roofline import DEVICES, flops_of
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_view
+from roundpipe_fx.passes.annotate import annotate
+from tests.capturing import capture_joint
+
+CPU = DEVICES["cpu"]
+aten = torch.ops.aten
+
+
+def _annotated(model: nn.Module, *inputs: torch.Tensor) -> JointGraph:
+    return annotate(capture_joint(model, *inputs), CPU)
+
+
+def test_phases_follow_the_tangents() -> None:
+    joint = _annotated(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), torch.randn(3, 4))
+    forward, backward = joint.in_phase(Phase.FORWARD), joint.in_phase(Phase.BACKWARD)
+    assert [n.target for n in forward if n.meta[Mark.FLOPS]] == [aten.addmm.default] * 2
+    assert sum(n.target is aten.mm.default for n in backward) == 3  # x needs no gradient
+    assert {*forward, *backward} == set(joint.computed())
+
+
+def test_bytes_count_each_storage_once() -> None:
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * self.weight
+            left, right = y.reshape(2, 2, 4).transpose(0, 1).split(1)
+            return (left + right).sum()
+
+    joint = _annotated(Views(), torch.randn(4, 4))
+    forward = {n.name: n for n in joint.in_phase(Phase.FORWARD)}
+    assert forward["mul"].meta[Mark.BYTES] == 64
+    views = [n for n in forward.values() if is_view(n)]
+    assert len(views) >= 4
+    assert all(n.meta[Mark.BYTES] == 0 and n.meta[Mark.SECONDS] == 0 for n in views)
+    assert forward["add"].meta[Mark.BYTES] == 32
+
+
+def test_tuples_are_counted_at_their_maker() -> None:
+    joint = _annotated(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 1)), torch.randn(6, 4))
+    (norm,) = [n for n in joint.computed() if n.target is aten.native_layer_norm.default]
+    assert norm.meta[Mark.BYTES] == 6 * 4 * 4 + 2 * 6 * 4
+    assert all(item.meta[Mark.BYTES] == 0 and item.meta[Mark.SECONDS] == 0 for item in norm.users)
+
+
+def test_flops_and_roofline() -> None:
+    joint = _annotated(nn.Linear(16, 32, bias=False), torch.randn(8, 16))
+    (product,) = [n for n in joint.in_phase(Phase.FORWARD) if n.target is aten.mm.default]
+    assert flops_of(product) == product.meta[Mark.FLOPS] == 2 * 8 * 16 * 32
+    traffic = 4 * (8 * 16 + 16 * 32 + 8 * 32)
+    expected = max(2 * 8 * 16 * 32 / CPU.flops[torch.float32], traffic / CPU.bandwidth) + CPU.overhead
+    assert product.meta[Mark.SECONDS] == expected
+
+
+def test_data_dependent_sizes_count_at_their_bound() -> None:
+    joint = _annotated(lambda x: x[x[:, 0] > 0].sum(), torch.randn(6, 4, requires_grad=True))
+    (chosen,) = [n for n in joint.in_phase(Phase.FORWARD) if n.target is aten.index.Tensor]
+    assert chosen.meta[Mark.BYTES] == 6 * 4 * 4

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, module_path, storages, tensor_values
+from roundpipe_fx.passes.annotate import annotate, tensor_bytes
+from roundpipe_fx.passes.decisions import expand_masks
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.segment import Segment
+from roundpipe_fx.torch_private import module_path_text
+from tests.capturing import capture_joint
+from tests.golden_models import DropoutMLP, EncoderDecoder, MixtureOfExperts, TiedTransformer, UNet
+
+
+def _segments(model: nn.Module, *inputs: torch.Tensor) -> tuple[JointGraph, list[Segment]]:
+    return cut_segments(annotate(expand_masks(capture_joint(model, *inputs)), DEVICES["cpu"]))
+
+
+def _starts(joint: JointGraph) -> list[str]:
+    found: dict[int, str] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        found.setdefault(node.meta[Mark.SEGMENT], module_path(node, module_path_text))
+    return list(found.values())
+
+
+TOKENS = torch.randint(16, (8, 32))
+
+
+def test_transformer_is_cut_at_the_residual_stream_twice_a_block() -> None:
+    joint, segments = _segments(TiedTransformer(width=32, depth=6), TOKENS, TOKENS)
+    starts = _starts(joint)
+    for block in range(1, 6):
+        assert f"blocks.{block}.norm1" in starts and f"blocks.{block}.norm2" in starts
+    inner = [segment.fingerprint for segment in segments[2:-3]]
+    assert len(set(inner)) == 2 and inner[::2] == [inner[0]] * len(inner[::2])
+
+
+def test_chain_is_cut_between_layers_and_alike_layers_are_recognized() -> None:
+    _, segments = _segments(DropoutMLP(depth=6), torch.randn(4, 8))
+    assert len(segments) == 6
+    assert len({segment.fingerprint for segment in segments[1:-1]}) == 1
+
+
+def test_experts_stay_in_their_layer() -> None:
+    joint, segments = _segments(MixtureOfExperts(depth=8, experts=4), torch.randn(16, 8))
+    starts = _starts(joint)
+    assert [start for start in starts if start.endswith("router")] == [f"layers.{i}.router" for i in range(8)]
+    assert len({segment.fingerprint for segment in segments[3:-1]}) == 1
+
+
+def test_inside_of_a_unet_is_cut() -> None:
+    joint, _ = _segments(UNet(channels=4, depth=3), torch.randn(2, 3, 32, 32))
+    assert len(_starts(joint)) >= 6
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (DropoutMLP(), (torch.randn(4, 8),)),
+        (TiedTransformer(), (TOKENS, TOKENS)),
+        (MixtureOfExperts(), (torch.randn(6, 8),)),
+        (UNet(), (torch.randn(2, 3, 8, 8),)),
+        (EncoderDecoder(), (torch.randn(2, 3, 8), torch.randn(2, 4, 8))),
+    ],
+    ids=["mlp", "tied", "experts", "unet", "encoder_decoder"],
+)
+def test_invariants(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    joint, segments = _segments(model, *inputs)
+    forward, backward = joint.in_phase(Phase.FORWARD), joint.in_phase(Phase.BACKWARD)
+    order = [node.meta[Mark.SEGMENT] for node in forward]
+    assert order == sorted(order) and set(order) == set(range(len(segments)))
+    for node in forward:  # no tuple crosses a cut
+        if not tensor_values(node) or isinstance(node.meta["val"], (tuple, list)):
+            assert {u.meta[Mark.SEGMENT] for u in node.users if u in forward} <= {node.meta[Mark.SEGMENT]}
+    members = set(backward)
+    for node in backward:  # the backward visits segments last to first
+        for source in input_nodes(node):
+            if source in members:
+                assert node.meta[Mark.SEGMENT] <= source.meta[Mark.SEGMENT]
+    # Most of the backward belongs where its forward is, not where data flow alone would leave it.
+    assert {node.meta[Mark.SEGMENT] for node in backward} == set(range(len(segments)))
+    for segment in segments:
+        assert segment.entry_bytes == _crossing(forward, segment.index)
+
+
+def _crossing(forward: list, segment: int) -> int:
+    """Bytes of computed values made before ``segment`` and read in it or after: counted anew, by definition."""
+    before = [node for node in forward if node.meta[Mark.SEGMENT] < segment]
+    after = [node for node in forward if node.meta[Mark.SEGMENT] >= segment]
+    made = {storage for node in before if not is_view(node) for storage in storages(node)}
+    read = {storage for node in after for source in input_nodes(node) for storage in storages(source)}
+    values = [v for node in before for v in tensor_values(node) if v.untyped_storage()._cdata in made & read]
+    return tensor_bytes(values)
