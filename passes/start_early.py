@@ -52,24 +52,23 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
     members = set(candidates)
     graph = networkx.DiGraph()
     graph.add_nodes_from((_EARLY, _LATE))
-    # Edges are turned around, so that the side found is the smallest set that waits, not the smallest that starts.
     for node in candidates:
         for source in _viewed_inputs(node):
             if source in members:
-                graph.add_edge((source, "made"), (node, "made"))  # a node starts only if what it reads does
-    makers = {source for node in candidates for source in _viewed_inputs(node)} | members
-    for value in makers:
+                graph.add_edge((node, "made"), (source, "made"))  # a node starts only if what it reads does
+    for value in {source for node in candidates for source in _viewed_inputs(node)} | members:
         if value.op == "placeholder":
             continue
-        graph.add_edge((value, "handed"), (value, "made"), capacity=_bytes(value))
+        graph.add_edge((value, "made"), (value, "handed"), capacity=_bytes(value))
         if value not in members:
-            graph.add_edge((value, "made"), _EARLY)
+            graph.add_edge(_EARLY, (value, "made"))
         for user in _users_behind_views(value):
             if user in members:
-                graph.add_edge((user, "made"), (value, "handed"))
+                graph.add_edge((value, "handed"), (user, "made"))  # what is not handed over has only early readers
             elif user.op == "output" or user.meta[Mark.PHASE] is Phase.BACKWARD:
-                graph.add_edge(_LATE, (value, "handed"))
-    _, (late_side, _) = networkx.minimum_cut(graph, _LATE, _EARLY)
+                graph.add_edge((value, "handed"), _LATE)
+    # networkx returns the smallest sink side of all minimum cuts: the least that waits.
+    _, (_, late_side) = networkx.minimum_cut(graph, _EARLY, _LATE)
     return {node for node in candidates if (node, "made") in late_side}
 
 

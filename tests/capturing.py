@@ -42,8 +42,9 @@ def capture_joint(run: Callable[..., Any], *args: Any, **kwargs: Any) -> JointGr
 
 
 def run_joint(joint: JointGraph, inputs: list[Any]) -> list[Any]:
-    """Interpret the graph as it stands on real inputs."""
+    """Interpret the graph as it stands on real inputs: forward outputs, then gradients."""
     module = fx.GraphModule(joint.module, copy.deepcopy(joint.graph))
+    module.graph.set_codegen(fx.graph.CodeGen())
     with torch.no_grad():
         return list(fx.Interpreter(module).run(*inputs))
 

@@ -17,7 +17,7 @@ def stage_0_forward(args):
     t: "float32[8, 8]" = aten.t.default(layers_0_0_weight);  layers_0_0_weight = None
     addmm: "float32[4, 8]" = aten.addmm.default(layers_0_0_bias, x, t);  layers_0_0_bias = x = t = None
     # layers.0.1
-    gelu: "float32[4, 8]" = aten.gelu.default(addmm);  addmm = None
+    gelu: "float32[4, 8]" = aten.gelu_.default(addmm);  addmm = None
     # layers.0.2
     run_and_save_rng_state_1: "(uint8[5056], (float32[4, 8], bool[4, 8]))" = torch.ops.higher_order.run_and_save_rng_state(aten.native_dropout.default, gelu, 0.2, True);  gelu = None
     native_dropout_rng_state: "uint8[5056]" = run_and_save_rng_state_1[0]

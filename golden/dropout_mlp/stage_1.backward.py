@@ -21,7 +21,7 @@ def stage_1_backward(args):
     # model
     expand: "float32[4, 8]" = aten.expand.default(tangents_1, [4, 8]);  tangents_1 = None
     div: "float32[4, 8]" = aten.div.Scalar(expand, 32);  expand = None
-    mul_1: "float32[4, 8]" = aten.mul.Tensor(div, mul);  div = mul = None
+    mul_1: "float32[4, 8]" = aten.mul_.Tensor(div, mul);  div = mul = None
     # layers.1.2
     native_dropout_backward: "float32[4, 8]" = aten.native_dropout_backward.default(mul_1, getitem_5, 1.25);  mul_1 = getitem_5 = None
     # layers.1.1

@@ -17,7 +17,7 @@ def stage_1_forward(args):
     t_1: "float32[8, 8]" = aten.t.default(layers_1_0_weight);  layers_1_0_weight = None
     addmm_1: "float32[4, 8]" = aten.addmm.default(layers_1_0_bias, getitem, t_1);  layers_1_0_bias = getitem = t_1 = None
     # layers.1.1
-    gelu_1: "float32[4, 8]" = aten.gelu.default(addmm_1);  addmm_1 = None
+    gelu_1: "float32[4, 8]" = aten.gelu_.default(addmm_1);  addmm_1 = None
     # layers.1.2
     run_and_save_rng_state: "(uint8[5056], (float32[4, 8], bool[4, 8]))" = torch.ops.higher_order.run_and_save_rng_state(aten.native_dropout.default, gelu_1, 0.2, True);  gelu_1 = None
     native_dropout_1_rng_state: "uint8[5056]" = run_and_save_rng_state[0]

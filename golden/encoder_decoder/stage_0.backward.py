@@ -147,7 +147,7 @@ def stage_0_backward(args):
     t_64: "float32[16, 8]" = aten.t.default(t_63);  t_63 = None
     view_88: "float32[2, 3, 8]" = aten.view.default(mm_24, [2, 3, 8]);  mm_24 = None
     # model
-    add_8: "float32[2, 3, 8]" = aten.add.Tensor(view_85, view_88);  view_85 = view_88 = None
+    add_8: "float32[2, 3, 8]" = aten.add_.Tensor(view_85, view_88);  view_85 = view_88 = None
     # encoder.0.norm1
     native_layer_norm_backward_3: "(NoneType, float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, source, [8], getitem_60, getitem_61, encoder_0_norm1_weight, encoder_0_norm1_bias, [False, True, True]);  add_8 = source = getitem_60 = getitem_61 = encoder_0_norm1_weight = encoder_0_norm1_bias = None
     getitem_43: "float32[8]" = native_layer_norm_backward_3[1]

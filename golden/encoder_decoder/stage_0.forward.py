@@ -73,7 +73,7 @@ def stage_0_forward(args):
     addmm_3: "float32[6, 16]" = aten.addmm.default(encoder_0_mlp_0_bias, view_10, t_3);  encoder_0_mlp_0_bias = view_10 = t_3 = None
     view_11: "float32[2, 3, 16]" = aten.view.default(addmm_3, [2, 3, 16]);  addmm_3 = None
     # encoder.0.mlp.1
-    gelu: "float32[2, 3, 16]" = aten.gelu.default(view_11);  view_11 = None
+    gelu: "float32[2, 3, 16]" = aten.gelu_.default(view_11);  view_11 = None
     # encoder.0.mlp.2
     view_12: "float32[6, 16]" = aten.view.default(gelu, [6, 16]);  gelu = None
     t_4: "float32[16, 8]" = aten.t.default(encoder_0_mlp_2_weight);  encoder_0_mlp_2_weight = None
@@ -82,5 +82,5 @@ def stage_0_forward(args):
     # encoder.0.dropout
     clone_1: "float32[2, 3, 8]" = aten.clone.default(view_13);  view_13 = None
     # encoder.0
-    add_1: "float32[2, 3, 8]" = aten.add.Tensor(add, clone_1);  add = clone_1 = None
+    add_1: "float32[2, 3, 8]" = aten.add_.Tensor(add, clone_1);  add = clone_1 = None
     return (_scaled_dot_product_flash_attention_for_cpu_rng_state, add_1)

@@ -104,7 +104,7 @@ def stage_1_backward(args):
     # model
     expand: "float32[2, 4, 8]" = aten.expand.default(tangents_1, [2, 4, 8]);  tangents_1 = None
     div: "float32[2, 4, 8]" = aten.div.Scalar(expand, 64);  expand = None
-    mul_1: "float32[2, 4, 8]" = aten.mul.Tensor(div, mul);  div = mul = None
+    mul_1: "float32[2, 4, 8]" = aten.mul_.Tensor(div, mul);  div = mul = None
     # cross.0.out
     view_38: "float32[8, 8]" = aten.view.default(mul_1, [8, 8]);  mul_1 = None
     t_13: "float32[8, 8]" = aten.t.default(t_82);  t_82 = None
@@ -184,7 +184,7 @@ def stage_1_backward(args):
     getitem_28: "float32[8]" = native_layer_norm_backward[1]
     getitem_29: "float32[8]" = native_layer_norm_backward[2];  native_layer_norm_backward = None
     # model
-    add_5: "float32[2, 4, 8]" = aten.add.Tensor(view_47, getitem_27);  view_47 = getitem_27 = None
+    add_5: "float32[2, 4, 8]" = aten.add_.Tensor(view_47, getitem_27);  view_47 = getitem_27 = None
     # decoder.0.attention.out
     view_57: "float32[8, 8]" = aten.view.default(add_5, [8, 8]);  add_5 = None
     t_33: "float32[8, 8]" = aten.t.default(t_87);  t_87 = None
@@ -235,7 +235,7 @@ def stage_1_backward(args):
     t_44: "float32[16, 8]" = aten.t.default(t_43);  t_43 = None
     view_69: "float32[2, 4, 8]" = aten.view.default(mm_14, [2, 4, 8]);  mm_14 = None
     # model
-    add_6: "float32[2, 4, 8]" = aten.add.Tensor(view_66, view_69);  view_66 = view_69 = None
+    add_6: "float32[2, 4, 8]" = aten.add_.Tensor(view_66, view_69);  view_66 = view_69 = None
     # decoder.0.norm1
     native_layer_norm_backward_1: "(NoneType, float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_6, target, [8], getitem_46, getitem_47, decoder_0_norm1_weight, decoder_0_norm1_bias, [False, True, True]);  add_6 = target = getitem_46 = getitem_47 = decoder_0_norm1_weight = decoder_0_norm1_bias = None
     getitem_34: "float32[8]" = native_layer_norm_backward_1[1]

@@ -80,7 +80,7 @@ def stage_1_forward(args):
     addmm_8: "float32[8, 16]" = aten.addmm.default(decoder_0_mlp_0_bias, view_24, t_8);  decoder_0_mlp_0_bias = view_24 = t_8 = None
     view_25: "float32[2, 4, 16]" = aten.view.default(addmm_8, [2, 4, 16]);  addmm_8 = None
     # decoder.0.mlp.1
-    gelu_1: "float32[2, 4, 16]" = aten.gelu.default(view_25);  view_25 = None
+    gelu_1: "float32[2, 4, 16]" = aten.gelu_.default(view_25);  view_25 = None
     # decoder.0.mlp.2
     view_26: "float32[8, 16]" = aten.view.default(gelu_1, [8, 16]);  gelu_1 = None
     t_9: "float32[16, 8]" = aten.t.default(decoder_0_mlp_2_weight);  decoder_0_mlp_2_weight = None
@@ -89,7 +89,7 @@ def stage_1_forward(args):
     # decoder.0.dropout
     clone_3: "float32[2, 4, 8]" = aten.clone.default(view_27);  view_27 = None
     # decoder.0
-    add_3: "float32[2, 4, 8]" = aten.add.Tensor(add_2, clone_3);  add_2 = clone_3 = None
+    add_3: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, clone_3);  add_2 = clone_3 = None
     # cross.0.key_value
     view_28: "float32[6, 8]" = aten.view.default(add_1, [6, 8]);  add_1 = None
     t_10: "float32[8, 16]" = aten.t.default(cross_0_key_value_weight);  cross_0_key_value_weight = None

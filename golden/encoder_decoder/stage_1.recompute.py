@@ -130,5 +130,5 @@ def stage_1_recompute(args):
     add_11: "float32[2, 4, 8]" = aten.add.Tensor(target, view_112);  target = view_112 = None
     # model
     pow_2: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar(add_11, 1.0);  add_11 = None
-    mul: "float32[2, 4, 8]" = aten.mul.Scalar(pow_2, 2.0);  pow_2 = None
+    mul: "float32[2, 4, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (getitem_45, getitem_46, getitem_47, addmm_13, addmm_14, getitem_50, getitem_51, add_9, getitem_52, getitem_53, getitem_54, addmm_16, gelu_2, add_10, addmm_18, addmm_19, getitem_57, getitem_58, mul)

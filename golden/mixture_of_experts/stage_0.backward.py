@@ -38,10 +38,10 @@ def stage_0_backward(args):
     index_select_2: "float32[u1, 8]" = aten.index_select.default(add_105, 0, getitem_21)
     expand_3: "float32[u1, 8]" = aten.expand.default(index_select_2, [sym_size_int_1, 8]);  index_select_2 = sym_size_int_1 = None
     mul_66: "float32[u1, 8]" = aten.mul.Tensor(expand_3, relu_7);  relu_7 = None
-    mul_67: "float32[u1, 8]" = aten.mul.Tensor(expand_3, index_15);  expand_3 = index_15 = None
+    mul_67: "float32[u1, 8]" = aten.mul_.Tensor(expand_3, index_15);  expand_3 = index_15 = None
     sum_6: "float32[u1, 1]" = aten.sum.dim_IntList(mul_66, [1], True);  mul_66 = None
     new_zeros_5: "float32[6, 1, 1]" = aten.new_zeros.default(sum_6, [6, 1, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put_4: "float32[6, 1, 1]" = aten.index_put.default(new_zeros_5, [getitem_21, getitem_20], sum_6, True);  new_zeros_5 = getitem_21 = getitem_20 = sum_6 = None
+    index_put_4: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros_5, [getitem_21, getitem_20], sum_6, True);  new_zeros_5 = getitem_21 = getitem_20 = sum_6 = None
     squeeze_2: "float32[6, 1]" = aten.squeeze.dim(index_put_4, 2);  index_put_4 = None
     detach_9: "float32[u1, 8]" = aten.detach.default(detach_17);  detach_17 = None
     threshold_backward_2: "float32[u1, 8]" = aten.threshold_backward.default(mul_67, detach_9, 0);  mul_67 = detach_9 = None
@@ -56,13 +56,13 @@ def stage_0_backward(args):
     index_select_3: "float32[u0, 8]" = aten.index_select.default(add_105, 0, getitem_23);  add_105 = None
     expand_4: "float32[u0, 8]" = aten.expand.default(index_select_3, [sym_size_int, 8]);  index_select_3 = sym_size_int = None
     mul_68: "float32[u0, 8]" = aten.mul.Tensor(expand_4, relu_6);  relu_6 = None
-    mul_69: "float32[u0, 8]" = aten.mul.Tensor(expand_4, index_13);  expand_4 = index_13 = None
+    mul_69: "float32[u0, 8]" = aten.mul_.Tensor(expand_4, index_13);  expand_4 = index_13 = None
     sum_8: "float32[u0, 1]" = aten.sum.dim_IntList(mul_68, [1], True);  mul_68 = None
     new_zeros_6: "float32[6, 1, 1]" = aten.new_zeros.default(sum_8, [6, 1, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put_5: "float32[6, 1, 1]" = aten.index_put.default(new_zeros_6, [getitem_23, getitem_22], sum_8, True);  new_zeros_6 = getitem_23 = getitem_22 = sum_8 = None
+    index_put_5: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros_6, [getitem_23, getitem_22], sum_8, True);  new_zeros_6 = getitem_23 = getitem_22 = sum_8 = None
     squeeze_3: "float32[6, 1]" = aten.squeeze.dim(index_put_5, 2);  index_put_5 = None
     # model
-    add_106: "float32[6, 1]" = aten.add.Tensor(squeeze_2, squeeze_3);  squeeze_2 = squeeze_3 = None
+    add_106: "float32[6, 1]" = aten.add_.Tensor(squeeze_2, squeeze_3);  squeeze_2 = squeeze_3 = None
     # layers.0
     detach_10: "float32[u0, 8]" = aten.detach.default(detach_16);  detach_16 = None
     threshold_backward_3: "float32[u0, 8]" = aten.threshold_backward.default(mul_69, detach_10, 0);  mul_69 = detach_10 = None
@@ -75,7 +75,7 @@ def stage_0_backward(args):
     t_23: "float32[8, 8]" = aten.t.default(t_22);  t_22 = None
     # layers.0
     new_zeros_7: "float32[6, 2]" = aten.new_zeros.default(add_106, [6, 2])
-    scatter_1: "float32[6, 2]" = aten.scatter.src(new_zeros_7, -1, getitem_1, add_106);  new_zeros_7 = getitem_1 = add_106 = None
+    scatter_1: "float32[6, 2]" = aten.scatter_.src(new_zeros_7, -1, getitem_1, add_106);  new_zeros_7 = getitem_1 = add_106 = None
     detach_11: "float32[6, 2]" = aten.detach.default(detach_15);  detach_15 = None
     _softmax_backward_data_1: "float32[6, 2]" = aten._softmax_backward_data.default(scatter_1, detach_11, -1, torch.float32);  scatter_1 = detach_11 = None
     # layers.0.router

@@ -41,11 +41,11 @@ def stage_0_forward(args):
     t_1: "float32[8, 8]" = aten.t.default(layers_0_experts_0_weight);  layers_0_experts_0_weight = None
     addmm_1: "float32[u0, 8]" = aten.addmm.default(layers_0_experts_0_bias, index, t_1);  layers_0_experts_0_bias = index = t_1 = None
     # layers.0
-    relu: "float32[u0, 8]" = aten.relu.default(addmm_1);  addmm_1 = None
+    relu: "float32[u0, 8]" = aten.relu_.default(addmm_1);  addmm_1 = None
     unsqueeze: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2)
     index_1: "float32[u0, 1]" = aten.index.Tensor(unsqueeze, [getitem_2, getitem_3]);  unsqueeze = getitem_3 = None
-    mul_12: "float32[u0, 8]" = aten.mul.Tensor(relu, index_1);  relu = index_1 = None
-    index_add: "float32[6, 8]" = aten.index_add.default(zeros_like, 0, getitem_2, mul_12);  zeros_like = getitem_2 = mul_12 = None
+    mul_12: "float32[u0, 8]" = aten.mul_.Tensor(relu, index_1);  relu = index_1 = None
+    index_add: "float32[6, 8]" = aten.index_add_.default(zeros_like, 0, getitem_2, mul_12);  zeros_like = getitem_2 = mul_12 = None
     eq_10: "bool[6, 1]" = aten.eq.Scalar(getitem_1, 1)
     nonzero_1: "int64[u1, 2]" = aten.nonzero.default(eq_10);  eq_10 = None
     sym_size_int_1: "Sym(u1)" = aten.sym_size.int(nonzero_1, 0)
@@ -61,10 +61,10 @@ def stage_0_forward(args):
     t_2: "float32[8, 8]" = aten.t.default(layers_0_experts_1_weight);  layers_0_experts_1_weight = None
     addmm_2: "float32[u1, 8]" = aten.addmm.default(layers_0_experts_1_bias, index_2, t_2);  layers_0_experts_1_bias = index_2 = t_2 = None
     # layers.0
-    relu_1: "float32[u1, 8]" = aten.relu.default(addmm_2);  addmm_2 = None
+    relu_1: "float32[u1, 8]" = aten.relu_.default(addmm_2);  addmm_2 = None
     unsqueeze_1: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2)
     index_3: "float32[u1, 1]" = aten.index.Tensor(unsqueeze_1, [getitem_4, getitem_5]);  unsqueeze_1 = getitem_5 = None
-    mul_27: "float32[u1, 8]" = aten.mul.Tensor(relu_1, index_3);  relu_1 = index_3 = None
-    index_add_1: "float32[6, 8]" = aten.index_add.default(index_add, 0, getitem_4, mul_27);  index_add = getitem_4 = mul_27 = None
+    mul_27: "float32[u1, 8]" = aten.mul_.Tensor(relu_1, index_3);  relu_1 = index_3 = None
+    index_add_1: "float32[6, 8]" = aten.index_add_.default(index_add, 0, getitem_4, mul_27);  index_add = getitem_4 = mul_27 = None
     add_50: "float32[6, 8]" = aten.add.Tensor(x, index_add_1);  x = index_add_1 = None
     return (getitem, getitem_1, nonzero, sym_size_int, nonzero_1, sym_size_int_1, add_50)

@@ -33,7 +33,7 @@ def stage_0_recompute(args):
     t_31: "float32[8, 8]" = aten.t.default(layers_0_experts_0_weight);  layers_0_experts_0_weight = None
     addmm_10: "float32[u0, 8]" = aten.addmm.default(layers_0_experts_0_bias, index_12, t_31);  layers_0_experts_0_bias = t_31 = None
     # layers.0 (again)
-    relu_6: "float32[u0, 8]" = aten.relu.default(addmm_10);  addmm_10 = None
+    relu_6: "float32[u0, 8]" = aten.relu_.default(addmm_10);  addmm_10 = None
     unsqueeze_6: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2)
     index_13: "float32[u0, 1]" = aten.index.Tensor(unsqueeze_6, [getitem_16, getitem_17]);  unsqueeze_6 = getitem_16 = getitem_17 = None
     unbind_7: "(int64[u1], int64[u1])" = aten.unbind.int(nonzero_1, 1);  nonzero_1 = None
@@ -44,7 +44,7 @@ def stage_0_recompute(args):
     t_32: "float32[8, 8]" = aten.t.default(layers_0_experts_1_weight);  layers_0_experts_1_weight = None
     addmm_11: "float32[u1, 8]" = aten.addmm.default(layers_0_experts_1_bias, index_14, t_32);  layers_0_experts_1_bias = t_32 = None
     # layers.0 (again)
-    relu_7: "float32[u1, 8]" = aten.relu.default(addmm_11);  addmm_11 = None
+    relu_7: "float32[u1, 8]" = aten.relu_.default(addmm_11);  addmm_11 = None
     unsqueeze_7: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2);  getitem = None
     index_15: "float32[u1, 1]" = aten.index.Tensor(unsqueeze_7, [getitem_18, getitem_19]);  unsqueeze_7 = getitem_18 = getitem_19 = None
     return (_softmax_3, index_12, relu_6, index_13, index_14, relu_7, index_15)

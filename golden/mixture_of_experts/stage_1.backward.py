@@ -49,15 +49,15 @@ def stage_1_backward(args):
     # model
     expand: "float32[6, 8]" = aten.expand.default(tangents_1, [6, 8]);  tangents_1 = None
     div: "float32[6, 8]" = aten.div.Scalar(expand, 48);  expand = None
-    mul_61: "float32[6, 8]" = aten.mul.Tensor(div, mul_60);  div = mul_60 = None
+    mul_61: "float32[6, 8]" = aten.mul_.Tensor(div, mul_60);  div = mul_60 = None
     # layers.1
     index_select: "float32[u3, 8]" = aten.index_select.default(mul_61, 0, getitem_25)
     expand_1: "float32[u3, 8]" = aten.expand.default(index_select, [sym_size_int_3, 8]);  index_select = sym_size_int_3 = None
     mul_62: "float32[u3, 8]" = aten.mul.Tensor(expand_1, relu_5);  relu_5 = None
-    mul_63: "float32[u3, 8]" = aten.mul.Tensor(expand_1, index_11);  expand_1 = index_11 = None
+    mul_63: "float32[u3, 8]" = aten.mul_.Tensor(expand_1, index_11);  expand_1 = index_11 = None
     sum_1: "float32[u3, 1]" = aten.sum.dim_IntList(mul_62, [1], True);  mul_62 = None
     new_zeros: "float32[6, 1, 1]" = aten.new_zeros.default(sum_1, [6, 1, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put: "float32[6, 1, 1]" = aten.index_put.default(new_zeros, [getitem_25, getitem_24], sum_1, True);  new_zeros = getitem_24 = sum_1 = None
+    index_put: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros, [getitem_25, getitem_24], sum_1, True);  new_zeros = getitem_24 = sum_1 = None
     squeeze: "float32[6, 1]" = aten.squeeze.dim(index_put, 2);  index_put = None
     detach_6: "float32[u3, 8]" = aten.detach.default(detach_14);  detach_14 = None
     threshold_backward: "float32[u3, 8]" = aten.threshold_backward.default(mul_63, detach_6, 0);  mul_63 = detach_6 = None
@@ -72,20 +72,20 @@ def stage_1_backward(args):
     t_9: "float32[8, 8]" = aten.t.default(t_8);  t_8 = None
     # layers.1
     new_zeros_1: "float32[6, 8]" = aten.new_zeros.default(mm, [6, 8], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put_1: "float32[6, 8]" = aten.index_put.default(new_zeros_1, [getitem_25], mm, True);  new_zeros_1 = getitem_25 = mm = None
+    index_put_1: "float32[6, 8]" = aten.index_put_.default(new_zeros_1, [getitem_25], mm, True);  new_zeros_1 = getitem_25 = mm = None
     # model
     add_102: "float32[6, 8]" = aten.add.Tensor(mul_61, index_put_1);  index_put_1 = None
     # layers.1
     index_select_1: "float32[u2, 8]" = aten.index_select.default(mul_61, 0, getitem_27);  mul_61 = None
     expand_2: "float32[u2, 8]" = aten.expand.default(index_select_1, [sym_size_int_2, 8]);  index_select_1 = sym_size_int_2 = None
     mul_64: "float32[u2, 8]" = aten.mul.Tensor(expand_2, relu_4);  relu_4 = None
-    mul_65: "float32[u2, 8]" = aten.mul.Tensor(expand_2, index_9);  expand_2 = index_9 = None
+    mul_65: "float32[u2, 8]" = aten.mul_.Tensor(expand_2, index_9);  expand_2 = index_9 = None
     sum_3: "float32[u2, 1]" = aten.sum.dim_IntList(mul_64, [1], True);  mul_64 = None
     new_zeros_2: "float32[6, 1, 1]" = aten.new_zeros.default(sum_3, [6, 1, 1], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put_2: "float32[6, 1, 1]" = aten.index_put.default(new_zeros_2, [getitem_27, getitem_26], sum_3, True);  new_zeros_2 = getitem_26 = sum_3 = None
+    index_put_2: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros_2, [getitem_27, getitem_26], sum_3, True);  new_zeros_2 = getitem_26 = sum_3 = None
     squeeze_1: "float32[6, 1]" = aten.squeeze.dim(index_put_2, 2);  index_put_2 = None
     # model
-    add_103: "float32[6, 1]" = aten.add.Tensor(squeeze, squeeze_1);  squeeze = squeeze_1 = None
+    add_103: "float32[6, 1]" = aten.add_.Tensor(squeeze, squeeze_1);  squeeze = squeeze_1 = None
     # layers.1
     detach_7: "float32[u2, 8]" = aten.detach.default(detach_13);  detach_13 = None
     threshold_backward_1: "float32[u2, 8]" = aten.threshold_backward.default(mul_65, detach_7, 0);  mul_65 = detach_7 = None
@@ -100,12 +100,12 @@ def stage_1_backward(args):
     t_13: "float32[8, 8]" = aten.t.default(t_12);  t_12 = None
     # layers.1
     new_zeros_3: "float32[6, 8]" = aten.new_zeros.default(mm_2, [6, 8], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
-    index_put_3: "float32[6, 8]" = aten.index_put.default(new_zeros_3, [getitem_27], mm_2, True);  new_zeros_3 = getitem_27 = mm_2 = None
+    index_put_3: "float32[6, 8]" = aten.index_put_.default(new_zeros_3, [getitem_27], mm_2, True);  new_zeros_3 = getitem_27 = mm_2 = None
     # model
-    add_104: "float32[6, 8]" = aten.add.Tensor(add_102, index_put_3);  add_102 = index_put_3 = None
+    add_104: "float32[6, 8]" = aten.add_.Tensor(add_102, index_put_3);  add_102 = index_put_3 = None
     # layers.1
     new_zeros_4: "float32[6, 2]" = aten.new_zeros.default(add_103, [6, 2])
-    scatter: "float32[6, 2]" = aten.scatter.src(new_zeros_4, -1, getitem_7, add_103);  new_zeros_4 = getitem_7 = add_103 = None
+    scatter: "float32[6, 2]" = aten.scatter_.src(new_zeros_4, -1, getitem_7, add_103);  new_zeros_4 = getitem_7 = add_103 = None
     detach_8: "float32[6, 2]" = aten.detach.default(detach_12);  detach_12 = None
     _softmax_backward_data: "float32[6, 2]" = aten._softmax_backward_data.default(scatter, detach_8, -1, torch.float32);  scatter = detach_8 = None
     # layers.1.router
@@ -117,7 +117,7 @@ def stage_1_backward(args):
     sum_5: "float32[1, 2]" = aten.sum.dim_IntList(_softmax_backward_data, [0], True);  _softmax_backward_data = None
     view_2: "float32[2]" = aten.view.default(sum_5, [2]);  sum_5 = None
     # model
-    add_105: "float32[6, 8]" = aten.add.Tensor(add_104, mm_4);  add_104 = mm_4 = None
+    add_105: "float32[6, 8]" = aten.add_.Tensor(add_104, mm_4);  add_104 = mm_4 = None
     # layers.1.router
     t_17: "float32[2, 8]" = aten.t.default(t_16);  t_16 = None
     return (view, t_9, view_1, t_13, view_2, add_105, t_17)

@@ -41,11 +41,11 @@ def stage_1_forward(args):
     t_4: "float32[8, 8]" = aten.t.default(layers_1_experts_0_weight);  layers_1_experts_0_weight = None
     addmm_4: "float32[u2, 8]" = aten.addmm.default(layers_1_experts_0_bias, index_4, t_4);  layers_1_experts_0_bias = index_4 = t_4 = None
     # layers.1
-    relu_2: "float32[u2, 8]" = aten.relu.default(addmm_4);  addmm_4 = None
+    relu_2: "float32[u2, 8]" = aten.relu_.default(addmm_4);  addmm_4 = None
     unsqueeze_2: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2)
     index_5: "float32[u2, 1]" = aten.index.Tensor(unsqueeze_2, [getitem_8, getitem_9]);  unsqueeze_2 = getitem_9 = None
-    mul_42: "float32[u2, 8]" = aten.mul.Tensor(relu_2, index_5);  relu_2 = index_5 = None
-    index_add_2: "float32[6, 8]" = aten.index_add.default(zeros_like_1, 0, getitem_8, mul_42);  zeros_like_1 = getitem_8 = mul_42 = None
+    mul_42: "float32[u2, 8]" = aten.mul_.Tensor(relu_2, index_5);  relu_2 = index_5 = None
+    index_add_2: "float32[6, 8]" = aten.index_add_.default(zeros_like_1, 0, getitem_8, mul_42);  zeros_like_1 = getitem_8 = mul_42 = None
     eq_30: "bool[6, 1]" = aten.eq.Scalar(getitem_7, 1)
     nonzero_3: "int64[u3, 2]" = aten.nonzero.default(eq_30);  eq_30 = None
     sym_size_int_3: "Sym(u3)" = aten.sym_size.int(nonzero_3, 0)
@@ -61,11 +61,11 @@ def stage_1_forward(args):
     t_5: "float32[8, 8]" = aten.t.default(layers_1_experts_1_weight);  layers_1_experts_1_weight = None
     addmm_5: "float32[u3, 8]" = aten.addmm.default(layers_1_experts_1_bias, index_6, t_5);  layers_1_experts_1_bias = index_6 = t_5 = None
     # layers.1
-    relu_3: "float32[u3, 8]" = aten.relu.default(addmm_5);  addmm_5 = None
+    relu_3: "float32[u3, 8]" = aten.relu_.default(addmm_5);  addmm_5 = None
     unsqueeze_3: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2)
     index_7: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_3, [getitem_10, getitem_11]);  unsqueeze_3 = getitem_11 = None
-    mul_57: "float32[u3, 8]" = aten.mul.Tensor(relu_3, index_7);  relu_3 = index_7 = None
-    index_add_3: "float32[6, 8]" = aten.index_add.default(index_add_2, 0, getitem_10, mul_57);  index_add_2 = getitem_10 = mul_57 = None
+    mul_57: "float32[u3, 8]" = aten.mul_.Tensor(relu_3, index_7);  relu_3 = index_7 = None
+    index_add_3: "float32[6, 8]" = aten.index_add_.default(index_add_2, 0, getitem_10, mul_57);  index_add_2 = getitem_10 = mul_57 = None
     add_101: "float32[6, 8]" = aten.add.Tensor(add_50, index_add_3);  add_50 = index_add_3 = None
     # model
     pow_1: "float32[6, 8]" = aten.pow.Tensor_Scalar(add_101, 2);  add_101 = None

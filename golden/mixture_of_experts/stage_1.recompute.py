@@ -34,11 +34,11 @@ def stage_1_recompute(args):
     t_28: "float32[8, 8]" = aten.t.default(layers_1_experts_0_weight);  layers_1_experts_0_weight = None
     addmm_7: "float32[u2, 8]" = aten.addmm.default(layers_1_experts_0_bias, index_8, t_28);  layers_1_experts_0_bias = t_28 = None
     # layers.1 (again)
-    relu_4: "float32[u2, 8]" = aten.relu.default(addmm_7);  addmm_7 = None
+    relu_4: "float32[u2, 8]" = aten.relu_.default(addmm_7);  addmm_7 = None
     unsqueeze_4: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2)
     index_9: "float32[u2, 1]" = aten.index.Tensor(unsqueeze_4, [getitem_12, getitem_13]);  unsqueeze_4 = getitem_13 = None
     mul_70: "float32[u2, 8]" = aten.mul.Tensor(relu_4, index_9)
-    index_add_4: "float32[6, 8]" = aten.index_add.default(zeros_like_2, 0, getitem_12, mul_70);  zeros_like_2 = getitem_12 = mul_70 = None
+    index_add_4: "float32[6, 8]" = aten.index_add_.default(zeros_like_2, 0, getitem_12, mul_70);  zeros_like_2 = getitem_12 = mul_70 = None
     unbind_5: "(int64[u3], int64[u3])" = aten.unbind.int(nonzero_3, 1);  nonzero_3 = None
     getitem_14: "int64[u3]" = unbind_5[0]
     getitem_15: "int64[u3]" = unbind_5[1];  unbind_5 = None
@@ -47,13 +47,13 @@ def stage_1_recompute(args):
     t_29: "float32[8, 8]" = aten.t.default(layers_1_experts_1_weight);  layers_1_experts_1_weight = None
     addmm_8: "float32[u3, 8]" = aten.addmm.default(layers_1_experts_1_bias, index_10, t_29);  layers_1_experts_1_bias = t_29 = None
     # layers.1 (again)
-    relu_5: "float32[u3, 8]" = aten.relu.default(addmm_8);  addmm_8 = None
+    relu_5: "float32[u3, 8]" = aten.relu_.default(addmm_8);  addmm_8 = None
     unsqueeze_5: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2);  getitem_6 = None
     index_11: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_5, [getitem_14, getitem_15]);  unsqueeze_5 = getitem_15 = None
     mul_71: "float32[u3, 8]" = aten.mul.Tensor(relu_5, index_11)
-    index_add_5: "float32[6, 8]" = aten.index_add.default(index_add_4, 0, getitem_14, mul_71);  index_add_4 = getitem_14 = mul_71 = None
+    index_add_5: "float32[6, 8]" = aten.index_add_.default(index_add_4, 0, getitem_14, mul_71);  index_add_4 = getitem_14 = mul_71 = None
     add_107: "float32[6, 8]" = aten.add.Tensor(add_50, index_add_5);  add_50 = index_add_5 = None
     # model
     pow_2: "float32[6, 8]" = aten.pow.Tensor_Scalar(add_107, 1.0);  add_107 = None
-    mul_60: "float32[6, 8]" = aten.mul.Scalar(pow_2, 2.0);  pow_2 = None
+    mul_60: "float32[6, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (_softmax_2, index_8, relu_4, index_9, index_10, relu_5, index_11, mul_60)

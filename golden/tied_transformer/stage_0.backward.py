@@ -155,14 +155,14 @@ def stage_0_backward(args):
     t_54: "float32[16, 8]" = aten.t.default(t_53);  t_53 = None
     view_71: "float32[2, 4, 8]" = aten.view.default(mm_21, [2, 4, 8]);  mm_21 = None
     # model
-    add_8: "float32[2, 4, 8]" = aten.add.Tensor(view_68, view_71);  view_68 = view_71 = None
+    add_8: "float32[2, 4, 8]" = aten.add_.Tensor(view_68, view_71);  view_68 = view_71 = None
     # blocks.0.norm1
     native_layer_norm_backward_4: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, embedding_1, [8], getitem_73, getitem_74, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_8 = embedding_1 = getitem_73 = getitem_74 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
     getitem_51: "float32[2, 4, 8]" = native_layer_norm_backward_4[0]
     getitem_52: "float32[8]" = native_layer_norm_backward_4[1]
     getitem_53: "float32[8]" = native_layer_norm_backward_4[2];  native_layer_norm_backward_4 = None
     # model
-    add_9: "float32[2, 4, 8]" = aten.add.Tensor(add_7, getitem_51);  add_7 = getitem_51 = None
+    add_9: "float32[2, 4, 8]" = aten.add_.Tensor(add_7, getitem_51);  add_7 = getitem_51 = None
     # embedding
     embedding_dense_backward: "float32[16, 8]" = aten.embedding_dense_backward.default(add_9, tokens, 16, -1, False);  add_9 = tokens = None
     # model

@@ -69,7 +69,7 @@ def stage_0_forward(args):
     getitem_93: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_4[1];  run_and_save_rng_state_4 = None
     getitem_7: "float32[2, 4, 8]" = getitem_93[0];  getitem_93 = None
     # blocks.0
-    add: "float32[2, 4, 8]" = aten.add.Tensor(embedding, getitem_7);  embedding = getitem_7 = None
+    add: "float32[2, 4, 8]" = aten.add_.Tensor(embedding, getitem_7);  embedding = getitem_7 = None
     # blocks.0.norm2
     native_layer_norm_1: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add, [8], blocks_0_norm2_weight, blocks_0_norm2_bias, 1e-05);  blocks_0_norm2_weight = blocks_0_norm2_bias = None
     getitem_9: "float32[2, 4, 8]" = native_layer_norm_1[0];  native_layer_norm_1 = None
@@ -79,7 +79,7 @@ def stage_0_forward(args):
     addmm_3: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_10, t_3);  blocks_0_mlp_0_bias = view_10 = t_3 = None
     view_11: "float32[2, 4, 16]" = aten.view.default(addmm_3, [2, 4, 16]);  addmm_3 = None
     # blocks.0.mlp.1
-    gelu: "float32[2, 4, 16]" = aten.gelu.default(view_11);  view_11 = None
+    gelu: "float32[2, 4, 16]" = aten.gelu_.default(view_11);  view_11 = None
     # blocks.0.mlp.2
     view_12: "float32[8, 16]" = aten.view.default(gelu, [8, 16]);  gelu = None
     t_4: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
@@ -91,5 +91,5 @@ def stage_0_forward(args):
     getitem_94: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_5[1];  run_and_save_rng_state_5 = None
     getitem_12: "float32[2, 4, 8]" = getitem_94[0];  getitem_94 = None
     # blocks.0
-    add_1: "float32[2, 4, 8]" = aten.add.Tensor(add, getitem_12);  add = getitem_12 = None
+    add_1: "float32[2, 4, 8]" = aten.add_.Tensor(add, getitem_12);  add = getitem_12 = None
     return (_scaled_dot_product_flash_attention_for_cpu_rng_state, native_dropout_rng_state, native_dropout_1_rng_state, add_1)

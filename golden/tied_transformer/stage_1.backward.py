@@ -133,7 +133,7 @@ def stage_1_backward(args):
     getitem_37: "float32[8]" = native_layer_norm_backward_1[1]
     getitem_38: "float32[8]" = native_layer_norm_backward_1[2];  native_layer_norm_backward_1 = None
     # model
-    add_4: "float32[2, 4, 8]" = aten.add.Tensor(getitem_33, getitem_36);  getitem_33 = getitem_36 = None
+    add_4: "float32[2, 4, 8]" = aten.add_.Tensor(getitem_33, getitem_36);  getitem_33 = getitem_36 = None
     # blocks.1.dropout
     native_dropout_backward_1: "float32[2, 4, 8]" = aten.native_dropout_backward.default(add_4, getitem_62, 1.1111111111111112);  getitem_62 = None
     # blocks.1.attention.out
@@ -186,12 +186,12 @@ def stage_1_backward(args):
     t_34: "float32[16, 8]" = aten.t.default(t_33);  t_33 = None
     view_52: "float32[2, 4, 8]" = aten.view.default(mm_11, [2, 4, 8]);  mm_11 = None
     # model
-    add_5: "float32[2, 4, 8]" = aten.add.Tensor(view_49, view_52);  view_49 = view_52 = None
+    add_5: "float32[2, 4, 8]" = aten.add_.Tensor(view_49, view_52);  view_49 = view_52 = None
     # blocks.1.norm1
     native_layer_norm_backward_2: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_5, add_1, [8], getitem_55, getitem_56, blocks_1_norm1_weight, blocks_1_norm1_bias, [True, True, True]);  add_5 = add_1 = getitem_55 = getitem_56 = blocks_1_norm1_weight = blocks_1_norm1_bias = None
     getitem_42: "float32[2, 4, 8]" = native_layer_norm_backward_2[0]
     getitem_43: "float32[8]" = native_layer_norm_backward_2[1]
     getitem_44: "float32[8]" = native_layer_norm_backward_2[2];  native_layer_norm_backward_2 = None
     # model
-    add_6: "float32[2, 4, 8]" = aten.add.Tensor(add_4, getitem_42);  add_4 = getitem_42 = None
+    add_6: "float32[2, 4, 8]" = aten.add_.Tensor(add_4, getitem_42);  add_4 = getitem_42 = None
     return (t_14, getitem_34, getitem_35, view_35, t_18, view_38, t_22, getitem_37, getitem_38, view_41, t_26, view_48, t_30, view_51, t_34, getitem_43, getitem_44, add_6)

@@ -80,7 +80,7 @@ def stage_1_forward(args):
     addmm_8: "float32[8, 16]" = aten.addmm.default(blocks_1_mlp_0_bias, view_24, t_8);  blocks_1_mlp_0_bias = view_24 = t_8 = None
     view_25: "float32[2, 4, 16]" = aten.view.default(addmm_8, [2, 4, 16]);  addmm_8 = None
     # blocks.1.mlp.1
-    gelu_1: "float32[2, 4, 16]" = aten.gelu.default(view_25);  view_25 = None
+    gelu_1: "float32[2, 4, 16]" = aten.gelu_.default(view_25);  view_25 = None
     # blocks.1.mlp.2
     view_26: "float32[8, 16]" = aten.view.default(gelu_1, [8, 16]);  gelu_1 = None
     t_9: "float32[16, 8]" = aten.t.default(blocks_1_mlp_2_weight);  blocks_1_mlp_2_weight = None
@@ -92,7 +92,7 @@ def stage_1_forward(args):
     getitem_91: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_2[1];  run_and_save_rng_state_2 = None
     getitem_26: "float32[2, 4, 8]" = getitem_91[0];  getitem_91 = None
     # blocks.1
-    add_3: "float32[2, 4, 8]" = aten.add.Tensor(add_2, getitem_26);  add_2 = getitem_26 = None
+    add_3: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, getitem_26);  add_2 = getitem_26 = None
     # norm
     native_layer_norm_4: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_3, [8], norm_weight, norm_bias, 1e-05);  add_3 = norm_weight = norm_bias = None
     getitem_28: "float32[2, 4, 8]" = native_layer_norm_4[0];  native_layer_norm_4 = None

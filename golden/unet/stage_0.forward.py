@@ -29,7 +29,7 @@ def stage_0_forward(args):
     getitem_3: "float32[4]" = _native_batch_norm_legit_functional[3]
     getitem_4: "float32[4]" = _native_batch_norm_legit_functional[4];  _native_batch_norm_legit_functional = None
     # down.0.2
-    relu: "float32[2, 4, 8, 8]" = aten.relu.default(getitem);  getitem = None
+    relu: "float32[2, 4, 8, 8]" = aten.relu_.default(getitem);  getitem = None
     # model
     max_pool2d_with_indices: "(float32[2, 4, 4, 4], int64[2, 4, 4, 4])" = aten.max_pool2d_with_indices.default(relu, [2, 2])
     getitem_5: "float32[2, 4, 4, 4]" = max_pool2d_with_indices[0];  max_pool2d_with_indices = None

@@ -26,5 +26,5 @@ def stage_1_recompute(args):
     getitem_46: "float32[8]" = _native_batch_norm_legit_functional_4[3]
     getitem_47: "float32[8]" = _native_batch_norm_legit_functional_4[4];  _native_batch_norm_legit_functional_4 = None
     # down.1.2 (again)
-    relu_4: "float32[2, 8, 4, 4]" = aten.relu.default(getitem_43);  getitem_43 = None
+    relu_4: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_43);  getitem_43 = None
     return (convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4)

@@ -27,7 +27,7 @@ def stage_2_backward(args):
     # model
     expand: "float32[2, 1, 8, 8]" = aten.expand.default(tangents_1, [2, 1, 8, 8]);  tangents_1 = None
     div: "float32[2, 1, 8, 8]" = aten.div.Scalar(expand, 128);  expand = None
-    mul_3: "float32[2, 1, 8, 8]" = aten.mul.Tensor(div, mul_2);  div = mul_2 = None
+    mul_3: "float32[2, 1, 8, 8]" = aten.mul_.Tensor(div, mul_2);  div = mul_2 = None
     # head
     convolution_backward: "(float32[2, 4, 8, 8], float32[1, 4, 1, 1], float32[1])" = aten.convolution_backward.default(mul_3, relu_3, head_weight, [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]);  mul_3 = relu_3 = head_weight = None
     getitem_17: "float32[2, 4, 8, 8]" = convolution_backward[0]

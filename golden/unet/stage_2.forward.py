@@ -31,7 +31,7 @@ def stage_2_forward(args):
     getitem_15: "float32[4]" = _native_batch_norm_legit_functional_2[3]
     getitem_16: "float32[4]" = _native_batch_norm_legit_functional_2[4];  _native_batch_norm_legit_functional_2 = None
     # up.0.2
-    relu_2: "float32[2, 4, 8, 8]" = aten.relu.default(getitem_12);  getitem_12 = None
+    relu_2: "float32[2, 4, 8, 8]" = aten.relu_.default(getitem_12);  getitem_12 = None
     # head
     convolution_3: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_2, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  relu_2 = head_weight = head_bias = None
     # model

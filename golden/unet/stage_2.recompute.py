@@ -28,10 +28,10 @@ def stage_2_recompute(args):
     getitem_41: "float32[4]" = _native_batch_norm_legit_functional_3[3]
     getitem_42: "float32[4]" = _native_batch_norm_legit_functional_3[4];  _native_batch_norm_legit_functional_3 = None
     # up.0.2 (again)
-    relu_3: "float32[2, 4, 8, 8]" = aten.relu.default(getitem_38);  getitem_38 = None
+    relu_3: "float32[2, 4, 8, 8]" = aten.relu_.default(getitem_38);  getitem_38 = None
     # head (again)
     convolution_5: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_3, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  head_weight = head_bias = None
     # model
     pow_2: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar(convolution_5, 1.0);  convolution_5 = None
-    mul_2: "float32[2, 1, 8, 8]" = aten.mul.Scalar(pow_2, 2.0);  pow_2 = None
+    mul_2: "float32[2, 1, 8, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (convolution_4, getitem_39, getitem_40, getitem_41, getitem_42, relu_3, mul_2)

@@ -6,7 +6,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_tensor
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
 from tests.capturing import capture_joint

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from roundpipe_fx.passes.reinplace import reinplace
+
+aten = torch.ops.aten
+
+
+def _targets(function, *inputs: torch.Tensor) -> list[str]:
+    """Operators after the pass; the rewritten graph is held against the function, inputs untouched."""
+    with FakeTensorMode() as mode:
+        module = make_fx(function)(*(mode.from_tensor(value) for value in inputs))
+    reinplace(module.graph)
+    module.recompile()
+    before = [value.clone() for value in inputs]
+    found, expected = module(*inputs), function(*before)
+    for left, right in zip(
+        found if isinstance(found, tuple) else (found,),
+        expected if isinstance(expected, tuple) else (expected,),
+        strict=True,
+    ):
+        assert torch.equal(left, right)
+    assert all(torch.equal(value, old) for value, old in zip(inputs, before, strict=True))
+    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+
+
+X = torch.randn(4, 4)
+
+
+def test_dead_operand_is_written_over() -> None:
+    assert _targets(lambda x: x.exp().add(1).mul(2), X) == ["aten.exp.default", "aten.add_.Tensor", "aten.mul_.Tensor"]
+
+
+def test_inputs_are_not() -> None:
+    assert _targets(lambda x: x.add(1), X) == ["aten.add.Tensor"]
+
+
+def test_operand_that_is_needed_later_is_not() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return y.sin() * y
+
+    assert _targets(run, X)[:2] == ["aten.exp.default", "aten.sin.default"]
+
+
+def test_operand_with_a_living_view_is_not() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        view = y.t()
+        return y.sin().matmul(view)
+
+    assert "aten.sin.default" in _targets(run, X)
+
+
+def test_operand_whose_view_is_another_operand_is_not() -> None:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        return torch.ops.aten.add.Tensor(y, y.t())
+
+    assert "aten.add.Tensor" in _targets(run, X)
+
+
+def test_returned_operand_is_not() -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x.exp()
+        return y, y.add(1)
+
+    assert "aten.add.Tensor" in _targets(run, X)
+
+
+def test_what_was_written_over_counts_as_its_new_value() -> None:
+    """The second result lives in the first's storage, which must then not be taken while it is needed."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp().add(1)
+        return y.sin() + y
+
+    assert _targets(run, X)[2] == "aten.sin.default"
+
+
+def test_dtype_and_shape_changes_are_not() -> None:
+    assert "aten.lt.Scalar" in _targets(lambda x: x.exp().lt(0.5), X)
+    assert "aten.add.Tensor" in _targets(lambda x: x.sum(0, keepdim=True).add(x), X)
+    assert "aten.add.Tensor" in _targets(lambda x: x.exp()[:1].expand(4, 4).add(1), X)
+
+
+def test_partial_writes() -> None:
+    index = torch.tensor([0, 2])
+    assert "aten.index_put_.default" in _targets(
+        lambda x, i: aten.index_put.default(torch.zeros_like(x), [i], x[i], True), X, index
+    )
+
+
+def test_graph_is_rewritten_in_place() -> None:
+    graph = fx.Graph()
+    graph.output(())
+    assert reinplace(graph) is graph

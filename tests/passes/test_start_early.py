@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import fx, nn
+
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.rematerialize import keep_stage_inputs, rematerialize
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.stages import cut_stages
+from roundpipe_fx.passes.start_early import start_early
+from tests.capturing import capture_joint
+
+CPU = DEVICES["cpu"]
+
+
+def _joint(model: nn.Module, *inputs: torch.Tensor) -> JointGraph:
+    joint, segments = cut_segments(annotate(capture_joint(model, *inputs), CPU))
+    joint, _ = cut_stages(joint, segments, 1, lambda size: 0.0)
+    return rematerialize(joint, keep_stage_inputs(joint), CPU)
+
+
+def _handed_over(joint: JointGraph) -> int:
+    """Bytes that the backward reads of what the recomputation made."""
+    backward = set(joint.in_phase(Phase.BACKWARD))
+    made: dict[int, int] = {}
+    for node in joint.in_phase(Phase.RECOMPUTE):
+        for storage in storages(node):
+            if not is_view(node) and not isinstance(node.meta["val"], (tuple, list)):
+                made.setdefault(storage, node.meta["val"].untyped_storage().nbytes())
+    read = {storage for node in backward for source in input_nodes(node) for storage in storages(source)}
+    return sum(size for storage, size in made.items() if storage in read)
+
+
+class Powers(nn.Module):
+    """Derivatives that need no gradient: 3 x^2 beside a kept x, and a mean that shrinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x @ self.weight
+        return (y.pow(3) / y.exp().sum(dim=1, keepdim=True)).sum()
+
+
+def test_the_cut_is_the_least_of_all() -> None:
+    found = start_early(_joint(Powers(), torch.randn(8, 16)))
+    best = _handed_over(found)
+    base = _joint(Powers(), torch.randn(8, 16))
+    tangents: set[fx.Node] = set(base.tangents)
+    free = []
+    for node in base.in_phase(Phase.BACKWARD):
+        if any(source in tangents for source in input_nodes(node)):
+            tangents.add(node)
+        else:
+            free.append(node)
+    assert 1 <= len(free) <= 12
+    least = None
+    for choice in itertools.product([Phase.RECOMPUTE, Phase.BACKWARD], repeat=len(free)):
+        for node, phase in zip(free, choice, strict=True):
+            node.meta[Mark.PHASE] = phase
+        if any(
+            source in free and source.meta[Mark.PHASE] is Phase.BACKWARD and node.meta[Mark.PHASE] is Phase.RECOMPUTE
+            for node in free
+            for source in input_nodes(node)
+        ):
+            continue
+        handed = _handed_over(base)
+        least = handed if least is None else min(least, handed)
+    assert best == least
+
+
+def test_what_shrinks_goes_ahead() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.weight).sum(dim=1).pow(3).sum()
+
+    joint = start_early(_joint(Mean(), torch.randn(8, 16)))
+    early = [node for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN not in node.meta]
+    assert early and all(node.meta[Mark.BYTES] <= 32 for node in early)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+
+import pytest
+import torch
+from torch import fx
+
+import roundpipe_fx
+from roundpipe_fx.joint_graph import Mark, is_tensor
+from tests.golden_models import GOLDEN
+
+streams = torch.ops.streams
+
+
+def _backward(name: str, recompute: str) -> fx.Graph:
+    make, make_batch, stages = GOLDEN[name]
+    compiled = roundpipe_fx.compile(make(), stages=stages, recompute=recompute, fullgraph=True)
+    return compiled.trace(**make_batch()).programs[1].module.graph
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_every_read_on_another_stream_happens_after_the_write(name: str) -> None:
+    """Simulated with vector clocks: each stream knows how far it has seen each other stream."""
+    graph = _backward(name, "full")
+    current = 0
+    clock: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    events: dict[int, dict[int, int]] = {}
+    made: dict[fx.Node, tuple[int, int]] = {}
+    announced: set[tuple[fx.Node, int]] = set()
+    crossed = 0
+    last_use = {s: n for n in graph.nodes if n.target is not operator.getitem for s in n.all_input_nodes}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            made[node] = (0, 0)
+        elif node.target is streams.record_event.default:
+            event, stream = node.args
+            events[event] = dict(clock[stream])
+        elif node.target is streams.wait_event.default:
+            event, stream = node.args
+            for other, time in events[event].items():
+                clock[stream][other] = max(clock[stream][other], time)
+        elif node.target in (streams.fork.default, streams.join.default):
+            assert node.args[0] == current
+            current = node.args[1]
+        elif node.target is streams.record_stream.default:
+            announced.add(node.args)
+        elif node.op == "call_module":
+            clock[current][current] += 1
+            for source in node.all_input_nodes:
+                stream, time = made[source]
+                assert clock[current][stream] >= time, f"{node.target} reads {source} before it is made"
+                if stream != current and is_tensor(source) and Mark.PHASE in source.meta and last_use[source] is node:
+                    crossed += 1
+                    assert (source, current) in announced, f"{source} may be freed while stream {current} reads it"
+            for item in node.users:
+                made[item] = (current, clock[current][current])
+    assert current == 0
+    assert crossed
+
+
+def test_recomputation_may_start_before_the_backward_it_runs_beside() -> None:
+    order = [(node.target, node.args) for node in _backward("dropout_mlp", "full").nodes if node.op.startswith("call_")]
+    targets = [str(target) for target, _ in order]
+    ready = targets.index("streams.record_event.default")
+    assert ready < targets.index("stage_1_backward") < targets.index("streams.fork.default")
+    assert targets.index("streams.fork.default") < targets.index("stage_0_recompute")
+    assert (
+        targets.index("stage_0_recompute") < targets.index("streams.join.default") < targets.index("stage_0_backward")
+    )
+
+
+def test_nothing_forks_where_nothing_is_recomputed() -> None:
+    assert not [n for n in _backward("dropout_mlp", "none").nodes if str(n.target).startswith("streams.")]
