@@ -31,7 +31,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 bench: $(READY)  ## side by side with peers; one table a benchmark
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python -W ignore -m benchmarks.run_all
 
 golden: $(READY)  ## regenerate golden/ on purpose; review the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py

@@ -79,10 +79,10 @@ def _lives(forward: list[fx.Node]) -> list[_Life]:
         if is_view(node):
             continue
         for value in tensor_values(node):
-            storage = value.untyped_storage()
-            if value.layout is torch.strided and storage._cdata not in birth:
-                birth[storage._cdata] = death[storage._cdata] = position
-                size[storage._cdata] = size_hint(storage.nbytes())
+            made = value.untyped_storage()
+            if value.layout is torch.strided and made._cdata not in birth:
+                birth[made._cdata] = death[made._cdata] = position
+                size[made._cdata] = size_hint(made.nbytes())
     return [_Life(birth[storage], death[storage], size[storage]) for storage in birth]
 
 

@@ -1,0 +1,18 @@
+"""All benchmarks, one after the other, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BENCHMARKS = ("bits", "questions", "peak_memory", "step_time", "compile_time")
+
+
+def main() -> None:
+    failed = [name for name in BENCHMARKS if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"]).returncode]
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()
