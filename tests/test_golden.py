@@ -17,6 +17,7 @@ from tests.golden_models import GOLDEN
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="golden files pin what torch 2.13 traces")
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden(name: str) -> None:
     make, make_batch, stages = GOLDEN[name]

@@ -1,0 +1,77 @@
+"""On a CUDA device: bits, streams, no synchronization in the backward, Inductor as the default."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import roundpipe_fx
+from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _steps(model, batch, **options):
+    reference = copy.deepcopy(model)
+    torch.manual_seed(0)
+    torch.compile(reference, backend="aot_eager")(**batch).backward()
+    torch.manual_seed(0)
+    compiled = roundpipe_fx.compile(model, **options)
+    compiled(**batch).backward()
+    return reference, compiled
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bits(recompute: str) -> None:
+    model = TiedTransformer(width=64, depth=4).cuda()
+    tokens = torch.randint(16, (4, 32), device="cuda")
+    batch = {"tokens": tokens, "targets": tokens}
+    torch.use_deterministic_algorithms(True)
+    try:
+        reference, _ = _steps(model, batch, stages=4, recompute=recompute, stage_compiler="eager")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+
+
+def test_many_steps_with_forked_recomputation() -> None:
+    """Were a value freed while the other stream reads it, some step would differ."""
+    model = DropoutMLP(width=512, depth=8).cuda()
+    compiled = roundpipe_fx.compile(model, stages=8, recompute="full", stage_compiler="eager")
+    x = torch.randn(2048, 512, device="cuda")
+    gradients = []
+    for _ in range(20):
+        model.zero_grad()
+        torch.manual_seed(0)
+        compiled(x).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for other in gradients[1:] for a, b in zip(gradients[0], other, strict=True))
+
+
+def test_backward_never_synchronizes() -> None:
+    model = MixtureOfExperts(width=64, depth=3, experts=4).cuda()
+    compiled = roundpipe_fx.compile(model, stages=3, recompute="full", stage_compiler="eager")
+    x = torch.randn(64, 64, device="cuda")
+    compiled(x).backward()
+    loss = compiled(x)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_inductor_is_the_default() -> None:
+    model = DropoutMLP(width=64).cuda()
+    reference, _ = _steps(model, {"x": torch.randn(16, 64, device="cuda")}, stages=2, recompute="full")
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_peak_is_the_allocators() -> None:
+    with roundpipe_fx.measure_peak("cuda") as peak:
+        torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+    assert peak.bytes == 1 << 20

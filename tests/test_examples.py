@@ -1,0 +1,34 @@
+"""The examples and the README's code run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def _run(*command: str, cwd: Path = ROOT) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_demo(tmp_path: Path) -> None:
+    small = ("--steps", "3", "--layers", "2", "--width", "32", "--batch", "2", "--length", "32")
+    output = _run("examples/demo.py", *small, "--out", str(tmp_path))
+    assert "torch.utils.checkpoint" in output and "roundpipe_fx, 6 stages" in output
+    (ours,) = [line for line in output.splitlines() if "roundpipe_fx, 6 stages" in line and "│" in line]
+    assert ours.split("│")[3].strip() == "0"  # questions in the backward
+    assert (tmp_path / "program.py").exists()
+
+
+def test_readme(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    assert blocks
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(blocks))
+    _run(str(script), cwd=tmp_path)
+    assert (tmp_path / "out" / "program.py").exists()

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import roundpipe_fx
+from tests.golden_models import TiedTransformer
+
+
+def test_peak_counts_each_live_storage_once() -> None:
+    x = torch.ones(256)  # 1,024 bytes, made before
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        y = x * 2
+        view = y.view(16, 16).t()
+        y.add_(1)
+        assert peak.current == 1024
+        z = view.contiguous()
+        assert peak.current == 2048
+        del y, view
+        assert peak.current == 1024
+        del z
+        assert peak.current == 0
+    assert peak.bytes == 2048
+
+
+def test_results_of_higher_order_operators_are_seen() -> None:
+    from roundpipe_fx.torch_private import run_and_save_rng_state
+
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        kept = run_and_save_rng_state(torch.ops.aten.rand.default, [256], device=torch.device("cpu"))
+    assert peak.bytes >= 1024 + 5056 and kept
+
+
+def test_gradients_count_and_the_peak_survives_an_exception() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    with pytest.raises(KeyError), roundpipe_fx.measure_peak("cpu") as peak:
+        model(torch.ones(1, 64)).sum().backward()
+        raise KeyError
+    assert 64 * 64 * 4 <= peak.bytes <= 64 * 64 * 4 + 4096
+
+
+def _peak(run, model: nn.Module, batch: dict) -> int:
+    for _ in range(2):  # the first compiles
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            run(**batch).backward()
+    return peak.bytes
+
+
+def test_full_recompute_peaks_no_higher_than_checkpoint_at_the_same_places() -> None:
+    depth = 6
+    model = TiedTransformer(width=64, depth=depth, vocabulary=64)
+    tokens = torch.randint(64, (8, 64))
+    batch = {"tokens": tokens, "targets": tokens}
+    names = [f"blocks.{i}" for i in range(depth)]
+    ours, everything = copy.deepcopy(model), copy.deepcopy(model)
+    full = _peak(roundpipe_fx.compile(ours, stages=[*names, "norm"], recompute="full"), ours, batch)
+    none = _peak(roundpipe_fx.compile(everything, stages=2), everything, batch)
+    eager = _peak(model, model, batch)
+    for block in model.blocks:
+        block.forward = _checkpointed(block.forward)
+    checkpointed = _peak(model, model, batch)
+    assert full <= checkpointed < eager
+    assert full < none / 2
+
+
+def _checkpointed(forward):
+    return lambda x: checkpoint(forward, x, use_reentrant=False)
+
+
+def test_saved_values_die_in_the_backward() -> None:
+    """Boxed calls: as the backward goes on, fewer saved values live; without them the peak would be their sum."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8))).requires_grad_(False)
+    x = torch.randn(256, 64, requires_grad=True)
+    compiled = roundpipe_fx.compile(model, stages=8)
+    compiled(x).sum().backward()
+    value = 256 * 64 * 4
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        loss = compiled(x).sum()
+        before = peak.current
+        loss.backward()
+    assert 8 * value <= before <= 9.5 * value
+    assert peak.bytes <= before + 2.5 * value
+
+
+def test_unused_outputs_cost_nothing() -> None:
+    class LossAndLogits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4096, bias=False)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.layer(x)
+            return logits.logsumexp(-1).sum(), logits
+
+    model, x = LossAndLogits(), torch.randn(64, 8)
+    compiled = roundpipe_fx.compile(model, stages=1)
+    compiled(x)[0].backward()
+    gradient, model.layer.weight.grad = model.layer.weight.grad, None
+    loss = compiled(x)[0]
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        loss.backward()
+    assert torch.equal(gradient, model.layer.weight.grad)
+    loss, logits = compiled(x)
+    with roundpipe_fx.measure_peak("cpu") as used:
+        (loss + 0 * logits.sum()).backward()
+    assert peak.bytes <= used.bytes - 64 * 4096 * 4

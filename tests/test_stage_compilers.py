@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+import roundpipe_fx
+from roundpipe_fx.joint_graph import Phase
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
+from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("name", ["mlp", "experts"])
+def test_inductor_agrees_within_rounding(name: str, recompute: str) -> None:
+    model = {"mlp": DropoutMLP(), "experts": MixtureOfExperts()}[name]
+    batch = {"x": torch.randn(6, 8)}
+    reference = aot_eager_step(model, batch)
+    step, _ = compiled_step(model, batch, stages=2, recompute=recompute, stage_compiler="inductor")
+    torch.testing.assert_close(step.loss, reference.loss, rtol=1e-5, atol=1e-6)
+    for parameter, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+
+
+def test_a_callable_gets_each_different_module_once() -> None:
+    seen: list[str] = []
+
+    def compiler(module: torch.fx.GraphModule, example_inputs: list) -> object:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        assert len(placeholders) == len(example_inputs)
+        seen.append(module._get_name())
+        return module.forward
+
+    model = DropoutMLP(depth=6)
+    batch = {"x": torch.randn(4, 8)}
+    reference = aot_eager_step(model, batch)
+    step, compiled = compiled_step(model, batch, stages=6, recompute="full", stage_compiler=compiler)
+    assert_bitwise(step, reference)
+    modules = compiled.plan.modules
+    assert len(seen) == len({module.fingerprint for module in modules}) < len(modules)
+    assert sum(name.endswith("forward") for name in seen) == 2  # the last has the loss
+    inner = compiled.plan.stages[2]
+    assert inner.same_as in (0, 1)
+    assert compiled.plan.sources()["stage_2.forward.py"].startswith("# the same work")
+
+
+def test_compilers_see_functional_graphs() -> None:
+    def compiler(module: torch.fx.GraphModule, example_inputs: list) -> object:
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                assert not node.target._schema.is_mutable
+        return module.forward
+
+    tokens = torch.randint(16, (2, 4))
+    compiled = roundpipe_fx.compile(TiedTransformer(), stages=2, recompute="full", stage_compiler=compiler)
+    compiled(tokens, tokens).backward()
+    assert {module.phase for module in compiled.plan.modules} == set(Phase)
