@@ -15,13 +15,12 @@ Three things hold whatever the chooser says:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import Roofline
+from roundpipe_fx.cost import Roofline, annotate_node
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
@@ -30,9 +29,8 @@ from roundpipe_fx.joint_graph import (
     is_symbolic_scalar,
     is_view,
     node_outputs,
-    tensor_values,
+    viewed,
 )
-from roundpipe_fx.passes.annotate import annotate_node
 
 __all__ = ["keep_all", "keep_stage_inputs", "rematerialize"]
 
@@ -109,20 +107,10 @@ def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
             kept.add(node)
     # A kept view stands for what it views; without its base in the set it would be computed again from further back.
     for node in keep:
-        base = node
-        while is_view(base) and base not in kept:
-            sources = [source for source in input_nodes(base) if tensor_values(source)]
-            base = _viewed(base, sources)
+        base = viewed(node)
         if base.op != "placeholder" and not isinstance(base.meta.get("val"), (tuple, list)):
             kept.add(base)
     return kept
-
-
-def _viewed(view: fx.Node, sources: list[fx.Node]) -> fx.Node:
-    if view.target is operator.getitem:
-        return sources[0]
-    own = {value.untyped_storage()._cdata for value in tensor_values(view)}
-    return next(s for s in sources if own & {value.untyped_storage()._cdata for value in tensor_values(s)})
 
 
 def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: dict[fx.Node, int]) -> set[fx.Node]:

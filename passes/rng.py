@@ -13,19 +13,13 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import Roofline
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
-from roundpipe_fx.passes.annotate import annotate_node
+from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["is_seeded", "replay_rng"]
+__all__ = ["replay_rng"]
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
-
-
-def is_seeded(node: fx.Node) -> bool:
-    """Whether the node draws random numbers from a generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
@@ -80,4 +74,4 @@ def _fake_state(node: fx.Node) -> torch.Tensor:
     value = tensor_values(node)[0]
     size = _STATE_BYTES.get(value.device.type, 16)
     with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty((size,), dtype=torch.uint8)
+        return torch.empty((size,), dtype=torch.uint8, device="cpu")  # a CUDA generator's state too

@@ -15,10 +15,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import networkx
-import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
 
 __all__ = ["start_early"]
 
@@ -30,7 +29,7 @@ def start_early(joint: JointGraph) -> JointGraph:
     waits = set(joint.tangents)
     free: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(Phase.BACKWARD):
-        if any(source in waits for source in input_nodes(node)) or _is_seeded(node):
+        if any(source in waits for source in input_nodes(node)) or is_seeded(node):
             waits.add(node)
         else:
             free.setdefault(node.meta[Mark.STAGE], []).append(node)
@@ -41,10 +40,6 @@ def start_early(joint: JointGraph) -> JointGraph:
                 node.meta[Mark.PHASE] = Phase.RECOMPUTE
     _place_views(joint, [node for nodes in free.values() for node in nodes if is_view(node)])
     return joint
-
-
-def _is_seeded(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
@@ -86,16 +81,7 @@ def _bytes(node: fx.Node) -> int:
 
 def _viewed_inputs(node: fx.Node) -> Iterable[fx.Node]:
     """What a node reads, with views replaced by what they view."""
-    for source in input_nodes(node):
-        yield _behind_view(source)
-
-
-def _behind_view(node: fx.Node) -> fx.Node:
-    while is_view(node):
-        own = set(storages(node))
-        sources = [source for source in input_nodes(node) if tensor_values(source)]
-        node = next((source for source in sources if own & set(storages(source))), sources[0])
-    return node
+    return (viewed(source) for source in input_nodes(node))
 
 
 def _users_behind_views(node: fx.Node) -> Iterable[fx.Node]:

@@ -24,6 +24,7 @@ __all__ = [
     "Mark",
     "Phase",
     "input_nodes",
+    "is_seeded",
     "is_symbolic_scalar",
     "is_tensor",
     "is_view",
@@ -33,6 +34,7 @@ __all__ = [
     "source_line",
     "storages",
     "tensor_values",
+    "viewed",
 ]
 
 
@@ -190,6 +192,20 @@ def is_view(node: fx.Node) -> bool:
         return False
     of_inputs = {storage for source in input_nodes(node) for storage in storages(source)}
     return all(storage in of_inputs for storage in own)
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """What a node's value is a view of, through any number of views; the node itself if it is no view."""
+    while is_view(node):
+        own = set(storages(node))
+        sources = [source for source in input_nodes(node) if tensor_values(source)]
+        node = next((source for source in sources if own & set(storages(source))), sources[0])
+    return node
+
+
+def is_seeded(node: fx.Node) -> bool:
+    """Whether the node draws random numbers from a generator."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def node_outputs(node: fx.Node) -> list[fx.Node]:

@@ -79,4 +79,6 @@ class AcceleratorStreams:
     def record_streams(self, tensors: Sequence[torch.Tensor], stream: int) -> None:
         """Tell the allocator that ``stream`` reads ``tensors``, which another stream made."""
         for tensor in tensors:
+            if tensor.device.type == "cpu":  # generator states
+                continue
             tensor.record_stream(self._streams[stream])

@@ -1,0 +1,53 @@
+"""What a node costs: bytes of new storage, floating-point operations, modelled seconds."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost.roofline import Roofline, flops_of
+from roundpipe_fx.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["annotate_node", "tensor_bytes"]
+
+
+def annotate_node(node: fx.Node, roofline: Roofline) -> None:
+    """Mark one node with its bytes, flops and seconds."""
+    inherited = {storage for source in input_nodes(node) for storage in storages(source)}
+    if is_view(node):
+        new_bytes, flops, seconds = 0, 0, 0.0
+    else:
+        new_bytes = tensor_bytes(tensor_values(node), exclude=inherited)
+        flops = flops_of(node)
+        read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
+        values = tensor_values(node)
+        dtype = values[0].dtype if values else torch.float32
+        tuple_item = not values or all(storage in inherited for storage in storages(node))
+        seconds = 0.0 if tuple_item else roofline.seconds(flops, read + new_bytes, dtype)
+    node.meta[Mark.BYTES] = new_bytes
+    node.meta[Mark.FLOPS] = flops
+    node.meta[Mark.SECONDS] = seconds
+
+
+def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) -> int:
+    """Bytes of the storages behind ``values``, each storage once, those in ``exclude`` not at all."""
+    seen = set(exclude or ())
+    total = 0
+    for value in values:
+        if value.layout is not torch.strided:
+            total += _dense_bytes(value)
+            continue
+        storage = value.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        total += size_hint(storage.nbytes())
+    return total
+
+
+def _dense_bytes(value: torch.Tensor) -> int:
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.dtype.itemsize
