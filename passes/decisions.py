@@ -32,7 +32,9 @@ from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
     Phase,
+    has_side_effect,
     input_nodes,
+    is_seeded,
     is_symbolic_scalar,
     is_view,
     node_outputs,
@@ -195,7 +197,7 @@ def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> Join
         if reason is None:
             continue
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
-            if node in tangent_dependent or node.is_impure():
+            if node in tangent_dependent or has_side_effect(node) or is_seeded(node):
                 continue
             _move_to_forward(joint, node)
         node.meta[Mark.HOISTED] = reason
@@ -218,7 +220,7 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
             return "copied from the device to the host"
         if _is_decision(node):
             return "decides a route"
-        if node.is_impure(impure_random=False):
+        if has_side_effect(node):
             return "has a side effect"
     elif node.meta.get("unbacked_bindings"):
         return "its size depends on data"

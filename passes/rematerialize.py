@@ -26,6 +26,7 @@ from roundpipe_fx.joint_graph import (
     Mark,
     Phase,
     input_nodes,
+    is_seeded,
     is_symbolic_scalar,
     is_view,
     node_outputs,
@@ -43,16 +44,19 @@ def keep_all(joint: JointGraph) -> set[fx.Node]:
 def keep_stage_inputs(joint: JointGraph) -> set[fx.Node]:
     """Chooser of ``recompute="full"``: each stage keeps only what enters it.
 
-    A value that enters several stages (a skip, a rotary table) is kept once.
+    A value that enters several stages (a skip, a rotary table) is kept once. Constants (a causal mask made from
+    nothing but sizes) are not kept: making them again reads nothing.
     """
+    constant: set[fx.Node] = set()
+    entering: set[fx.Node] = set()
     forward = joint.in_phase(Phase.FORWARD)
     members = set(forward)
-    return {
-        source
-        for node in forward
-        for source in input_nodes(node)
-        if source in members and source.meta[Mark.STAGE] != node.meta[Mark.STAGE]
-    }
+    for node in forward:
+        sources = input_nodes(node)
+        if not is_seeded(node) and all(source in constant for source in sources):
+            constant.add(node)
+        entering.update(s for s in sources if s in members and s.meta[Mark.STAGE] != node.meta[Mark.STAGE])
+    return entering - constant
 
 
 def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline) -> JointGraph:

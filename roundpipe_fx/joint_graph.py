@@ -23,6 +23,7 @@ __all__ = [
     "JointGraph",
     "Mark",
     "Phase",
+    "has_side_effect",
     "input_nodes",
     "is_seeded",
     "is_symbolic_scalar",
@@ -206,6 +207,25 @@ def viewed(node: fx.Node) -> fx.Node:
 def is_seeded(node: fx.Node) -> bool:
     """Whether the node draws random numbers from a generator."""
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """Whether the node does more than make its value (assertions, printing); drawing random numbers is not meant.
+
+    FX asks this of a node's arguments too, which is slow; for a functional graph the operator decides.
+    """
+    if node.op in ("placeholder", "output"):
+        return True
+    return node.op == "call_function" and _target_has_side_effect(node.target, node)
+
+
+_side_effects: dict[Any, bool] = {}
+
+
+def _target_has_side_effect(target: Any, example: fx.Node) -> bool:
+    if target not in _side_effects:
+        _side_effects[target] = example.is_impure(impure_random=False)
+    return _side_effects[target]
 
 
 def node_outputs(node: fx.Node) -> list[fx.Node]:

@@ -11,7 +11,7 @@ import torch
 
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import roofline_of
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, tensor_values
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
@@ -79,7 +79,7 @@ def lower(
         joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)
         joint = start_early(joint)
         joint = replay_rng(joint, roofline)
-    joint.graph.eliminate_dead_code()
+    joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
     stage_compiler = options.stage_compiler_for(device)
     modules = emit_stage_modules(joint, reinplace if stage_compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)

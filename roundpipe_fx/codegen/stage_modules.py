@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from roundpipe_fx.fingerprint import fingerprint
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.torch_private import boxed_codegen
 
 __all__ = ["StageModule", "emit_stage_modules", "value_name"]
@@ -71,7 +71,7 @@ def emit_stage_modules(
         members = set(nodes)
         inputs = sorted({s for node in nodes for s in input_nodes(node) if s not in members}, key=position.__getitem__)
         outputs = [node for node in nodes if any(user not in members for user in node.users)]
-        if not outputs and not any(node.is_impure() for node in nodes):
+        if not outputs and not any(has_side_effect(node) or is_seeded(node) for node in nodes):
             continue
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
