@@ -6,12 +6,16 @@ forward and, at the first backward, the backward. What it gets back are graphs o
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import warnings
-from collections.abc import Callable, Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
@@ -24,7 +28,7 @@ from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 
-__all__ = ["GraphBreakWarning", "TraceOnly", "capture", "trace_only"]
+__all__ = ["GraphBreakWarning", "TraceOnly", "capture", "outputs_of_programs", "trace_only"]
 
 
 class GraphBreakWarning(UserWarning):
@@ -48,6 +52,26 @@ class trace_only:
         _local.trace_only = False
 
 
+class outputs_of_programs:
+    """While entered, notes the outputs of forward programs that this thread runs, by identity.
+
+    ``output in noted`` tells whether a tensor came from a compiled program as it is.
+    """
+
+    def __enter__(self) -> outputs_of_programs:
+        self._outer = getattr(_local, "outputs", None)
+        self._noted: dict[int, weakref.ref[Any]] = {}
+        _local.outputs = self._noted
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        _local.outputs = self._outer
+
+    def __contains__(self, output: object) -> bool:
+        reference = self._noted.get(id(output))
+        return reference is not None and reference() is output
+
+
 @dataclass
 class _Compilation:
     """What AOTAutograd's callbacks for one graph share."""
@@ -64,7 +88,7 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if not _is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
-        with torch_private.without_modes():
+        with torch_private.without_modes(), _without_gc():
             self.lowered = lower(self._view(joint, num_fwd_outputs), self.options, self.registered_syncs)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
@@ -72,7 +96,8 @@ class _Compilation:
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
-        return _unless_tracing(self._load(self.lowered, self.lowered.forward))
+        plan = self.lowered.plan
+        return _unless_tracing(self._load(self.lowered, self.lowered.forward), plan.outputs if plan.static else 0)
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
@@ -81,7 +106,7 @@ class _Compilation:
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
-        with torch_private.without_modes():
+        with torch_private.without_modes(), _without_gc():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
         return _unless_tracing(self._load(lowered, lowered.forward))
@@ -133,17 +158,35 @@ def capture(
         )(module, example_inputs)
 
 
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """No garbage collection inside: passes make many objects that live on, and scanning them again and again is slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _is_outermost(joint: fx.GraphModule) -> bool:
     """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     return not placeholders or any("desc" in node.meta for node in placeholders)
 
 
-def _unless_tracing(run: Boxed) -> Boxed:
+def _unless_tracing(run: Boxed, noted_outputs: int = 0) -> Boxed:
+    """Run a forward program, unless :class:`trace_only` is in force; note its first outputs if someone asks for them."""
+
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         if getattr(_local, "trace_only", False):
             raise TraceOnly
-        return run(arguments)
+        results = run(arguments)
+        noted = getattr(_local, "outputs", None)
+        if noted is not None:
+            noted.update({id(v): weakref.ref(v) for v in results[:noted_outputs] if isinstance(v, torch.Tensor)})
+        return results
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.backend import make_backend
-from roundpipe_fx.capture import TraceOnly, trace_only
+from roundpipe_fx.capture import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
 
@@ -81,7 +81,7 @@ class CompiledModule(nn.Module):
             own[name] = getattr(original, name)
         backend = make_backend(options, own["_plans"].append)
         own["_run"] = torch.compile(original, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
-        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"], own["_plans"]))
+        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"]))
 
     @property
     def training(self) -> bool:
@@ -181,14 +181,14 @@ class CompiledModule(nn.Module):
         return self._original.load_state_dict(state_dict, *args, **kwargs)
 
 
-def _forward(run: Callable[..., Any], plans: list[Plan], /, *args: Any, **kwargs: Any) -> Any:
-    outputs = run(*args, **kwargs)
-    if torch.is_grad_enabled() and all(plan.static for plan in plans):
-        # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
-        # their size and keep them until the backward has read them.
-        for output in tree_leaves(outputs):
-            if isinstance(output, torch.Tensor):
-                torch_private.leave_unused_gradients_out(output)
+def _forward(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with outputs_of_programs() as returned:
+        outputs = run(*args, **kwargs)
+    # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
+    # their size and keep them until the backward has read them.
+    for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():
+        if output in returned:
+            torch_private.leave_unused_gradients_out(output)
     return outputs
 
 

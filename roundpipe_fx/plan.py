@@ -81,6 +81,7 @@ class Plan:
         recompute: the option it was made with.
         training: whether there is a backward.
         static: whether all incoming gradients have sizes that are known when compiling.
+        outputs: how many values the forward returns to its caller.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
     """
@@ -90,6 +91,7 @@ class Plan:
     recompute: str
     training: bool
     static: bool
+    outputs: int
     modules: tuple[StageModule, ...] = field(repr=False)
     programs: tuple[Program, ...] = field(repr=False)
 
@@ -221,6 +223,7 @@ def make_plan(
         recompute,
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),
+        outputs=joint.num_forward_outputs,
         modules=tuple(modules.values()),
         programs=programs,
     )

@@ -291,7 +291,8 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 def leave_unused_gradients_out(output: torch.Tensor) -> None:
     """Let autograd hand ``None``, not a tensor of zeros, to a compiled backward for outputs that nobody used.
 
-    No effect on outputs that a compiled graph did not return directly.
+    Args:
+        output: what a program of ours returned, by way of AOTAutograd; its backward must cope with ``None``.
     """
     if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
         output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
