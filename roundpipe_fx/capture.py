@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
@@ -26,50 +23,14 @@ from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
+from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 
-__all__ = ["GraphBreakWarning", "TraceOnly", "capture", "outputs_of_programs", "trace_only"]
+__all__ = ["GraphBreakWarning", "capture"]
 
 
 class GraphBreakWarning(UserWarning):
     """The model could not be traced as one graph; the parts were compiled each on its own."""
-
-
-class TraceOnly(BaseException):
-    """Raised instead of running a forward program while :func:`trace_only` is in force."""
-
-
-_local = threading.local()
-
-
-class trace_only:
-    """While entered, compiled functions of this thread are compiled but not run: they raise :class:`TraceOnly`."""
-
-    def __enter__(self) -> None:
-        _local.trace_only = True
-
-    def __exit__(self, *exc: object) -> None:
-        _local.trace_only = False
-
-
-class outputs_of_programs:
-    """While entered, notes the outputs of forward programs that this thread runs, by identity.
-
-    ``output in noted`` tells whether a tensor came from a compiled program as it is.
-    """
-
-    def __enter__(self) -> outputs_of_programs:
-        self._outer = getattr(_local, "outputs", None)
-        self._noted: dict[int, weakref.ref[Any]] = {}
-        _local.outputs = self._noted
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        _local.outputs = self._outer
-
-    def __contains__(self, output: object) -> bool:
-        reference = self._noted.get(id(output))
-        return reference is not None and reference() is output
 
 
 @dataclass
@@ -97,7 +58,7 @@ class _Compilation:
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
         plan = self.lowered.plan
-        return _unless_tracing(self._load(self.lowered, self.lowered.forward), plan.outputs if plan.static else 0)
+        return observed(self._load(self.lowered, self.lowered.forward), plan.outputs if plan.static else 0)
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
@@ -109,7 +70,7 @@ class _Compilation:
         with torch_private.without_modes(), _without_gc():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
-        return _unless_tracing(self._load(lowered, lowered.forward))
+        return observed(self._load(lowered, lowered.forward))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled)
@@ -160,7 +121,7 @@ def capture(
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """No garbage collection inside: passes make many objects that live on, and scanning them again and again is slow."""
+    """No garbage collection inside: passes make many objects that live on, and scanning them each time is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -174,22 +135,6 @@ def _is_outermost(joint: fx.GraphModule) -> bool:
     """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     return not placeholders or any("desc" in node.meta for node in placeholders)
-
-
-def _unless_tracing(run: Boxed, noted_outputs: int = 0) -> Boxed:
-    """Run a forward program, unless :class:`trace_only` is in force; note its first outputs if someone asks for them."""
-
-    def call(arguments: list[Any]) -> tuple[Any, ...]:
-        if getattr(_local, "trace_only", False):
-            raise TraceOnly
-        results = run(arguments)
-        noted = getattr(_local, "outputs", None)
-        if noted is not None:
-            noted.update({id(v): weakref.ref(v) for v in results[:noted_outputs] if isinstance(v, torch.Tensor)})
-        return results
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
 
 
 def _warn_of_graph_break(module: fx.GraphModule, warned: set[str]) -> None:

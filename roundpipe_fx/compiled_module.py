@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.backend import make_backend
-from roundpipe_fx.capture import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
+from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 
 __all__ = ["CompiledModule", "compile"]
 

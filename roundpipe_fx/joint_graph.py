@@ -30,9 +30,9 @@ __all__ = [
     "is_tensor",
     "is_view",
     "module_path",
+    "module_paths",
     "node_outputs",
     "saved_values",
-    "source_line",
     "storages",
     "tensor_values",
     "viewed",
@@ -252,19 +252,6 @@ def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
     """Paths of all modules that were running when the node was made, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [clean(path) for path, _ in stack.values()]
-
-
-def source_line(node: fx.Node) -> str:
-    """The innermost line of the user's own code that made the node, as ``file:line: code``; ``""`` if unknown."""
-    trace = node.meta.get("stack_trace")
-    if not trace:
-        return ""
-    lines = [line.strip() for line in trace.strip().splitlines()]
-    for index in range(len(lines) - 1, -1, -1):
-        if lines[index].startswith("File "):
-            code = lines[index + 1] if index + 1 < len(lines) else ""
-            return f"{lines[index].removeprefix('File ')}: {code}"
-    return ""
 
 
 def saved_values(joint: JointGraph) -> list[fx.Node]:
