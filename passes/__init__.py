@@ -4,13 +4,15 @@ Each is a plain function on the joint graph plus what it needs as arguments. A p
 (:mod:`roundpipe_fx.joint_graph`) and plain data, never the runtime and never another pass.
 
 ===============  ====================================================================================
-decisions        mask indexing becomes ``nonzero``; what asks the device a question is hoisted
+masks            indexing by a mask becomes one ``nonzero`` and integer indexing
 annotate         phase, bytes and modelled seconds of each node
+decisions        what asks the device a question is hoisted: it runs once, in the forward
 segments         narrow places of the forward; backward nodes go to the segment they belong to
 stages           consecutive segments become pipeline stages
 rematerialize    what is saved, what is recomputed, as explicit nodes
 start_early      what of the backward may run before the incoming gradients arrive
 rng              seeded operations that run again are replayed from their saved generator state
+reinplace        in a stage that runs eagerly, results are written over operands that are dead
 streams          stream-level fork and join in the program of stage calls
 ===============  ====================================================================================
 """

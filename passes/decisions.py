@@ -1,15 +1,9 @@
 """decisions: no question is asked twice.
 
 An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
-forward; its result is saved and it is never part of a recomputation. This pass
-
-1. rewrites indexing by a boolean or byte mask as one ``nonzero`` and integer indexing, the way the kernels themselves
-   expand it, so that the small integer result can be saved instead of the question being asked in forward, recompute
-   and backward;
-2. moves such operations out of the backward where they do not depend on incoming gradients;
-3. marks them as hoisted, with the reason.
-
-What asks is recognized by operator tags and argument types, not by names:
+forward; its result is saved and it is never part of a recomputation. This pass marks such operations as hoisted, with
+the reason, and moves them out of the backward where they do not depend on incoming gradients. What asks is recognized
+by operator tags and argument types, not by names:
 
 - tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``); ``index`` carries
   the first always and asks only when indexed by a mask;
@@ -34,6 +28,7 @@ from roundpipe_fx.joint_graph import (
     Phase,
     has_side_effect,
     input_nodes,
+    is_mask,
     is_seeded,
     is_symbolic_scalar,
     is_view,
@@ -41,147 +36,11 @@ from roundpipe_fx.joint_graph import (
     tensor_values,
 )
 
-__all__ = ["expand_masks", "hoist_decisions"]
+__all__ = ["hoist_decisions"]
 
 aten = torch.ops.aten
 
-_MASK_DTYPES = (torch.bool, torch.uint8)
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
-
-
-def expand_masks(joint: JointGraph) -> JointGraph:
-    """Rewrite mask indexing as one ``nonzero`` per mask and integer indexing. Runs before annotate.
-
-    ``index``, ``index_put`` and ``masked_select`` (also in the backward) by the same mask share the ``nonzero``. The
-    values are those of the mask operations, bit for bit: the kernels do the same expansion inside.
-    """
-    shared: dict[fx.Node, list[fx.Node]] = {}
-    for node in list(joint.computed()):
-        if node.target is aten.index.Tensor or _is_index_put(node):
-            _expand_index(joint, node, shared)
-        elif node.target is aten.masked_select.default:
-            _expand_masked_select(joint, node, shared)
-    return joint
-
-
-def _is_index_put(node: fx.Node) -> bool:
-    return node.target in (aten.index_put.default, aten._unsafe_index_put.default, aten._index_put_impl.default)
-
-
-def _expand_index(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
-    indices = list(node.args[1])  # type: ignore[arg-type]
-    masks = [index for index in indices if isinstance(index, fx.Node) and _is_mask(index)]
-    if not masks:
-        return
-    expanded: list[Any] = []
-    for index in indices:
-        if index in masks:
-            expanded += _coordinates(joint, index, node, shared)
-        else:
-            expanded.append(index)
-    node.update_arg(1, expanded)
-
-
-def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
-    value, mask = node.args
-    assert isinstance(value, fx.Node) and isinstance(mask, fx.Node)
-    shape = torch.broadcast_shapes(value.meta["val"].shape, mask.meta["val"].shape)
-    if any(not isinstance(size, int) for size in shape):
-        return  # hoisted as it is
-    with joint.graph.inserting_before(node):
-        value, mask = (_expanded(joint, item, list(shape), node) for item in (value, mask))
-    coordinates = _coordinates(joint, mask, node, shared)
-    with joint.graph.inserting_before(node):
-        selected = joint.graph.call_function(aten.index.Tensor, (value, coordinates))
-    _inherit(selected, node)
-    selected.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(selected)
-    joint.graph.erase_node(node)
-
-
-def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
-    if list(node.meta["val"].shape) == shape:
-        return node
-    expanded = joint.graph.call_function(aten.expand.default, (node, shape))
-    _inherit(expanded, like)
-    expanded.meta["val"] = node.meta["val"].expand(shape)
-    return expanded
-
-
-def _is_mask(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, torch.Tensor) and value.dtype in _MASK_DTYPES
-
-
-def _coordinates(
-    joint: JointGraph, mask: fx.Node, user: fx.Node, shared: dict[fx.Node, list[fx.Node]]
-) -> list[fx.Node]:
-    """The integer index tensors that select what ``mask`` selects: the columns of its ``nonzero``."""
-    if mask in shared:
-        return shared[mask]
-    graph = joint.graph
-    value = mask.meta["val"]
-    with graph.inserting_after(mask):
-        nonzero = graph.call_function(aten.nonzero.default, (mask,))
-    _inherit(nonzero, mask if mask.op == "call_function" else user)
-    nonzero.meta["partitioner_tag"] = "is_backward" if _in_backward(mask) else "is_forward"
-    count = _count_of(value, user)
-    with value.fake_mode:
-        nonzero.meta["val"] = torch.empty((count, value.dim()), dtype=torch.int64, device=value.device)
-    if user.meta.get("unbacked_bindings"):
-        # The size was bound by the mask operation; now the nonzero, which runs first, binds it.
-        nonzero.meta["unbacked_bindings"] = _rebind(user.meta.pop("unbacked_bindings"))
-    columns = []
-    after = nonzero
-    for dim in range(value.dim()):
-        with graph.inserting_after(after):
-            after = graph.call_function(aten.select.int, (nonzero, 1, dim))
-        _inherit(after, nonzero)
-        after.meta["val"] = nonzero.meta["val"].select(1, dim)
-        columns.append(after)
-    shared[mask] = columns
-    return columns
-
-
-def _count_of(mask: torch.Tensor, user: fx.Node) -> Any:
-    """How many positions the mask selects: the symbol that the mask operation's own result carries, or a new one."""
-    if user.target in (aten.index.Tensor, aten.masked_select.default):
-        before = _position_of_selected(user)
-        return user.meta["val"].shape[before]
-    shape_env = mask.fake_mode.shape_env  # type: ignore[attr-defined]
-    with shape_env.ignore_fresh_unbacked_symbols():
-        count = shape_env.create_unbacked_symint()
-    torch._check(count >= 0)
-    torch._check(count <= mask.numel())
-    return count
-
-
-def _position_of_selected(user: fx.Node) -> int:
-    """Which dimension of an ``index`` result runs over the selected positions."""
-    if user.target is aten.masked_select.default:
-        return 0
-    indices = list(user.args[1])  # type: ignore[arg-type]
-    used = [position for position, index in enumerate(indices) if index is not None]
-    adjacent = used == list(range(used[0], used[-1] + 1))
-    return used[0] if adjacent else 0
-
-
-def _rebind(bindings: dict[Any, Any]) -> dict[Any, Any]:
-    from torch.fx.experimental.symbolic_shapes import CallMethodKey
-    from torch.utils._pytree import SequenceKey
-
-    return {symbol: (CallMethodKey("size"), SequenceKey(0)) for symbol in bindings}
-
-
-def _in_backward(node: fx.Node) -> bool:
-    return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def _inherit(node: fx.Node, source: fx.Node) -> None:
-    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
-    for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag"):
-        if key in source.meta:
-            node.meta[key] = source.meta[key]
 
 
 def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
@@ -230,7 +89,7 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
 def _is_plain_index(node: fx.Node) -> bool:
     if node.target is not aten.index.Tensor:
         return False
-    return not any(isinstance(index, fx.Node) and _is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
+    return not any(isinstance(index, fx.Node) and is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
 
 
 def _copies_to_host(node: fx.Node) -> bool:

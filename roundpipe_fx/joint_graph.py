@@ -25,6 +25,7 @@ __all__ = [
     "Phase",
     "has_side_effect",
     "input_nodes",
+    "is_mask",
     "is_seeded",
     "is_symbolic_scalar",
     "is_tensor",
@@ -176,6 +177,12 @@ def is_tensor(node: fx.Node) -> bool:
 def is_symbolic_scalar(node: fx.Node) -> bool:
     """Whether ``node`` produces a number that is known only at run time (SymInt, SymFloat, SymBool)."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_mask(node: fx.Node) -> bool:
+    """Whether ``node`` produces a boolean or byte tensor: as an index it asks how many positions it selects."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def is_view(node: fx.Node) -> bool:

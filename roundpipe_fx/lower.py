@@ -14,7 +14,8 @@ from roundpipe_fx.cost import roofline_of
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, tensor_values
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
+from roundpipe_fx.passes.decisions import hoist_decisions
+from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng

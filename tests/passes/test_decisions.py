@@ -8,7 +8,8 @@ import roundpipe_fx
 from roundpipe_fx.cost.roofline import DEVICES
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.decisions import expand_masks, hoist_decisions
+from roundpipe_fx.passes.decisions import hoist_decisions
+from roundpipe_fx.passes.masks import expand_masks
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import MixtureOfExperts
