@@ -7,12 +7,14 @@ and backward, and its small integer answer can be saved in place of the mask.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from roundpipe_fx.joint_graph import JointGraph, is_mask
+from roundpipe_fx.torch_private import size_binding
 
 __all__ = ["expand_masks"]
 
@@ -22,7 +24,8 @@ aten = torch.ops.aten
 def expand_masks(joint: JointGraph) -> JointGraph:
     """Rewrite mask indexing as one ``nonzero`` per mask and integer indexing. Runs before annotate.
 
-    ``index``, ``index_put`` and ``masked_select`` (also in the backward) by the same mask share the ``nonzero``. The
+    ``index``, ``index_put``, ``masked_select`` and the backward of ``masked_scatter`` by the same mask share the
+    ``nonzero``. The
     values are those of the mask operations, bit for bit: the kernels do the same expansion inside.
     """
     shared: dict[fx.Node, list[fx.Node]] = {}
@@ -31,6 +34,8 @@ def expand_masks(joint: JointGraph) -> JointGraph:
             _expand_index(joint, node, shared)
         elif node.target is aten.masked_select.default:
             _expand_masked_select(joint, node, shared)
+        elif node.target is aten.masked_scatter_backward.default:
+            _expand_masked_scatter_backward(joint, node, shared)
     return joint
 
 
@@ -69,6 +74,38 @@ def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node
     joint.graph.erase_node(node)
 
 
+def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
+    """The gradient of what was scattered: the selected gradients in order, then zeros for what was left over."""
+    gradient, mask, sizes = node.args
+    assert isinstance(gradient, fx.Node) and isinstance(mask, fx.Node)
+    shape = list(gradient.meta["val"].shape)
+    if any(not isinstance(size, int) for size in (*shape, *sizes)):  # type: ignore[misc]
+        return  # asked as it is
+    graph = joint.graph
+    with graph.inserting_before(node):
+        mask = _expanded(joint, mask, shape, node)
+    coordinates = _coordinates(joint, mask, node, shared)
+    value = gradient.meta["val"]
+    with graph.inserting_before(node):
+
+        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+            made = graph.call_function(target, args, kwargs)
+            _inherit(made, node)
+            fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+            with value.fake_mode:
+                made.meta["val"] = target(*fake_args, **fake_kwargs)
+            return made
+
+        selected = call(aten.index.Tensor, gradient, coordinates)
+        count = call(aten.sym_size.int, coordinates[0], 0)
+        first = call(aten.arange.default, count, dtype=torch.int64, device=value.device)
+        zeros = call(aten.new_zeros.default, gradient, [math.prod(sizes)])  # type: ignore[arg-type]
+        filled = call(aten.index_put.default, zeros, [first], selected)
+        result = call(aten.view.default, filled, list(sizes))  # type: ignore[arg-type]
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
 def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:
     if list(node.meta["val"].shape) == shape:
         return node
@@ -93,9 +130,9 @@ def _coordinates(
     count = _count_of(value, user)
     with value.fake_mode:
         nonzero.meta["val"] = torch.empty((count, value.dim()), dtype=torch.int64, device=value.device)
-    if user.meta.get("unbacked_bindings"):
-        # The size was bound by the mask operation; now the nonzero, which runs first, binds it.
-        nonzero.meta["unbacked_bindings"] = _rebind(user.meta.pop("unbacked_bindings"))
+    # If the mask operation bound the size, it is now the nonzero, which runs first, that does.
+    user.meta.pop("unbacked_bindings", None)
+    nonzero.meta["unbacked_bindings"] = size_binding(count)
     columns = []
     after = nonzero
     for dim in range(value.dim()):
@@ -129,13 +166,6 @@ def _position_of_selected(user: fx.Node) -> int:
     used = [position for position, index in enumerate(indices) if index is not None]
     adjacent = used == list(range(used[0], used[-1] + 1))
     return used[0] if adjacent else 0
-
-
-def _rebind(bindings: dict[Any, Any]) -> dict[Any, Any]:
-    from torch.fx.experimental.symbolic_shapes import CallMethodKey
-    from torch.utils._pytree import SequenceKey
-
-    return {symbol: (CallMethodKey("size"), SequenceKey(0)) for symbol in bindings}
 
 
 def _in_backward(node: fx.Node) -> bool:

@@ -166,6 +166,14 @@ def shape_env_of(value: Any) -> Any | None:
     return getattr(node, "shape_env", None)
 
 
+def size_binding(size: torch.SymInt) -> dict[Any, Any]:
+    """``node.meta["unbacked_bindings"]`` of a node whose first dimension defines the unknown ``size``."""
+    from torch.fx.experimental.symbolic_shapes import CallMethodKey
+    from torch.utils._pytree import SequenceKey
+
+    return {size.node.expr: (CallMethodKey("size"), SequenceKey(0))}
+
+
 _UNKNOWN_SIZE = 1024
 _LARGEST_BOUND = 1 << 40
 

@@ -52,13 +52,14 @@ def test_mask_indexing_becomes_one_nonzero() -> None:
         lambda x: (x[:, x[0] > 0] * 3).sum(),
         lambda x: x.masked_select(x > 0).square().sum(),
         lambda x: x.masked_select(x[0] > 0).square().sum(),
+        lambda x: torch.zeros(4, 4).masked_scatter(x[:4] > 0, x * 2).square().sum() + x[x > 0].sum(),
         lambda x: (x.index_put((x > 0.5,), torch.tensor(3.0)) * x).sum(),
         lambda x: (x * x.detach().abs().sum().long().item()).sum(),
         lambda x: (x[x.sum(1).nonzero().squeeze(1)] * 2).sum(),
         lambda x: (torch.unique(x.detach().round()).sum() * x).sum(),
         lambda x: x.repeat_interleave(x.detach().abs().long()[:, 0] + 1, dim=0).square().sum(),
     ],
-    ids=["mask", "mask-dim1", "select", "select-broadcast", "put", "item", "nonzero", "unique", "repeat"],
+    ids=["mask", "mask-dim1", "select", "select-broadcast", "scatter", "put", "item", "nonzero", "unique", "repeat"],
 )
 def test_bits_and_no_question_in_the_backward(run) -> None:
     class Model(nn.Module):
