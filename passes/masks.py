@@ -129,7 +129,9 @@ def _coordinates(
     nonzero.meta["partitioner_tag"] = "is_backward" if _in_backward(mask) else "is_forward"
     count = _count_of(value, user)
     with value.fake_mode:
-        nonzero.meta["val"] = torch.empty((count, value.dim()), dtype=torch.int64, device=value.device)
+        nonzero.meta["val"] = torch.empty_strided(
+            (count, value.dim()), (1, count), dtype=torch.int64, device=value.device
+        )  # column by column, as the kernels lay it out
     # If the mask operation bound the size, it is now the nonzero, which runs first, that does.
     user.meta.pop("unbacked_bindings", None)
     nonzero.meta["unbacked_bindings"] = size_binding(count)

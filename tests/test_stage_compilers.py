@@ -1,24 +1,55 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.joint_graph import Phase
-from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
 
+class Masks(nn.Module):
+    """Reads and writes by masks: their sizes are unknown, their questions moved and shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        y = torch.zeros_like(x).masked_scatter(x > 0, x * 2)
+        y = y.index_put((x[:, 0] > 0,), torch.tensor(1.5))
+        return self.second(y).square().sum() + x[x > 0].sum()
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", ["mlp", "experts"])
-def test_inductor_agrees_within_rounding(name: str, recompute: str) -> None:
-    model = {"mlp": DropoutMLP(), "experts": MixtureOfExperts()}[name]
+@pytest.mark.parametrize("make", [DropoutMLP, MixtureOfExperts, Masks])
+def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recompute: str) -> None:
+    model = make()
     batch = {"x": torch.randn(6, 8)}
     reference = aot_eager_step(model, batch)
     step, _ = compiled_step(model, batch, stages=2, recompute=recompute, stage_compiler="inductor")
     torch.testing.assert_close(step.loss, reference.loss, rtol=1e-5, atol=1e-6)
     for parameter, gradient in step.gradients.items():
         torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+
+
+def test_inductor_with_dynamic_shapes() -> None:
+    model = TiedTransformer()
+    compiled = roundpipe_fx.compile(
+        model, stages=2, recompute="full", dynamic=True, stage_compiler="inductor", fullgraph=True
+    )
+    for length in (5, 7):
+        tokens = torch.randint(16, (2, length))
+        batch = {"tokens": tokens, "targets": tokens}
+        step, reference = train_step(compiled, model, batch), aot_eager_step(model, batch)
+        for parameter, gradient in step.gradients.items():
+            torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+    assert len(compiled.plans) == 1
 
 
 def test_a_callable_gets_each_different_module_once() -> None:
