@@ -7,7 +7,8 @@ nodes of phase ``recompute``; everything later (rng, codegen, a simulator) sees 
 
 Three things hold whatever the chooser says:
 
-- what is hoisted is kept, so its operation never runs twice;
+- what is hoisted is kept, so its operation never runs twice; of ``sort`` and ``topk`` only the indices, by which the
+  values are gathered again;
 - graph inputs cost nothing to keep, except those that the caller updates in place after the forward: their value is
   copied before that;
 - a view is never kept for itself: it is made again from what it views.
@@ -15,6 +16,7 @@ Three things hold whatever the chooser says:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -34,6 +36,8 @@ from roundpipe_fx.joint_graph import (
 )
 
 __all__ = ["keep_all", "keep_stage_inputs", "rematerialize"]
+
+aten = torch.ops.aten
 
 
 def keep_all(joint: JointGraph) -> set[fx.Node]:
@@ -86,9 +90,14 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
         copies: dict[fx.Node, fx.Node] = {}
         for original in sorted(again, key=position.__getitem__):
             with graph.inserting_before(first_backward):
-                copy = graph.node_copy(original)
+                if _is_gatherable(original):
+                    source, dim, indices = _selection(original)
+                    copy = graph.call_function(aten.gather.default, (source, dim, indices))
+                else:
+                    copy = graph.node_copy(original)
             _replace_inputs(copy, copies)
             copy.meta = dict(original.meta)
+            annotate_node(copy, roofline)
             copy.meta.pop("unbacked_bindings", None)
             copy.meta[Mark.PHASE] = Phase.RECOMPUTE
             copy.meta[Mark.STAGE] = stage
@@ -106,7 +115,7 @@ def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
     kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
     for node in joint.in_phase(Phase.FORWARD):
         if Mark.HOISTED in node.meta:
-            kept.update(node_outputs(node))
+            kept.update(output for output in node_outputs(node) if not _is_gatherable(output))
         elif is_symbolic_scalar(node):
             kept.add(node)
     # A kept view stands for what it views; without its base in the set it would be computed again from further back.
@@ -127,8 +136,33 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: dict[fx.Nod
             continue
         assert Mark.HOISTED not in node.meta, f"{node} is hoisted and must not run again"
         found.add(node)
-        pending += [source for source in input_nodes(node) if source in forward and source not in kept]
+        reads = [_selection(node)[0]] if _is_gatherable(node) else input_nodes(node)
+        pending += [source for source in reads if source in forward and source not in kept]
     return found
+
+
+_SELECTIONS = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: None}
+"""Operators that select along a dimension, and the position of the argument ``dim``."""
+
+
+def _is_gatherable(node: fx.Node) -> bool:
+    """Whether ``node`` is the values of a hoisted selection whose indices say where they were taken from."""
+    if node.target is not operator.getitem or node.args[1] != 0:
+        return False
+    (maker,) = input_nodes(node)
+    taken = any(user.target is operator.getitem and user.args[1] == 1 for user in maker.users)
+    return maker.target in _SELECTIONS and Mark.HOISTED in maker.meta and taken
+
+
+def _selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node]:
+    """What the selection that made ``values`` selected from, along which dimension, and its indices."""
+    (maker,) = input_nodes(values)
+    place = _SELECTIONS[maker.target]  # type: ignore[index]
+    dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
+    source = maker.args[0]
+    indices = next(user for user in maker.users if user.target is operator.getitem and user.args[1] == 1)
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    return source, dim, indices
 
 
 def _replace_inputs(node: fx.Node, replacements: dict[fx.Node, fx.Node]) -> None:
@@ -150,7 +184,7 @@ class _Snapshots:
             stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
             with self._joint.graph.inserting_before(next(self._joint.computed())):
                 copy = self._joint.graph.create_node(
-                    "call_function", torch.ops.aten.clone.default, (source,), name=f"{source.name}_before_update"
+                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
                 )
             value = source.meta["val"]
             with value.fake_mode:

@@ -62,9 +62,9 @@ def stage_0_forward(args):
     addmm_2: "float32[u1, 8]" = aten.addmm.default(layers_0_experts_1_bias, index_2, t_2);  layers_0_experts_1_bias = index_2 = t_2 = None
     # layers.0
     relu_1: "float32[u1, 8]" = aten.relu_.default(addmm_2);  addmm_2 = None
-    unsqueeze_1: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2)
+    unsqueeze_1: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2);  getitem = None
     index_3: "float32[u1, 1]" = aten.index.Tensor(unsqueeze_1, [getitem_4, getitem_5]);  unsqueeze_1 = getitem_5 = None
     mul_27: "float32[u1, 8]" = aten.mul_.Tensor(relu_1, index_3);  relu_1 = index_3 = None
     index_add_1: "float32[6, 8]" = aten.index_add_.default(index_add, 0, getitem_4, mul_27);  index_add = getitem_4 = mul_27 = None
     add_50: "float32[6, 8]" = aten.add.Tensor(x, index_add_1);  x = index_add_1 = None
-    return (getitem, getitem_1, nonzero, sym_size_int, nonzero_1, sym_size_int_1, add_50)
+    return (getitem_1, nonzero, sym_size_int, nonzero_1, sym_size_int_1, add_50)

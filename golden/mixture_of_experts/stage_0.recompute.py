@@ -15,7 +15,7 @@ def stage_0_recompute(args):
         layers_0_experts_0_bias,  # float32[8]
         layers_0_experts_1_weight,  # float32[8, 8]
         layers_0_experts_1_bias,  # float32[8]
-        getitem,  # float32[6, 1]
+        getitem_1,  # int64[6, 1]
         nonzero,  # int64[u0, 2]
         nonzero_1,  # int64[u1, 2]
     ) = args
@@ -25,6 +25,7 @@ def stage_0_recompute(args):
     addmm_9: "float32[6, 2]" = aten.addmm.default(layers_0_router_bias, x, t_30);  layers_0_router_bias = t_30 = None
     # layers.0 (again)
     _softmax_3: "float32[6, 2]" = aten._softmax.default(addmm_9, -1, False);  addmm_9 = None
+    gather_default_1: "float32[6, 1]" = aten.gather.default(_softmax_3, -1, getitem_1);  getitem_1 = None
     unbind_6: "(int64[u0], int64[u0])" = aten.unbind.int(nonzero, 1);  nonzero = None
     getitem_16: "int64[u0]" = unbind_6[0]
     getitem_17: "int64[u0]" = unbind_6[1];  unbind_6 = None
@@ -34,7 +35,7 @@ def stage_0_recompute(args):
     addmm_10: "float32[u0, 8]" = aten.addmm.default(layers_0_experts_0_bias, index_12, t_31);  layers_0_experts_0_bias = t_31 = None
     # layers.0 (again)
     relu_6: "float32[u0, 8]" = aten.relu_.default(addmm_10);  addmm_10 = None
-    unsqueeze_6: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2)
+    unsqueeze_6: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default_1, 2)
     index_13: "float32[u0, 1]" = aten.index.Tensor(unsqueeze_6, [getitem_16, getitem_17]);  unsqueeze_6 = getitem_16 = getitem_17 = None
     unbind_7: "(int64[u1], int64[u1])" = aten.unbind.int(nonzero_1, 1);  nonzero_1 = None
     getitem_18: "int64[u1]" = unbind_7[0]
@@ -45,6 +46,6 @@ def stage_0_recompute(args):
     addmm_11: "float32[u1, 8]" = aten.addmm.default(layers_0_experts_1_bias, index_14, t_32);  layers_0_experts_1_bias = t_32 = None
     # layers.0 (again)
     relu_7: "float32[u1, 8]" = aten.relu_.default(addmm_11);  addmm_11 = None
-    unsqueeze_7: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem, 2);  getitem = None
+    unsqueeze_7: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default_1, 2);  gather_default_1 = None
     index_15: "float32[u1, 1]" = aten.index.Tensor(unsqueeze_7, [getitem_18, getitem_19]);  unsqueeze_7 = getitem_18 = getitem_19 = None
     return (_softmax_3, index_12, relu_6, index_13, index_14, relu_7, index_15)

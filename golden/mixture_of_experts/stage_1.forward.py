@@ -62,7 +62,7 @@ def stage_1_forward(args):
     addmm_5: "float32[u3, 8]" = aten.addmm.default(layers_1_experts_1_bias, index_6, t_5);  layers_1_experts_1_bias = index_6 = t_5 = None
     # layers.1
     relu_3: "float32[u3, 8]" = aten.relu_.default(addmm_5);  addmm_5 = None
-    unsqueeze_3: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2)
+    unsqueeze_3: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2);  getitem_6 = None
     index_7: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_3, [getitem_10, getitem_11]);  unsqueeze_3 = getitem_11 = None
     mul_57: "float32[u3, 8]" = aten.mul_.Tensor(relu_3, index_7);  relu_3 = index_7 = None
     index_add_3: "float32[6, 8]" = aten.index_add_.default(index_add_2, 0, getitem_10, mul_57);  index_add_2 = getitem_10 = mul_57 = None
@@ -70,4 +70,4 @@ def stage_1_forward(args):
     # model
     pow_1: "float32[6, 8]" = aten.pow.Tensor_Scalar(add_101, 2);  add_101 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
-    return (getitem_6, getitem_7, nonzero_2, sym_size_int_2, nonzero_3, sym_size_int_3, mean)
+    return (getitem_7, nonzero_2, sym_size_int_2, nonzero_3, sym_size_int_3, mean)

@@ -15,7 +15,7 @@ def stage_1_recompute(args):
         layers_1_experts_1_weight,  # float32[8, 8]
         layers_1_experts_1_bias,  # float32[8]
         add_50,  # float32[6, 8]
-        getitem_6,  # float32[6, 1]
+        getitem_7,  # int64[6, 1]
         nonzero_2,  # int64[u2, 2]
         nonzero_3,  # int64[u3, 2]
     ) = args
@@ -25,6 +25,7 @@ def stage_1_recompute(args):
     addmm_6: "float32[6, 2]" = aten.addmm.default(layers_1_router_bias, add_50, t_27);  layers_1_router_bias = t_27 = None
     # layers.1 (again)
     _softmax_2: "float32[6, 2]" = aten._softmax.default(addmm_6, -1, False);  addmm_6 = None
+    gather_default: "float32[6, 1]" = aten.gather.default(_softmax_2, -1, getitem_7);  getitem_7 = None
     zeros_like_2: "float32[6, 8]" = aten.zeros_like.default(add_50, pin_memory=False)
     unbind_4: "(int64[u2], int64[u2])" = aten.unbind.int(nonzero_2, 1);  nonzero_2 = None
     getitem_12: "int64[u2]" = unbind_4[0]
@@ -35,7 +36,7 @@ def stage_1_recompute(args):
     addmm_7: "float32[u2, 8]" = aten.addmm.default(layers_1_experts_0_bias, index_8, t_28);  layers_1_experts_0_bias = t_28 = None
     # layers.1 (again)
     relu_4: "float32[u2, 8]" = aten.relu_.default(addmm_7);  addmm_7 = None
-    unsqueeze_4: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2)
+    unsqueeze_4: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default, 2)
     index_9: "float32[u2, 1]" = aten.index.Tensor(unsqueeze_4, [getitem_12, getitem_13]);  unsqueeze_4 = getitem_13 = None
     mul_70: "float32[u2, 8]" = aten.mul.Tensor(relu_4, index_9)
     index_add_4: "float32[6, 8]" = aten.index_add_.default(zeros_like_2, 0, getitem_12, mul_70);  zeros_like_2 = getitem_12 = mul_70 = None
@@ -48,7 +49,7 @@ def stage_1_recompute(args):
     addmm_8: "float32[u3, 8]" = aten.addmm.default(layers_1_experts_1_bias, index_10, t_29);  layers_1_experts_1_bias = t_29 = None
     # layers.1 (again)
     relu_5: "float32[u3, 8]" = aten.relu_.default(addmm_8);  addmm_8 = None
-    unsqueeze_5: "float32[6, 1, 1]" = aten.unsqueeze.default(getitem_6, 2);  getitem_6 = None
+    unsqueeze_5: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default, 2);  gather_default = None
     index_11: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_5, [getitem_14, getitem_15]);  unsqueeze_5 = getitem_15 = None
     mul_71: "float32[u3, 8]" = aten.mul.Tensor(relu_5, index_11)
     index_add_5: "float32[6, 8]" = aten.index_add_.default(index_add_4, 0, getitem_14, mul_71);  index_add_4 = getitem_14 = mul_71 = None
