@@ -98,7 +98,7 @@ def _copies_to_host(node: fx.Node) -> bool:
     return (
         bool(result)
         and all(value.device.type == "cpu" for value in result)
-        and any(value.device.type not in ("cpu", "meta") and value.numel() != 0 for value in sources)
+        and any(value.device.type not in ("cpu", "meta") for value in sources)
     )
 
 

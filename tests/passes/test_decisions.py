@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import roundpipe_fx
 from roundpipe_fx.cost.roofline import DEVICES
@@ -115,6 +116,26 @@ def test_routing_is_a_decision_and_pooling_is_not() -> None:
 def test_values_alone_are_no_decision() -> None:
     _, hoisted = _hoisted(lambda x: x.max(dim=1).values.sum(), _data(3, 4))
     assert not hoisted
+
+
+def test_copies_to_the_host_are_hoisted() -> None:
+    """On fake CUDA values, so without a device: a copy to the host, not one back and not one within."""
+    mode = FakeTensorMode()
+
+    def fake(device: str) -> torch.Tensor:
+        return FakeTensor(mode, torch.empty(4, device="meta"), torch.device(device))
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    x.meta["val"] = fake("cuda")
+    last = x
+    for device, dtype in (("cuda", torch.float32), ("cpu", torch.float32), ("cuda", torch.float32)):
+        last = graph.call_function(aten._to_copy.default, (last,), {"device": torch.device(device), "dtype": dtype})
+        last.meta.update({"val": fake(device), Mark.PHASE: Phase.FORWARD})
+    graph.output((last,))
+    joint = hoist_decisions(JointGraph(fx.GraphModule(nn.Module(), graph), 1))
+    hoisted = [node.meta.get(Mark.HOISTED) for node in joint.computed()]
+    assert hoisted == [None, "copied from the device to the host", None]
 
 
 def test_a_cast_that_routes_is_a_decision() -> None:
