@@ -222,7 +222,7 @@ def test_split_names_begin_stages() -> None:
 def test_inputs_on_the_wrong_device() -> None:
     compiled = roundpipe_fx.compile(_linear_chain())
     compiled(torch.randn(2, 4))
-    with pytest.raises(RuntimeError, match="at least two devices, meta and cpu"):
+    with pytest.raises(RuntimeError, match=r"two (different )?devices,? meta"):
         compiled(torch.randn(2, 4, device="meta"))
     assert compiled(torch.randn(2, 4)).device.type == "cpu"
 
