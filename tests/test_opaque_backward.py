@@ -31,7 +31,7 @@ def _backward(ctx, gradient):
     assert ctx.needs_input_grad[2] is False
     for n in ctx.counts.tolist():
         if n == 0:
-            raise ValueError
+            raise ValueError("no rows")
     return gradient * weight * ctx.factor, (gradient * x).sum(0) * ctx.factor, None, None
 
 
@@ -62,7 +62,7 @@ def test_error_of_the_backward_reaches_the_user() -> None:
     model = Model()
     loss = roundpipe_fx.compile(model)(torch.randn(3, 4), torch.tensor([1, 2, 3]))
     loss.backward()
-    with pytest.raises((ValueError, RuntimeError)):
+    with pytest.raises(ValueError, match="no rows"):
         roundpipe_fx.compile(model)(torch.randn(1, 4), torch.tensor([0])).backward()
 
 
