@@ -1,20 +1,28 @@
 """reinplace: write a result over an operand that is not needed any more.
 
 The joint graph is functional so that it can be cut anywhere; run as it is, every operation allocates. In a finished
-stage module an operation may write over its first operand if that was made in this module, dies here, and has the
-result's shape, strides and dtype, and nothing else that is still needed shares its storage. The values are the same
-bit for bit; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory
-themselves.
+stage module an operation may write over an operand if that was made in this module, dies here, and has the result's
+shape, strides and dtype, and nothing else that is still needed shares its storage. The values are the same bit for
+bit; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory themselves.
+
+Two forms: the in-place one (``mul_``) writes over the first operand; the one with an output (``mul.out``) over any. The
+latter is taken only where the device has a kernel for it; elsewhere it would compute beside and copy. Pointwise
+operations read and write place by place, so any operand will do; softmax and its backward along the last dimension go
+row by row on the CPU, reading a row before they write it.
 """
 
 from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from roundpipe_fx.joint_graph import input_nodes, is_tensor, storages
+from roundpipe_fx.torch_private import has_kernel
 
-__all__ = ["reinplace"]
+__all__ = ["operands_to_write_over", "reinplace"]
 
 aten = torch.ops.aten
 
@@ -53,26 +61,66 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         return found
 
     for node in nodes:
-        target = _in_place_form(node)
-        if target is None:
-            continue
-        operand = node.args[0]
-        if not isinstance(operand, fx.Node) or not _same_layout(operand, node):
-            continue
-        home = homes(operand)
-        others = [source for source in input_nodes(node) if source is not operand]
-        if (
-            home & outside
-            or any(last_use.get(storage, 0) > position[node] for storage in home)
-            or any(home & homes(source) for source in others)
-            or sum(argument is operand for argument in node.args) > 1
-        ):
-            continue
-        node.target = target
-        (old,), (new,) = home, storages(node)
-        moved[new] = old
-        last_use[old] = last_use.get(new, position[node])
+        for form in _forms(node):
+            operand = form.operand
+            home = homes(operand)
+            if (
+                home & outside
+                or any(last_use.get(storage, 0) > position[node] for storage in home)
+                or any(home & homes(source) for source in input_nodes(node) if source is not operand)
+            ):
+                continue
+            node.target = form.target
+            if form.output is not None:
+                node.update_kwarg(form.output, operand)
+            (old,), (new,) = home, storages(node)
+            moved[new] = old
+            last_use[old] = last_use.get(new, position[node])
+            break
     return graph
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of an operation that writes over one of its operands.
+
+    Attributes:
+        target: the operator.
+        operand: what is written over.
+        output: name of the argument that takes it; ``None``: it is the first one.
+    """
+
+    target: torch._ops.OpOverload
+    operand: fx.Node
+    output: str | None
+
+
+def operands_to_write_over(node: fx.Node) -> list[fx.Node]:
+    """Operands that ``node`` could write its result over if they died here and were made beside it, best first."""
+    return [form.operand for form in _forms(node)]
+
+
+def _forms(node: fx.Node) -> list[_Form]:
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
+        return []
+    operands = [
+        argument
+        for argument in node.args
+        if isinstance(argument, fx.Node)
+        and sum(other is argument for other in node.all_input_nodes) == 1
+        and sum(other is argument for other in node.args) == 1
+        and _same_layout(argument, node)
+    ]
+    found = []
+    if operands and operands[0] is node.args[0]:
+        target = _in_place_form(node)
+        if target is not None:
+            found.append(_Form(target, operands[0], None))
+    for operand in operands:
+        with_output = _form_with_output(node)
+        if with_output is not None and not (found and operand is node.args[0]):
+            found.append(_Form(with_output[0], operand, with_output[1]))
+    return found
 
 
 def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
@@ -98,6 +146,53 @@ def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | None:
     mutated = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
     same = [argument.name for argument in arguments] == [argument.name for argument in wanted]
     return form if mutated and same and not node.kwargs.keys() & {"dtype", "memory_format"} else None
+
+
+# Row by row along the last dimension, tried on the CPU; the position of the dimension among the arguments.
+_BY_ROW = {
+    aten._softmax.default: 1,
+    aten._softmax_backward_data.default: 2,
+    aten._log_softmax.default: 1,
+    aten._log_softmax_backward_data.default: 2,
+}
+
+
+def _form_with_output(node: fx.Node) -> tuple[torch._ops.OpOverload, str] | None:
+    """The form of an operation that is given its output, and the name of that argument."""
+    target = node.target
+    value = node.meta["val"]
+    assert isinstance(target, torch._ops.OpOverload)
+    if torch.Tag.pointwise not in target.tags and not (target in _BY_ROW and _goes_by_row(node)):
+        return None
+    if node.kwargs.keys() & {"dtype", "memory_format", "layout", "device"}:
+        return None
+    return _kernel_with_output(target, value.device.type)
+
+
+def _goes_by_row(node: fx.Node) -> bool:
+    values = [node.meta["val"], *(source.meta["val"] for source in input_nodes(node))]
+    dim = node.args[_BY_ROW[node.target]]  # type: ignore[index]
+    return (
+        all(value.device.type == "cpu" and value.is_contiguous() for value in values)
+        and len({value.dtype for value in values}) == 1
+        and dim in (-1, values[0].dim() - 1)
+    )
+
+
+@functools.cache
+def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[torch._ops.OpOverload, str] | None:
+    wanted = [argument.name for argument in target._schema.arguments]
+    packet = target.overloadpacket
+    for name in packet.overloads():
+        form = getattr(packet, name)
+        arguments = form._schema.arguments
+        outputs = [argument.name for argument in arguments if argument.is_out]
+        if len(outputs) != 1 or [argument.name for argument in arguments if not argument.is_out] != wanted:
+            continue
+        types = [str(argument.type) for argument in arguments if not argument.is_out]
+        if types == [str(argument.type) for argument in target._schema.arguments] and has_kernel(form, device):
+            return form, outputs[0]
+    return None
 
 
 def _same_layout(operand: fx.Node, result: fx.Node) -> bool:

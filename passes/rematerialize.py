@@ -16,10 +16,8 @@ Three things hold whatever the chooser says:
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 
-import torch
 from torch import fx
 
 from roundpipe_fx.cost import Roofline, annotate_node
@@ -34,10 +32,9 @@ from roundpipe_fx.joint_graph import (
     node_outputs,
     viewed,
 )
+from roundpipe_fx.recomputation import Form, Snapshots, repetition, selection
 
 __all__ = ["keep_all", "keep_stage_inputs", "rematerialize"]
-
-aten = torch.ops.aten
 
 
 def keep_all(joint: JointGraph) -> set[fx.Node]:
@@ -82,26 +79,19 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
     by_stage: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(Phase.BACKWARD):
         by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
-    snapshots = _Snapshots(joint, roofline)
+    snapshots = Snapshots(joint, roofline)
     first_backward = next(iter(joint.in_phase(Phase.BACKWARD)), graph.output_node())
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
         again = _closure((source for source in needed if source in position), kept, position)
         copies: dict[fx.Node, fx.Node] = {}
         for original in sorted(again, key=position.__getitem__):
-            with graph.inserting_before(first_backward):
-                if _is_gatherable(original):
-                    source, dim, indices = _selection(original)
-                    copy = graph.call_function(aten.gather.default, (source, dim, indices))
-                else:
-                    copy = graph.node_copy(original)
+            form = Form.SAME if selection(original) is None else Form.GATHER
+            copy = repetition(joint, original, form, first_backward)
             _replace_inputs(copy, copies)
-            copy.meta = dict(original.meta)
             annotate_node(copy, roofline)
-            copy.meta.pop("unbacked_bindings", None)
             copy.meta[Mark.PHASE] = Phase.RECOMPUTE
             copy.meta[Mark.STAGE] = stage
-            copy.meta[Mark.ORIGIN] = original.name
             copies[original] = copy
         for node in by_stage[stage]:
             _replace_inputs(node, copies)
@@ -115,7 +105,7 @@ def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
     kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
     for node in joint.in_phase(Phase.FORWARD):
         if Mark.HOISTED in node.meta:
-            kept.update(output for output in node_outputs(node) if not _is_gatherable(output))
+            kept.update(output for output in node_outputs(node) if selection(output) is None)
         elif is_symbolic_scalar(node):
             kept.add(node)
     # A kept view stands for what it views; without its base in the set it would be computed again from further back.
@@ -136,60 +126,13 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: dict[fx.Nod
             continue
         assert Mark.HOISTED not in node.meta, f"{node} is hoisted and must not run again"
         found.add(node)
-        reads = [_selection(node)[0]] if _is_gatherable(node) else input_nodes(node)
+        picked = selection(node)
+        reads = input_nodes(node) if picked is None else [picked[0]]
         pending += [source for source in reads if source in forward and source not in kept]
     return found
-
-
-_SELECTIONS = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: None}
-"""Operators that select along a dimension, and the position of the argument ``dim``."""
-
-
-def _is_gatherable(node: fx.Node) -> bool:
-    """Whether ``node`` is the values of a hoisted selection whose indices say where they were taken from."""
-    if node.target is not operator.getitem or node.args[1] != 0:
-        return False
-    (maker,) = input_nodes(node)
-    taken = any(user.target is operator.getitem and user.args[1] == 1 for user in maker.users)
-    return maker.target in _SELECTIONS and Mark.HOISTED in maker.meta and taken
-
-
-def _selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node]:
-    """What the selection that made ``values`` selected from, along which dimension, and its indices."""
-    (maker,) = input_nodes(values)
-    place = _SELECTIONS[maker.target]  # type: ignore[index]
-    dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
-    source = maker.args[0]
-    indices = next(user for user in maker.users if user.target is operator.getitem and user.args[1] == 1)
-    assert isinstance(source, fx.Node) and isinstance(dim, int)
-    return source, dim, indices
 
 
 def _replace_inputs(node: fx.Node, replacements: dict[fx.Node, fx.Node]) -> None:
     for source in input_nodes(node):
         if source in replacements:
             node.replace_input_with(source, replacements[source])
-
-
-class _Snapshots:
-    """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
-
-    def __init__(self, joint: JointGraph, roofline: Roofline) -> None:
-        self._joint = joint
-        self._roofline = roofline
-        self._taken: dict[fx.Node, fx.Node] = {}
-
-    def of(self, source: fx.Node) -> fx.Node:
-        if source not in self._taken:
-            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
-            with self._joint.graph.inserting_before(next(self._joint.computed())):
-                copy = self._joint.graph.create_node(
-                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
-                )
-            value = source.meta["val"]
-            with value.fake_mode:
-                copy.meta["val"] = torch.empty_like(value)
-            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
-            annotate_node(copy, self._roofline)
-            self._taken[source] = copy
-        return self._taken[source]

@@ -17,7 +17,7 @@ from roundpipe_fx.cost import Roofline, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["replay_rng"]
+__all__ = ["replay_rng", "state_bytes"]
 
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
@@ -32,7 +32,7 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
     graph = joint.graph
     originals = {node.name: node for node in joint.in_phase(Phase.FORWARD) if is_seeded(node)}
     repetitions: dict[str, list[fx.Node]] = {}
-    for node in joint.in_phase(Phase.RECOMPUTE):
+    for node in joint.computed():
         origin = node.meta.get(Mark.ORIGIN)
         if origin in originals and is_seeded(node):
             repetitions.setdefault(origin, []).append(node)
@@ -70,8 +70,11 @@ def _operator(node: fx.Node) -> torch._ops.OpOverload:
     return node.target
 
 
+def state_bytes(node: fx.Node) -> int:
+    """Bytes of the generator's state that replaying ``node`` saves."""
+    return _STATE_BYTES.get(tensor_values(node)[0].device.type, 16)
+
+
 def _fake_state(node: fx.Node) -> torch.Tensor:
-    value = tensor_values(node)[0]
-    size = _STATE_BYTES.get(value.device.type, 16)
-    with value.fake_mode:  # type: ignore[attr-defined]
-        return torch.empty((size,), dtype=torch.uint8, device="cpu")  # a CUDA generator's state too
+    with tensor_values(node)[0].fake_mode:  # type: ignore[attr-defined]
+        return torch.empty((state_bytes(node),), dtype=torch.uint8, device="cpu")  # a CUDA generator's state too

@@ -25,6 +25,7 @@ def compile(
     *,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     recompute: str = "none",
+    memory_budget: int | float | str | None = None,
     stage_compiler: str | Callable[..., Any] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -56,7 +57,9 @@ def compile(
             f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
             'for a function use torch.compile(fn, backend="roundpipe_fx").'
         )
-    options = Options.parse({"stages": stages, "recompute": recompute, "stage_compiler": stage_compiler})
+    options = Options.parse(
+        {"stages": stages, "recompute": recompute, "memory_budget": memory_budget, "stage_compiler": stage_compiler}
+    )
     return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic)
 
 

@@ -107,6 +107,16 @@ class JointGraph:
         return [node for node in self.inputs if str(node.target).startswith("tangents")]
 
     @property
+    def expected_tangents(self) -> list[fx.Node]:
+        """Incoming gradients that a step is expected to bring.
+
+        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest.
+        """
+        tangents = self.tangents
+        losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
+        return losses or tangents
+
+    @property
     def primals(self) -> list[fx.Node]:
         """Graph inputs of the forward."""
         return [node for node in self.inputs if not str(node.target).startswith("tangents")]

@@ -15,6 +15,7 @@ from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, i
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import hoist_decisions
+from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
@@ -24,6 +25,9 @@ from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.plan import Plan, make_plan
+from roundpipe_fx.planner.choose import choose
+from roundpipe_fx.planner.operations import read_operations
+from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["Lowered", "lower"]
@@ -76,9 +80,15 @@ def lower(
     else:
         joint, segments = cut_segments(joint)
         joint, cuts = cut_stages(joint, segments, options.stages, roofline.transfer_seconds)
-    if training:
+    chosen = None
+    if training and options.memory_budget is not None:
+        operations = read_operations(joint, len(segments), allocation_granularity(device))
+        chosen = choose(operations, options.memory_budget)
+        joint = follow_schedule(joint, chosen.candidate.schedule.backward, roofline)
+    elif training:
         joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)
         joint = start_early(joint)
+    if training:
         joint = replay_rng(joint, roofline)
     joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
     stage_compiler = options.stage_compiler_for(device)
@@ -87,7 +97,8 @@ def lower(
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
-    plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute)
+    peak = simulate_programs(forward, backward, joint.expected_tangents, allocation_granularity(device))
+    plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute, peak, chosen)
     log.info("%s", plan)
     return Lowered(plan, forward, backward, stage_compiler)
 

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import torch
 
+from roundpipe_fx.budget import parse_budget
+
 __all__ = ["Options", "StageCompiler"]
 
 StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
@@ -26,12 +28,15 @@ class Options:
             times the heaviest segment; or a list of module names (as in ``named_modules()``) at which stages begin.
         recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
             it, and what is hoisted.
+        memory_budget: bytes that a step may allocate at most at one time, or a share in [0, 1] of the way from the
+            least that can be reached to nothing recomputed. ``None``: as ``recompute`` says.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
     """
 
     stages: int | str | tuple[str, ...] = "auto"
     recompute: str = "none"
+    memory_budget: int | float | None = None
     stage_compiler: StageCompiler | None = None
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
@@ -57,6 +62,12 @@ class Options:
             checked["stages"] = _stages(checked["stages"])
         if checked.get("recompute", "none") not in _RECOMPUTE:
             raise ValueError(f"recompute={checked['recompute']!r}: valid values are {_quoted(_RECOMPUTE)}.")
+        checked["memory_budget"] = parse_budget(checked.get("memory_budget"))
+        if checked["memory_budget"] is not None and checked.get("recompute", "none") != "none":
+            raise ValueError(
+                f"recompute={checked['recompute']!r} and memory_budget={options['memory_budget']!r} contradict each "
+                "other: with a budget the plan decides what is recomputed. Give one of them."
+            )
         compiler = checked.get("stage_compiler")
         if compiler is not None and not callable(compiler) and compiler not in _STAGE_COMPILERS:
             raise ValueError(

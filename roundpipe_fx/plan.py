@@ -8,10 +8,13 @@ from pathlib import Path
 
 from torch import fx
 
+from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.codegen.text import type_text
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
+from roundpipe_fx.planner.choose import Chosen
 from roundpipe_fx.segment import Segment, StageCut
+from roundpipe_fx.simulator import PeakMoment
 from roundpipe_fx.torch_private import module_path_text, size_hint
 
 __all__ = ["Plan", "PlannedStage", "PlannedValue", "bytes_text", "make_plan"]
@@ -48,6 +51,7 @@ class PlannedStage:
         segments: indices of its first and last segment.
         forward_seconds: modelled.
         recompute_seconds: modelled; what the backward repeats or starts before gradients arrive.
+        repeated_seconds: modelled; of forward operations that the backward runs again.
         backward_seconds: modelled, without the recomputation.
         entry_bytes: computed values that live across its beginning.
         saved: kept from forward to backward, without the hoisted ones and generator states.
@@ -62,6 +66,7 @@ class PlannedStage:
     segments: tuple[int, int]
     forward_seconds: float
     recompute_seconds: float
+    repeated_seconds: float
     backward_seconds: float
     entry_bytes: int
     saved: tuple[PlannedValue, ...]
@@ -79,6 +84,9 @@ class Plan:
         stages: the stages in order.
         segments: how many segments the forward was cut into, and how many structurally different ones.
         recompute: the option it was made with.
+        budget: bytes that a step may allocate at most at one time; ``None``: no limit.
+        peak: when a step allocates most at one time, predicted by simulating the emitted programs.
+        trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered.
         training: whether there is a backward.
         static: whether all incoming gradients have sizes that are known when compiling.
         outputs: how many values the forward returns to its caller.
@@ -89,6 +97,9 @@ class Plan:
     stages: tuple[PlannedStage, ...]
     segments: tuple[int, int]
     recompute: str
+    budget: int | None
+    peak: PeakMoment
+    trade_off: tuple[tuple[int, float], ...] = field(repr=False)
     training: bool
     static: bool
     outputs: int
@@ -99,6 +110,19 @@ class Plan:
     def saved_bytes(self) -> int:
         """Bytes of computed values that the forward keeps for the backward, hoisted values and RNG states included."""
         return sum(value.bytes for stage in self.stages for value in (*stage.saved, *stage.hoisted))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of a step: bytes allocated at most at one time beyond what was allocated when it began.
+
+        The forward's outputs count until the backward is over, since the caller may hold them.
+        """
+        return self.peak.bytes
+
+    @property
+    def recompute_seconds(self) -> float:
+        """Modelled seconds of what the backward computes again."""
+        return sum(stage.repeated_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
         """Every emitted module and program as readable Python, by file name.
@@ -150,16 +174,6 @@ class Plan:
         return "\n".join(lines)
 
 
-def bytes_text(count: int) -> str:
-    """A number of bytes for people: ``1.5 MiB``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024 or unit == "GiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    raise AssertionError
-
-
 def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
     if not values:
         return []
@@ -181,6 +195,8 @@ def make_plan(
     forward: Program,
     backward: Program | None,
     recompute: str,
+    peak: PeakMoment,
+    chosen: Chosen | None = None,
 ) -> Plan:
     """Read the plan off a finished graph."""
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
@@ -205,6 +221,7 @@ def make_plan(
                 (cut.first, cut.last),
                 seconds[Phase.FORWARD],
                 seconds[Phase.RECOMPUTE],
+                sum(node.meta[Mark.SECONDS] for node in nodes if Mark.ORIGIN in node.meta),
                 seconds[Phase.BACKWARD],
                 segments[cut.first].entry_bytes,
                 saved=_values(node for node in own_saved if not _hoist_reason(node)),
@@ -221,6 +238,9 @@ def make_plan(
         tuple(stages),
         (len(segments), different),
         recompute,
+        chosen.limit if chosen is not None else None,
+        peak,
+        chosen.frontier if chosen is not None else (),
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),
         outputs=joint.num_forward_outputs,

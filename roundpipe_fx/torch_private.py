@@ -14,16 +14,19 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._dynamo.exc
 import torch._functorch.config
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 __all__ = [
+    "PassedThrough",
     "aot_autograd",
     "boxed_codegen",
     "dynamo_flags",
     "forward_backend_context",
     "graph_break",
+    "has_kernel",
     "inductor",
     "input_path",
     "module_path_text",
@@ -34,6 +37,14 @@ __all__ = [
     "size_hint",
     "user_stack_text",
 ]
+
+
+class PassedThrough(torch._dynamo.exc.ShortenTraceback):
+    """An error of a backend's that reaches the user as it is, not wrapped into Dynamo's ``BackendCompilerFailed``."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
 
 # Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
@@ -304,3 +315,9 @@ def leave_unused_gradients_out(output: torch.Tensor) -> None:
     """
     if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
         output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
+
+
+def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
+    """Whether a device has a kernel of its own for an operator, rather than one composed of others."""
+    key = getattr(torch._C.DispatchKey, device.upper(), None)
+    return key is not None and operator.has_kernel_for_dispatch_key(key)

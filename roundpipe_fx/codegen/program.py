@@ -28,18 +28,25 @@ class Program:
         name: ``forward`` or ``backward``.
         module: inputs, ``call_module`` nodes named after the stage modules, ``getitem`` of their results, output.
         calls: the stage modules, in the order of their first call.
+        inputs: nodes of the joint graph that it gets.
+        results: nodes of the joint graph that it returns, and constants.
+        outputs: how many of the results, counted from the first, are the caller's.
     """
 
     name: str
     module: fx.GraphModule
     calls: tuple[StageModule, ...]
+    inputs: tuple[fx.Node, ...]
+    results: tuple[Any, ...]
+    outputs: int
 
 
 def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
     """The forward: inputs are the primals; outputs the forward's, then saved tensors, then saved symbolic scalars."""
     calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
     saved = _ordered_saved(joint)
-    return _emit("forward", joint, joint.primals, calls, [*joint.forward_outputs, *saved.tensors, *saved.scalars])
+    results = [*joint.forward_outputs, *saved.tensors, *saved.scalars]
+    return _emit("forward", joint, joint.primals, calls, results, joint.num_forward_outputs)
 
 
 def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
@@ -48,7 +55,8 @@ def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase],
     order = [(stage, phase) for stage in stages for phase in (Phase.RECOMPUTE, Phase.BACKWARD)]
     calls = [modules[key] for key in order if key in modules]
     saved = _ordered_saved(joint)
-    return _emit("backward", joint, [*saved.scalars, *saved.tensors, *joint.tangents], calls, joint.gradients)
+    inputs = [*saved.scalars, *saved.tensors, *joint.tangents]
+    return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients))
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,12 @@ class _StageCall(nn.Module):
 
 
 def _emit(
-    name: str, joint: JointGraph, inputs: Sequence[fx.Node], calls: Sequence[StageModule], outputs: Sequence[Any]
+    name: str,
+    joint: JointGraph,
+    inputs: Sequence[fx.Node],
+    calls: Sequence[StageModule],
+    results: Sequence[Any],
+    outputs: int,
 ) -> Program:
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
@@ -96,5 +109,6 @@ def _emit(
             item = graph.create_node("call_function", operator.getitem, (made, index), name=value_name(joint, node))
             item.meta = dict(node.meta)
             values[node] = item
-    graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in outputs))
-    return Program(name, fx.GraphModule(root, graph, class_name=f"{name}_program"), tuple(calls))
+    graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in results))
+    module = fx.GraphModule(root, graph, class_name=f"{name}_program")
+    return Program(name, module, tuple(calls), tuple(inputs), tuple(results), outputs)

@@ -1,0 +1,94 @@
+"""Byte budgets: what a user may write, and what it means."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from roundpipe_fx.torch_private import PassedThrough
+
+__all__ = ["InfeasibleBudgetError", "bytes_text", "limit_of", "parse_budget"]
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+
+
+class InfeasibleBudgetError(PassedThrough, ValueError):
+    """The budget is below what the step needs at the least. Raised before anything runs.
+
+    Attributes:
+        minimum: the least budget, in bytes, that can be met.
+    """
+
+    def __init__(self, message: str, minimum: int) -> None:
+        super().__init__(message)
+        self.minimum = minimum
+
+
+def parse_budget(budget: Any) -> int | float | None:
+    """A budget as bytes (``int``), as a share of what can be saved (``float`` in [0, 1]), or ``None``.
+
+    Args:
+        budget: ``6442450944``, ``"6GiB"``, ``"512 MB"``, ``0.3`` or ``None``.
+
+    Raises:
+        ValueError: a number out of range, or a text that is no size.
+        TypeError: anything else.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, bool):
+        raise TypeError("memory_budget must be bytes, a size like '6GiB', or a float in [0, 1], not a bool.")
+    if isinstance(budget, int):
+        if budget <= 0:
+            raise ValueError(f"memory_budget={budget}: a number of bytes must be positive.")
+        return budget
+    if isinstance(budget, float):
+        if not (math.isfinite(budget) and 0 <= budget <= 1):
+            raise ValueError(
+                f"memory_budget={budget}: a float is a share, from 0.0 (as little memory as can be) to 1.0 (nothing is "
+                "recomputed); for bytes give an int or a size like '6GiB'."
+            )
+        return budget
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
+        unit = _UNITS.get(found.group(2).lower()) if found else None
+        size = int(float(found.group(1)) * unit) if found and unit else 0
+        if size <= 0:
+            raise ValueError(f"memory_budget={budget!r} is no size; write for example '512MiB', '6GiB' or '80 GB'.")
+        return size
+    raise TypeError(
+        f"memory_budget must be bytes, a size like '6GiB', a float in [0, 1], or None, not {type(budget).__name__}."
+    )
+
+
+def limit_of(budget: int | float, lowest: int, highest: int) -> int:
+    """The budget in bytes.
+
+    Args:
+        budget: bytes, or a share of the way from ``lowest`` to ``highest``.
+        lowest: the least peak that can be reached.
+        highest: the peak with nothing recomputed.
+    """
+    return budget if isinstance(budget, int) else lowest + math.floor(budget * (highest - lowest))
+
+
+def bytes_text(count: int) -> str:
+    """A number of bytes for people: ``1.5 MiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024 or unit == "GiB":
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    raise AssertionError

@@ -1,0 +1,251 @@
+"""Across segments: dynamic programming over a chain with a memory axis.
+
+The problem is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
+chains: how to train deep neural networks with limited memory", 2019), with several options a segment (Rockmate, Zhao
+et al., ICML 2023). A link of the chain is a segment. Coming to a link with so much memory left, either
+
+- keep one of its options, run it and go on; its backward then makes again what the option does not keep; or
+- run on from its input to some later link, keep only what crosses into that one, do the backward of all from there,
+  and come back: run forward again from the input, with the same question asked anew.
+
+So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
+backward that it is kept for. In a repetition the last link before its backward runs need not be run: its backward
+makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
+
+Bytes are counted in slots; what is rounded is put right by the simulator, which judges every plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
+
+_MOST_RETURNS = 24
+"""From one place at most so many later ones are looked at to come back from, evenly spread."""
+
+
+@dataclass(frozen=True)
+class LinkOption:
+    """One way to keep a link's values.
+
+    Attributes:
+        held: bytes that it holds while later links run: what it keeps, with what crosses into the next link.
+        seconds: of recomputation in its backward.
+        forward: peak bytes while its forward runs, its input not counted.
+        backward: peak bytes while its backward runs, its input not counted, what it kept included.
+    """
+
+    held: int
+    seconds: float
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """A segment as the chain sees it.
+
+    Attributes:
+        seconds: of running its forward again, as far as later links need it.
+        forward: peak bytes while its forward runs with nothing kept, its input not counted.
+        options: ways to keep its values.
+        bare: its backward with nothing kept but its input: ``held`` does not count.
+        standing: bytes that lie there in its backward whatever is chosen (gradients so far, hoisted values).
+        standing_forward: the same in its first forward.
+    """
+
+    seconds: float
+    forward: int
+    options: tuple[LinkOption, ...]
+    bare: LinkOption
+    standing: int = 0
+    standing_forward: int = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Links in order, and what crosses.
+
+    Attributes:
+        links: first to last.
+        crossing: ``crossing[i][k]``, for i < k: bytes made by links i to k - 1 that link k or a later one reads.
+    """
+
+    links: tuple[Link, ...]
+    crossing: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One decision, in the order in which a program meets them.
+
+    Attributes:
+        before: the link whose backward follows at once; ``None``: taken in the first forward.
+        link: where it is taken.
+        option: the option that is kept there, or ``None``:
+        until: the link that is run on to; only what crosses into it is kept.
+    """
+
+    before: int | None
+    link: int
+    option: int | None
+    until: int
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Optimal recomputation for every amount of memory up to a limit.
+
+    Attributes:
+        slot: bytes a slot.
+        seconds: by slots of memory, modelled seconds of recomputation; infinite where it cannot be done.
+    """
+
+    chain: Chain
+    slot: float
+    seconds: NDArray[np.float64]
+    _first: NDArray[np.float64]
+    _again: NDArray[np.float64] | None
+
+    def decisions(self, slots: int) -> list[Decision]:
+        """The decisions that reach ``seconds[slots]``."""
+        found: list[Decision] = []
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None)
+        tables.first, tables.again = self._first, self._again
+        pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
+        while pending:
+            link, last, memory = pending.pop()
+            choice = tables.best(link, last, memory)
+            if choice is None:
+                continue
+            option, until = choice
+            found.append(Decision(last, link, option, until))
+            if option is not None:
+                if until < len(self.chain.links):
+                    held = tables.slots(self.chain.links[link].options[option].held)
+                    pending.append((until, last, memory - held))
+            else:
+                pending.append((link, until - 1, memory))
+                pending.append((until, last, memory - tables.slots(int(self.chain.crossing[link, until]))))
+        return found
+
+
+def solve_chain(chain: Chain, limit: int, slots: int = 500, nested: bool = True) -> Solution:
+    """Solve a chain for every amount of memory up to a limit.
+
+    Args:
+        chain: at least one link.
+        limit: bytes.
+        slots: how finely memory is counted.
+        nested: whether the backward may come back to a place and run forward again from there. Without it time is
+            linear in the length of the chain, else quadratic to cubic.
+    """
+    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested)
+    tables.solve()
+    return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again)
+
+
+class _Tables:
+    def __init__(self, chain: Chain, slot: float, width: int, nested: bool) -> None:
+        self.chain = chain
+        self.slot = slot
+        self.width = width
+        self.nested = nested
+        count = len(chain.links)
+        self.first = np.full((count + 1, width), np.inf)
+        self.again: NDArray[np.float64] | None = None
+        self._memory = np.arange(width)
+        self._elapsed = np.concatenate([[0.0], np.cumsum([link.seconds for link in chain.links])])
+        self._run = self._running()
+
+    def slots(self, size: int) -> int:
+        return round(size / self.slot)
+
+    def _running(self) -> NDArray[np.int64]:
+        """``run[i, k]``: peak bytes of running from link i to link k with nothing kept on the way."""
+        links = self.chain.links
+        count = len(links)
+        run = np.zeros((count, count + 1), dtype=np.int64)
+        for first in range(count):
+            crossing = np.concatenate([[0], self.chain.crossing[first, first + 1 : count]])
+            inside = np.array([link.forward for link in links[first:]], dtype=np.int64)
+            run[first, first + 1 :] = np.maximum.accumulate(crossing + inside)
+        return run
+
+    def solve(self) -> None:
+        count = len(self.chain.links)
+        if self.nested:
+            self.again = np.full((count, count, self.width), np.inf)
+            for length in range(count):
+                for first in range(count - length):
+                    self._solve_again(first, first + length)
+        for link in range(count - 1, -1, -1):
+            self._solve_first(link)
+
+    def _after(self, table: NDArray[np.float64], held: int) -> NDArray[np.float64]:
+        """``table`` with ``held`` slots less memory."""
+        shifted = np.full(self.width, np.inf)
+        if held < self.width:
+            shifted[held:] = table[: self.width - held]
+        return shifted
+
+    def _cannot(self, needed: float) -> slice:
+        return slice(0, max(min(self.width, round(needed / self.slot)), 0))
+
+    def _solve_again(self, first: int, last: int) -> None:
+        assert self.again is not None
+        row = self.again[first, last]
+        for _, _, seconds in self._ways(first, last):
+            np.minimum(row, seconds, out=row)
+
+    def _solve_first(self, link: int) -> None:
+        row = self.first[link]
+        for _, _, seconds in self._ways(link, None):
+            np.minimum(row, seconds, out=row)
+
+    def _ways(self, first: int, last: int | None):  # type: ignore[no-untyped-def]
+        """All decisions at a place: (option, until, seconds by memory)."""
+        links = self.chain.links
+        count = len(links)
+        link = links[first]
+        end = count - 1 if last is None else last
+        rest = self.first if last is None else self.again[:, last] if self.again is not None else None
+        standing = link.standing_forward if last is None else links[last].standing
+        if first == end and last is not None:
+            seconds = np.full(self.width, link.bare.seconds, dtype=np.float64)
+            seconds[self._cannot(link.bare.backward + link.standing)] = np.inf
+            yield None, first, seconds
+            return
+        for index, option in enumerate(link.options):
+            if first == end:
+                seconds = np.full(self.width, option.seconds, dtype=np.float64)
+            else:
+                assert rest is not None
+                seconds = self._after(rest[first + 1], self.slots(option.held)) + option.seconds
+                if last is not None:
+                    seconds += link.seconds
+            needed = max(option.forward + standing, option.backward + link.standing)
+            seconds[self._cannot(needed)] = np.inf
+            yield index, first + 1, seconds
+        if first == end or self.again is None or rest is None:
+            return
+        places = range(first + 1, end + 1)
+        if len(places) > _MOST_RETURNS:
+            places = sorted({first + 1, *np.linspace(first + 1, end, _MOST_RETURNS).astype(int).tolist()})
+        for until in places:
+            held = self.slots(int(self.chain.crossing[first, until]))
+            seconds = self._after(rest[until], held) + self.again[first, until - 1]
+            if last is not None:
+                seconds += self._elapsed[until] - self._elapsed[first]
+            seconds[self._cannot(self._run[first, until] + standing)] = np.inf
+            yield None, until, seconds
+
+    def best(self, first: int, last: int | None, memory: int) -> tuple[int | None, int] | None:
+        """The best decision at a place with so many slots; ``None`` where there is nothing to decide."""
+        found = min(self._ways(first, last), key=lambda way: way[2][memory])
+        option, until, _ = found
+        return None if option is None and until == first else (option, until)

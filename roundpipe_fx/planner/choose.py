@@ -1,0 +1,68 @@
+"""The choice: the least recomputation whose peak stays within the budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
+from roundpipe_fx.joint_graph import module_path
+from roundpipe_fx.planner.operations import OperationGraph
+from roundpipe_fx.planner.schedule import Blocks
+from roundpipe_fx.planner.search import Candidate, everything_kept, search
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["Chosen", "choose"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen, and from what.
+
+    Attributes:
+        candidate: the schedule, with its peak.
+        limit: the budget in bytes.
+        frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
+    """
+
+    candidate: Candidate
+    limit: int
+    frontier: tuple[tuple[int, float], ...]
+
+
+def choose(graph: OperationGraph, budget: int | float) -> Chosen:
+    """Choose a schedule for a budget.
+
+    Args:
+        graph: the operations.
+        budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
+
+    Raises:
+        InfeasibleBudgetError: the budget is below the least peak that can be reached.
+    """
+    blocks = Blocks(graph)
+    candidates = [everything_kept(blocks)] if budget == 1.0 else search(blocks)
+    limit = limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes)
+    frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
+    for candidate in candidates:
+        if candidate.peak.bytes <= limit:
+            return Chosen(candidate, limit, frontier)
+    raise _infeasible(graph, candidates[-1], limit)
+
+
+def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> InfeasibleBudgetError:
+    peak = lowest.peak
+    where = "at its beginning"
+    if peak.operation is not None:
+        module = module_path(peak.operation.node, module_path_text) or "the model"
+        phase = "backward" if peak.backward else "forward"
+        where = (
+            f"in the {phase} of {module} (stage {graph.stages[peak.segment]}, segment {peak.segment}, at "
+            f"{peak.operation.node.name})"
+        )
+    live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
+    return InfeasibleBudgetError(
+        f"memory_budget of {limit} bytes ({bytes_text(limit)}) cannot be met: a step of this model on this batch needs "
+        f"at least {peak.bytes} bytes ({bytes_text(peak.bytes)}). What binds is {where}, where these are alive: "
+        f"{live}. Use a smaller batch, or a budget of at least the minimum.",
+        peak.bytes,
+    )

@@ -1,0 +1,271 @@
+"""Operations and storages: the joint graph as a planner of memory sees it.
+
+Views vanish: an *operation* is a node that computes, and what it reads and makes are *storages*, numbered. A storage
+is bytes that live from the operation that makes it to the last one that reads it, through any number of views.
+Parameters and other graph inputs are at hand everywhere and are no storages; incoming gradients are.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_seeded,
+    is_symbolic_scalar,
+    is_view,
+    tensor_values,
+)
+from roundpipe_fx.passes.reinplace import operands_to_write_over
+from roundpipe_fx.passes.rng import state_bytes
+from roundpipe_fx.recomputation import Form, makes_mask_alone, selection
+from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
+
+__all__ = ["OUTSIDE", "Operation", "OperationGraph", "Way", "read_operations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A node that computes.
+
+    Attributes:
+        index: position among the operations: the forward's in order, then the backward's, last segment first.
+        node: the node.
+        segment: its segment.
+        stage: its stage.
+        reads: storages that it reads, each once.
+        makes: storages that it makes.
+        seconds: modelled.
+        over: storages that its result may be written over, those that die here.
+    """
+
+    index: int
+    node: fx.Node
+    segment: int
+    stage: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float
+    over: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a forward storage is made again.
+
+    Attributes:
+        operation: the forward operation that is repeated.
+        node: the node that a repetition copies: the operation's, or for a gather the value's.
+        form: the same operation, a gather by saved indices, or a dropout that draws only its mask.
+        reads: storages that are needed for it.
+        makes: storages that it yields.
+        scratch: bytes that it makes beside these and that die at once.
+        seconds: modelled.
+    """
+
+    operation: Operation
+    node: fx.Node
+    form: Form
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    scratch: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """All operations and storages of a joint graph with segments and stages.
+
+    Attributes:
+        forward: the forward's operations, in order.
+        backward: the backward's by segment, each in order.
+        sizes: bytes by storage.
+        makers: index of the forward operation that makes a storage; absent for those of the backward and tangents.
+        makers_segment: by storage, the segment of its maker; for tangents the number of segments.
+        values: by forward storage, the node (no view, no tuple) that stands for it, where there is one.
+        always_kept: forward storages that are kept whatever is chosen: hoisted ones.
+        outputs: forward storages that the caller gets.
+        tangents: storages of incoming gradients.
+        gradients: storages that the backward returns.
+        ways: by forward storage, how it is made again; absent where it must not be.
+        alone: for masks of dropouts, the way that draws the mask without the dropout's input.
+        states: bytes of the generator's state, by index of a seeded forward operation.
+        last_segments: by forward storage, the last segment whose forward or backward reads it.
+        stages: by segment, its stage.
+        segments: how many segments there are.
+    """
+
+    forward: tuple[Operation, ...]
+    backward: dict[int, list[Operation]]
+    sizes: list[int]
+    makers: dict[int, int]
+    segment_of: list[int]
+    values: dict[int, fx.Node]
+    always_kept: frozenset[int]
+    outputs: frozenset[int]
+    tangents: frozenset[int]
+    gradients: frozenset[int]
+    ways: dict[int, Way]
+    alone: dict[int, Way]
+    states: dict[int, int]
+    last_segments: dict[int, int]
+    stages: dict[int, int]
+    segments: int
+
+    @functools.cached_property
+    def at_hand(self) -> frozenset[int]:
+        """Forward storages that live until the backward whatever is chosen: hoisted ones and the caller's."""
+        return self.always_kept | self.outputs
+
+    def is_forward(self, storage: int) -> bool:
+        """Whether a storage is made by the forward."""
+        return storage in self.makers
+
+
+def read_operations(joint: JointGraph, segments: int, granularity: int = 1) -> OperationGraph:
+    """Read the operations off a graph with segments and stages.
+
+    Args:
+        joint: the graph; not changed.
+        segments: how many segments it has.
+        granularity: what the device's allocator rounds sizes up to, in bytes.
+    """
+    reader = _Reader(joint, granularity)
+    forward_nodes = joint.in_phase(Phase.FORWARD)
+    backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
+    for node in joint.inputs:
+        reader.read_input(node)
+    tangents = frozenset(s for node in joint.expected_tangents for s in reader.of(node))
+    forward = [operation for node in forward_nodes if (operation := reader.read(node)) is not None]
+    forward_storages = {storage for operation in forward for storage in operation.makes}
+    backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
+    for node in backward_nodes:
+        operation = reader.read(node)
+        if operation is not None:
+            backward[operation.segment].append(operation)
+    for storage in tangents:
+        reader.segment_of[storage] = segments
+    outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
+    gradients = {s for node in joint.gradients if isinstance(node, fx.Node) for s in reader.of(node)}
+    values = {}
+    hoisted = set()
+    ways: dict[int, Way] = {}
+    alone: dict[int, Way] = {}
+    for node in forward_nodes:
+        if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        (storage,) = reader.of(node) or (OUTSIDE,)
+        if storage in forward_storages:
+            values.setdefault(storage, node)
+    by_index = {operation.index: operation for operation in forward}
+    for storage in forward_storages:
+        operation = by_index[reader.makers[storage]]
+        value = values.get(storage)
+        picked = selection(value) if value is not None else None
+        if value is not None and picked is not None:
+            source, _, indices = picked
+            reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
+            ways[storage] = Way(operation, value, Form.GATHER, reads, (storage,), 0, operation.seconds)
+        elif Mark.HOISTED in operation.node.meta:
+            hoisted.add(storage)
+        else:
+            ways[storage] = Way(
+                operation, operation.node, Form.SAME, operation.reads, operation.makes, 0, operation.seconds
+            )
+            if value is not None and makes_mask_alone(value):
+                scratch = sum(reader.sizes[s] for s in operation.makes if s != storage)
+                alone[storage] = Way(operation, operation.node, Form.MASK, (), (storage,), scratch, operation.seconds)
+    states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
+    return OperationGraph(
+        tuple(forward),
+        backward,
+        reader.sizes,
+        {storage: reader.makers[storage] for storage in forward_storages},
+        reader.segment_of,
+        values,
+        frozenset(hoisted),
+        frozenset(outputs & forward_storages),
+        tangents,
+        frozenset(gradients - {OUTSIDE}),
+        ways,
+        alone,
+        states,
+        _last_segments(forward, backward, forward_storages),
+        {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()},
+        segments,
+    )
+
+
+def _last_segments(
+    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], storages: Collection[int]
+) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for operation in (*forward, *(item for block in backward.values() for item in block)):
+        for storage in operation.reads:
+            if storage in storages:
+                found[storage] = max(found.get(storage, 0), operation.segment)
+    return found
+
+
+class _Reader:
+    """Reads operations off nodes, in order."""
+
+    def __init__(self, joint: JointGraph, granularity: int) -> None:
+        self._numbers = StorageNumbers(granularity)
+        self._tangents = set(joint.expected_tangents)
+        self.makers: dict[int, int] = {}
+        self.segment_of: list[int] = []
+        self._count = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._numbers.sizes
+
+    def of(self, node: fx.Node) -> list[int]:
+        return self._numbers.of(node)
+
+    def read_input(self, node: fx.Node) -> None:
+        values = tensor_values(node)
+        if node in self._tangents:
+            self._numbers.give(node, [self._numbers.new(value) for value in values])
+            self.segment_of += [0] * len(values)
+        else:
+            self._numbers.give(node, [OUTSIDE] * len(values))
+
+    def read(self, node: fx.Node) -> Operation | None:
+        """Note what ``node`` yields; an operation if it computes."""
+        made = self._numbers.follow(node)
+        self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
+        if node.target is operator.getitem or is_symbolic_scalar(node) or is_view(node):
+            return None
+        index = self._count
+        self._count += 1
+        self.makers.update(dict.fromkeys(made, index))
+        return Operation(
+            index,
+            node,
+            node.meta[Mark.SEGMENT],
+            node.meta[Mark.STAGE],
+            tuple(self._numbers.reads(node)),
+            tuple(made),
+            node.meta[Mark.SECONDS],
+            self._over(node) if len(made) == 1 else (),
+        )
+
+    def _over(self, node: fx.Node) -> tuple[int, ...]:
+        found = []
+        for operand in operands_to_write_over(node):
+            (over,) = self.of(operand)
+            others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
+            if over != OUTSIDE and over not in others:
+                found.append(over)
+        return tuple(found)

@@ -1,0 +1,135 @@
+"""order: in which order the steps of a segment's backward run, so that few bytes live at one time.
+
+Ordering a graph of operations for least peak is NP-hard (Sethi, "Complete register allocation problems", 1975), so
+this is a beam search: partial orders grow step by step, and of those that have run equally many the few with the
+lowest peaks go on. A step that makes no more than it frees, at no new peak, is run at once: waiting gains nothing.
+The order that was given stands unless a better one is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from roundpipe_fx.liveness import Event
+
+__all__ = ["order_events"]
+
+_WIDTH = 6
+
+
+@dataclass(slots=True)
+class _Partial:
+    """A partial order."""
+
+    peak: int
+    live: int
+    order: list[int]
+    waiting: list[int]
+    """By event, how many of the events it reads from have not run."""
+    readers: dict[int, int]
+    """By storage, how many events that read it have not run."""
+    ready: list[int]
+
+
+def order_events(
+    events: Sequence[Event],
+    sizes: Sequence[int],
+    before: Collection[int],
+    lasting: Collection[int],
+    width: int = _WIDTH,
+) -> tuple[list[int], int]:
+    """An order of events with a low peak.
+
+    Args:
+        events: in an order that is possible.
+        sizes: bytes by storage.
+        before: storages that live at the beginning and die when they are read for the last time.
+        lasting: storages that live to the end.
+        width: how many partial orders go on.
+
+    Returns:
+        the positions of the events in the order found, and its peak in bytes.
+    """
+    maker = {storage: position for position, event in enumerate(events) for storage in event.makes}
+    counted = {*maker, *before}
+    users: list[list[int]] = [[] for _ in events]
+    waiting = []
+    readers: dict[int, int] = {storage: 1 if storage in lasting else 0 for storage in counted}
+    for position, event in enumerate(events):
+        sources = {maker[storage] for storage in event.reads if storage in maker}
+        waiting.append(len(sources))
+        for source in sources:
+            users[source].append(position)
+        for storage in event.reads:
+            if storage in counted:
+                readers[storage] += 1
+    live = sum(sizes[storage] for storage in before if readers[storage])
+    room = {storage: event.room for event in events for storage in event.makes}
+
+    def during(partial: _Partial, position: int) -> tuple[int, int]:
+        """Bytes while an event runs, and after it."""
+        event = events[position]
+        left = partial.readers
+        made = sum(sizes[storage] for storage in event.makes)
+        dying = [storage for storage in event.reads if left.get(storage) == 1]
+        freed = sum(sizes[storage] for storage in dying)
+        over = next((sizes[s] for s in event.over if s in dying and room.get(s, _NOWHERE) == event.room), 0)
+        unread = sum(sizes[storage] for storage in event.makes if not left[storage])
+        return partial.live + made - over + event.scratch, partial.live + made - freed - unread
+
+    def run(partial: _Partial, position: int) -> None:
+        high, partial.live = during(partial, position)
+        partial.peak = max(partial.peak, high)
+        partial.order.append(position)
+        partial.ready.remove(position)
+        for storage in events[position].reads:
+            if storage in partial.readers:
+                partial.readers[storage] -= 1
+        for user in users[position]:
+            partial.waiting[user] -= 1
+            if not partial.waiting[user]:
+                partial.ready.append(user)
+
+    def settle(partial: _Partial) -> None:
+        """Run what is free."""
+        found = True
+        while found:
+            found = False
+            for position in partial.ready:
+                high, after = during(partial, position)
+                if after <= partial.live and high <= partial.peak:
+                    run(partial, position)
+                    found = True
+                    break
+
+    start = _Partial(live, live, [], waiting, readers, [p for p, count in enumerate(waiting) if not count])
+    settle(start)
+    beam = [start]
+    finished: list[_Partial] = []
+    while beam:
+        grown: dict[frozenset[int], _Partial] = {}
+        for partial in beam:
+            if not partial.ready:
+                finished.append(partial)
+                continue
+            for position in partial.ready:
+                child = _Partial(
+                    partial.peak,
+                    partial.live,
+                    list(partial.order),
+                    list(partial.waiting),
+                    dict(partial.readers),
+                    list(partial.ready),
+                )
+                run(child, position)
+                settle(child)
+                key = frozenset(child.order)
+                if key not in grown or child.peak < grown[key].peak:
+                    grown[key] = child
+        beam = sorted(grown.values(), key=lambda item: (item.peak, item.live, item.order))[:width]
+    best = min(finished, key=lambda item: item.peak)
+    return best.order, best.peak
+
+
+_NOWHERE = object()

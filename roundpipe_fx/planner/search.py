@@ -1,0 +1,188 @@
+"""The search for plans: from a graph's operations to schedules on the trade-off of peak bytes and recompute seconds.
+
+Each segment's frontier gives its options; the chain of segments with these options is solved for every amount of
+memory; each distinct solution becomes a schedule, and the simulator says what it truly peaks at. What the solver
+rounded or did not see (values that skip over segments, storages that die early) is so put right before anything is
+chosen.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roundpipe_fx.planner.chain import Chain, Decision, Link, LinkOption, Solution, solve_chain
+from roundpipe_fx.planner.frontier import Known, frontier
+from roundpipe_fx.planner.operations import Operation, OperationGraph
+from roundpipe_fx.planner.schedule import (
+    Blocks,
+    Choice,
+    Peak,
+    Schedule,
+    just_in_time,
+    make_schedule,
+    peak_of_forward,
+    simulate,
+)
+
+__all__ = ["Candidate", "everything_kept", "search"]
+
+_FINE_SLOTS = 1000
+_NESTED_SLOTS = 256
+_NESTED_SHARE = 1.25
+"""Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
+_LEVELS = 16
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what it costs.
+
+    Attributes:
+        schedule: what runs.
+        peak: simulated.
+    """
+
+    schedule: Schedule
+    peak: Peak
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of recomputation."""
+        return self.schedule.seconds
+
+
+def everything_kept(blocks: Blocks) -> Candidate:
+    """Nothing runs again."""
+    return _candidate(blocks, Choice(frozenset(blocks.graph.makers)))
+
+
+def search(blocks: Blocks) -> list[Candidate]:
+    """Candidates of which none is better than another in both peak and seconds, highest peak first."""
+    kept = everything_kept(blocks)
+    chain, savings = _chain(blocks)
+    fine = solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False)
+    found = [kept]
+    found += [_candidate(blocks, choice) for choice in _choices(blocks.graph, savings, fine)]
+    low = min(item.peak.bytes for item in found)
+    nested = solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS)
+    found += [_candidate(blocks, choice) for choice in _choices(blocks.graph, savings, nested)]
+    return _best(found)
+
+
+def _candidate(blocks: Blocks, choice: Choice) -> Candidate:
+    schedule = make_schedule(blocks, choice)
+    return Candidate(schedule, simulate(blocks.graph, schedule))
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    best: list[Candidate] = []
+    for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
+        if not best or item.peak.bytes < best[-1].peak.bytes:
+            best.append(item)
+    return best
+
+
+def _choices(graph: OperationGraph, savings: list[list[frozenset[int]]], solution: Solution) -> list[Choice]:
+    """Choices for distinct solutions, spread over the seconds that they take."""
+    seconds = solution.seconds
+    reachable = np.flatnonzero(np.isfinite(seconds))
+    if not len(reachable):
+        return []
+    # The least memory for each distinct cost.
+    first = reachable[np.flatnonzero(np.diff(seconds[reachable], prepend=np.inf) < 0)]
+    if len(first) > _LEVELS:
+        first = first[np.unique(np.linspace(0, len(first) - 1, _LEVELS).round().astype(int))]
+    return [_choice(graph, savings, solution.decisions(int(slots))) for slots in first]
+
+
+def _choice(graph: OperationGraph, savings: list[list[frozenset[int]]], decisions: list[Decision]) -> Choice:
+    kept: set[int] = set()
+    held: dict[int, set[int]] = defaultdict(set)
+    for decision in decisions:
+        target = kept if decision.before is None else held[decision.before]
+        if decision.option is not None:
+            target |= savings[decision.link][decision.option]
+        if decision.until < graph.segments:
+            target |= _crossing(graph, decision.link, decision.until)
+    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()})
+
+
+def _crossing(graph: OperationGraph, first: int, until: int) -> set[int]:
+    """Storages made by segments ``first`` up to ``until`` that ``until`` or a later one reads."""
+    return {
+        storage
+        for storage, last in graph.last_segments.items()
+        if last >= until and first <= graph.segment_of[storage] < until and storage not in graph.at_hand
+    }
+
+
+def _chain(blocks: Blocks) -> tuple[Chain, list[list[frozenset[int]]]]:
+    """The chain of segments, and by segment the storages that each option keeps."""
+    graph = blocks.graph
+    made: dict[int, set[int]] = defaultdict(set)
+    for storage in graph.makers:
+        made[graph.segment_of[storage]].add(storage)
+    forward = defaultdict(list)
+    for operation in graph.forward:
+        forward[operation.segment].append(operation)
+    hoisted = np.cumsum([_bytes(graph, made[i] & graph.always_kept) for i in range(graph.segments)])
+    outputs = _bytes(graph, graph.outputs - graph.always_kept)
+    links, savings = [], []
+    known: Known = {}
+    available: set[int] = set(graph.at_hand)
+    for segment in range(graph.segments):
+        leaving = _crossing(graph, segment, segment + 1)
+        needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
+        savings.append([saving.saved for saving in frontier(graph, list(needed), available, known)])
+        options = [_option(blocks, segment, available, saved, leaving, forward[segment]) for saved in savings[-1]]
+        links.append(
+            Link(
+                sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
+                peak_of_forward(graph, forward[segment], leaving),
+                tuple(options),
+                _option(blocks, segment, available, frozenset(), leaving, forward[segment]),
+                int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
+                int(hoisted[segment]),
+            )
+        )
+        available |= made[segment]
+    return Chain(tuple(links), _crossing_bytes(graph)), savings
+
+
+def _option(
+    blocks: Blocks,
+    segment: int,
+    available: Collection[int],
+    saved: frozenset[int],
+    leaving: Collection[int],
+    forward: Sequence[Operation],
+) -> LinkOption:
+    graph = blocks.graph
+    steps, backward = blocks.block(segment, saved.union(available))
+    lasting = saved.union(leaving)
+    return LinkOption(
+        _bytes(graph, lasting),
+        sum(step.seconds for step in steps),
+        peak_of_forward(graph, forward, lasting),
+        backward,
+    )
+
+
+def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
+    return sum(graph.sizes[storage] for storage in storages)
+
+
+def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
+    """``[i, k]``: bytes of :func:`_crossing`."""
+    count = graph.segments
+    table = np.zeros((count, count), dtype=np.int64)
+    for storage, last in graph.last_segments.items():
+        made = graph.segment_of[storage]
+        if storage not in graph.at_hand and last > made:
+            table[: made + 1, made + 1 : last + 1] += graph.sizes[storage]
+    return table

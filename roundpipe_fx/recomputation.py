@@ -1,0 +1,121 @@
+"""How a forward value is made again: by the same operation, or in a form that asks less.
+
+- Of a hoisted ``sort`` or ``topk`` only the indices are kept; the values are gathered by them.
+- The mask of a dropout depends on the generator's state and on the shape of what it is drawn for, not on its numbers.
+  Where only the mask is needed it is drawn for the incoming gradient, which is at hand, and what led to the dropout's
+  input need not run again.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
+
+__all__ = ["Form", "Snapshots", "makes_mask_alone", "repetition", "selection", "stand_in_of"]
+
+aten = torch.ops.aten
+
+_SELECTIONS = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: None}
+"""Operators that select along a dimension, and the position of the argument ``dim``."""
+
+
+class Form(enum.StrEnum):
+    """In which form a forward operation runs again."""
+
+    SAME = "same"
+    GATHER = "gather"
+    MASK = "mask"
+
+
+def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
+    """For the values of a hoisted selection: what it selected from, along which dimension, and its indices.
+
+    ``None`` where ``values`` is something else, or where nobody kept the indices.
+    """
+    if values.target is not operator.getitem or values.args[1] != 0:
+        return None
+    (maker,) = input_nodes(values)
+    if maker.target not in _SELECTIONS or Mark.HOISTED not in maker.meta:
+        return None
+    indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
+    if not indices:
+        return None
+    place = _SELECTIONS[maker.target]  # type: ignore[index]
+    dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
+    source = maker.args[0]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    return source, dim, indices[0]
+
+
+def makes_mask_alone(mask: fx.Node) -> bool:
+    """Whether ``mask`` is a dropout's, and all that read it in the backward have a stand-in for the dropout's input."""
+    if mask.target is not operator.getitem or mask.args[1] != 1:
+        return False
+    (maker,) = input_nodes(mask)
+    if maker.target is not aten.native_dropout.default:
+        return False
+    later = [user for user in mask.users if user.op != "output" and user.meta.get(Mark.PHASE) is not Phase.FORWARD]
+    return bool(later) and all(stand_in_of(mask, user) is not None for user in later)
+
+
+def stand_in_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The gradient that can stand in for the input of the dropout that drew ``mask``; ``None`` if none can."""
+    if reader.target is not aten.native_dropout_backward.default or reader.args[1] is not mask:
+        return None
+    gradient = reader.args[0]
+    (maker,) = input_nodes(mask)
+    source = maker.args[0]
+    assert isinstance(gradient, fx.Node) and isinstance(source, fx.Node)
+    left, right = gradient.meta["val"], source.meta["val"]
+    # As text: comparing symbolic sizes would add guards.
+    alike = (
+        left.dtype == right.dtype
+        and left.device == right.device
+        and str((left.shape, left.stride())) == str((right.shape, right.stride()))
+        and str(left.storage_offset()) == str(right.storage_offset()) == "0"
+    )
+    return gradient if alike else None
+
+
+def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node) -> fx.Node:
+    """A copy of a forward node that reads what the original reads, inserted before a node and not yet annotated."""
+    with joint.graph.inserting_before(before):
+        picked = selection(original) if form is Form.GATHER else None
+        if picked is not None:
+            copy = joint.graph.call_function(aten.gather.default, picked)
+        else:
+            copy = joint.graph.node_copy(original)
+    copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
+    copy.meta[Mark.ORIGIN] = original.name
+    return copy
+
+
+class Snapshots:
+    """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
+
+    def __init__(self, joint: JointGraph, roofline: Roofline) -> None:
+        self._joint = joint
+        self._roofline = roofline
+        self._taken: dict[fx.Node, fx.Node] = {}
+
+    def of(self, source: fx.Node) -> fx.Node:
+        """The copy of ``source``, made at the first asking."""
+        if source not in self._taken:
+            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
+            with self._joint.graph.inserting_before(next(self._joint.computed())):
+                copy = self._joint.graph.create_node(
+                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
+                )
+            value = source.meta["val"]
+            with value.fake_mode:
+                copy.meta["val"] = torch.empty_like(value)
+            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
+            annotate_node(copy, self._roofline)
+            self._taken[source] = copy
+        return self._taken[source]

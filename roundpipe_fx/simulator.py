@@ -1,0 +1,150 @@
+"""The simulator: peak bytes of emitted programs, by liveness over storages.
+
+It follows the forward and the backward program call by call and, inside each call, operation by operation, as the
+generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
+What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
+incoming gradients, new gradients, and the forward's outputs, which the caller may hold until the backward is over.
+Parameters and the user's inputs were there before.
+
+Not seen: what a kernel allocates inside itself, and what a stage compiler fuses away. Sizes that depend on data count
+with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.codegen import Program
+from roundpipe_fx.joint_graph import module_path, tensor_values
+from roundpipe_fx.liveness import Event, peak_of
+from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["LiveValue", "PeakMoment", "allocation_granularity", "simulate_programs"]
+
+_SHOWN = 8
+
+
+def allocation_granularity(device: torch.device) -> int:
+    """What sizes are rounded up to on a device, in bytes: 512 by CUDA's caching allocator, 1 on the CPU."""
+    return 512 if device.type == "cuda" else 1
+
+
+@dataclass(frozen=True)
+class LiveValue:
+    """A value that is alive at the peak.
+
+    Attributes:
+        name: in the emitted code.
+        module: path of the user's module that made it.
+        bytes: of its storage.
+    """
+
+    name: str
+    module: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class PeakMoment:
+    """When a step holds the most bytes.
+
+    Attributes:
+        bytes: how many.
+        call: the stage module that runs then.
+        value: the value that is being made.
+        module: path of the user's module that it belongs to.
+        live: the largest values alive then, largest first.
+    """
+
+    bytes: int
+    call: str
+    value: str
+    module: str
+    live: tuple[LiveValue, ...]
+
+
+def simulate_programs(
+    forward: Program, backward: Program | None, tangents: Collection[fx.Node] = (), granularity: int = 1
+) -> PeakMoment:
+    """The peak of one step.
+
+    Args:
+        forward: the forward program.
+        backward: the backward program; ``None`` for inference.
+        tangents: incoming gradients that a step brings; others weigh nothing.
+        granularity: what the device's allocator rounds sizes up to, in bytes.
+    """
+    run = _Run(granularity)
+    returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
+    lasting = [storage for leaves in returned[: forward.outputs] for storage in leaves]
+    arriving: dict[int, list[int]] = {}
+    if backward is not None:
+        given = {
+            node: leaves for node, leaves in zip(forward.results, returned, strict=True) if isinstance(node, fx.Node)
+        }
+        arrived = {
+            node: [run.numbers.new(v) for v in tensor_values(node)] for node in backward.inputs if node in tangents
+        }
+        arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
+        given = {**given, **arrived}
+        lasting += [
+            storage
+            for leaves in run.program(backward, [given.get(node, [OUTSIDE]) for node in backward.inputs])
+            for storage in leaves
+        ]
+    peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving)
+    call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
+    live = tuple(_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN])
+    name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
+    return PeakMoment(peak.bytes, call, name, module, live)
+
+
+def _live(maker: fx.Node | None, size: int) -> LiveValue:
+    if maker is None:
+        return LiveValue("incoming gradient", "", size)
+    return LiveValue(maker.name, module_path(maker, module_path_text), size)
+
+
+class _Run:
+    """What happens when programs run, as events."""
+
+    def __init__(self, granularity: int) -> None:
+        self.numbers = StorageNumbers(granularity)
+        self.events: list[Event] = []
+        self.makers: dict[int, fx.Node] = {}
+
+    def program(self, program: Program, inputs: list[list[int]]) -> list[list[int]]:
+        """Run a program on inputs given by their storages; those of its results."""
+        modules = {call.name: call.module for call in program.calls}
+        graph = program.module.graph
+        values: dict[fx.Node, list[int]] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.op != "call_module":
+                continue
+            arguments: Any = node.args[0]
+            results = self._call(str(node.target), modules[str(node.target)], [values[item] for item in arguments])
+            for item in node.users:
+                if item.op == "call_function" and len(item.args) == 2 and item.args[0] is node:
+                    values[item] = results[int(item.args[1])]
+        returned: Any = graph.output_node().args[0]
+        return [values[item] if isinstance(item, fx.Node) else [] for item in returned]
+
+    def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
+        given = iter(arguments)
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.numbers.give(node, next(given))
+            elif node.op == "output":
+                returned: Any = node.args[0]
+                return [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+            else:
+                made = self.numbers.follow(node)
+                self.makers.update(dict.fromkeys(made, node))
+                self.events.append(Event((name, node), self.numbers.reads(node), made))
+        raise AssertionError("a graph without an output")
