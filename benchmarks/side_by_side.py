@@ -18,6 +18,8 @@ from rich.table import Table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.models import ExpertTransformer, UNet
+
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY = 1024
 
@@ -42,10 +44,10 @@ def _tokens(batch: int, length: int) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _images(batch: int) -> dict[str, Any]:
+def _images(batch: int, size: int = 64) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     return {
-        "pixel_values": torch.randn(batch, 3, 64, 64, generator=generator),
+        "pixel_values": torch.randn(batch, 3, size, size, generator=generator),
         "labels": torch.randint(10, (batch,), generator=generator),
     }
 
@@ -141,6 +143,54 @@ def cases(layers: int = 6, width: int = 128, batch: int = 8, length: int = 128) 
             tuple(f"resnet.encoder.stages.{i}.layers.{j}" for i in range(3) for j in range(2)),
             "resnet.pooler",
         ),
+    ]
+
+
+def heavy_cases(layers: int = 8) -> list[Case]:
+    """The models of the frontier: what their training step saves outweighs their parameters."""
+    text = cases(layers=layers, width=256, batch=8, length=256)
+    images = cases(layers=layers, width=256, batch=32)
+    by_name = {case.name: case for case in text} | {
+        case.name: case for case in images if case.name in ("ViT", "ResNet")
+    }
+
+    def llama() -> nn.Module:
+        config = transformers.LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    tokens = lambda: _tokens(8, 256)  # noqa: E731
+    depth = 3
+    return [
+        by_name["GPT-2"],
+        Case("Llama", llama, tokens, tuple(f"model.layers.{i}" for i in range(layers)), "model.norm"),
+        Case(
+            "mixture of experts",
+            lambda: ExpertTransformer(VOCABULARY, layers, 128),
+            tokens,
+            tuple(f"blocks.{i}" for i in range(layers)),
+            "norm",
+        ),
+        by_name["BERT"],
+        by_name["T5"],
+        by_name["ViT"],
+        Case(
+            "U-Net",
+            lambda: UNet(16, depth),
+            lambda: _images(8),
+            (*(f"down.{i}" for i in range(depth + 1)), *(f"up.{i}" for i in range(depth))),
+            "head",
+        ),
+        by_name["ResNet"],
     ]
 
 

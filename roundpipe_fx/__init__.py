@@ -5,6 +5,7 @@ decides what is saved and what is computed again, never asks the device the same
 modules.
 """
 
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.capture import GraphBreakWarning
 from roundpipe_fx.compiled_module import CompiledModule, compile
 from roundpipe_fx.peak_memory import measure_peak
@@ -15,6 +16,7 @@ from roundpipe_fx.sync_ops import register_sync_op
 __all__ = [
     "CompiledModule",
     "GraphBreakWarning",
+    "InfeasibleBudgetError",
     "Plan",
     "compile",
     "count_questions",

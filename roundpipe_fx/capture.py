@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import JointGraph
 from roundpipe_fx.lower import Lowered, lower
@@ -39,6 +42,8 @@ class _Compilation:
 
     options: Options
     registered_syncs: Collection[Any]
+    assumptions: Assumptions
+    name: str
     labels: list[tuple[str, bool]]
     on_plan: Callable[[Plan], None]
     lowered: Lowered | None = None
@@ -49,8 +54,10 @@ class _Compilation:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if not _is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
+        torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
         with torch_private.without_modes(), _without_gc():
-            self.lowered = lower(self._view(joint, num_fwd_outputs), self.options, self.registered_syncs)
+            view = self._view(joint, num_fwd_outputs)
+            self.lowered = lower(view, self.options, self.registered_syncs, share=self.assumptions.share)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
@@ -58,7 +65,30 @@ class _Compilation:
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
         plan = self.lowered.plan
-        return observed(self._load(self.lowered, self.lowered.forward), plan.outputs if plan.static else 0)
+        run = self._load(self.lowered, self.lowered.forward)
+        return observed(
+            run, plan.outputs if plan.static else 0, self._sizes_seen() if plan.budget is not None else None
+        )
+
+    def _sizes_seen(self) -> Callable[[tuple[Any, ...]], None] | None:
+        """What notes the data-dependent sizes among the results of a forward; ``None`` if there are none."""
+        assert self.lowered is not None
+        places: dict[str, tuple[int, int | None]] = {}
+        for index, node in enumerate(self.lowered.forward.results):
+            value = node.meta.get("val") if isinstance(node, fx.Node) else None
+            sizes = list(enumerate(value.shape)) if isinstance(value, torch.Tensor) else [(None, value)]
+            for dim, size in sizes:
+                symbol = torch_private.data_dependent_symbol(size)
+                if symbol is not None:
+                    places.setdefault(f"{self.name}/{symbol}", (index, dim))
+        if not places:
+            return None
+
+        def see(results: tuple[Any, ...]) -> None:
+            for name, (index, dim) in places.items():
+                self.assumptions.see(name, int(results[index] if dim is None else results[index].shape[dim]))
+
+        return see
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
@@ -96,6 +126,7 @@ def capture(
     registered_syncs: Collection[Any],
     on_plan: Callable[[Plan], None],
     warned: set[str],
+    assumptions: Assumptions | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's.
 
@@ -106,10 +137,12 @@ def capture(
         registered_syncs: operators that the user declared to force a host sync.
         on_plan: called with each plan that is made.
         warned: graph breaks that the user was told of already; extended.
+        assumptions: what plans assume about run time; steps extend it.
     """
     _warn_of_graph_break(module, warned)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
-    compilation = _Compilation(options, registered_syncs, labels, on_plan)
+    name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
+    compilation = _Compilation(options, registered_syncs, assumptions or Assumptions(), name, labels, on_plan)
     with torch_private.aot_flags(), opaque_backwards(module):
         return torch_private.aot_autograd(
             fw_compiler=compilation.forward,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,12 +14,16 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.backend import make_backend
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 
 __all__ = ["CompiledModule", "compile"]
+
+log = logging.getLogger(__name__)
 
 
 def compile(
@@ -63,7 +69,7 @@ def compile(
     return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic)
 
 
-_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_run", "forward")
+_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_assumptions", "_run", "forward")
 
 
 class CompiledModule(nn.Module):
@@ -82,9 +88,17 @@ class CompiledModule(nn.Module):
         # The very dictionaries of the model: parameters, buffers and submodules are the model's, now and later.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[name] = getattr(original, name)
-        backend = make_backend(options, own["_plans"].append)
-        own["_run"] = torch.compile(original, backend=backend, fullgraph=fullgraph, dynamic=dynamic)
-        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, own["_run"]))
+        own["_assumptions"] = Assumptions()
+        self._compile()
+        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, self))
+
+    def _compile(self) -> None:
+        """Compile anew at the next call."""
+        own = self.__dict__
+        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
+        own["_run"] = torch.compile(
+            own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
+        )
 
     @property
     def training(self) -> bool:
@@ -184,9 +198,41 @@ class CompiledModule(nn.Module):
         return self._original.load_state_dict(state_dict, *args, **kwargs)
 
 
-def _forward(run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+_SMALLER = 0.8
+"""What is left of the budget after running out of memory."""
+
+
+def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
+    if model._assumptions.stale:
+        model._assumptions.renew()
+        log.info("planning anew with the data-dependent sizes that were seen: %s", model._assumptions.assumed)
+        model._compile()
+    if model._options.memory_budget is None or not torch.is_grad_enabled():
+        return _run(model, args, kwargs)
+    devices = {value.device for value in model._original.parameters() if value.device.type == "cuda"}
+    with torch_private.rng_states(devices) as restore:
+        try:
+            return _run(model, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            # Outside the handler the error's traceback no longer holds what the step had allocated.
+            failure = error.with_traceback(None)
+        restore()
+    model._assumptions.share *= _SMALLER
+    warnings.warn(
+        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
+        f"{model._assumptions.share:.0%} of the budget and running the step again.",
+        stacklevel=2,
+    )
+    model._compile()
+    try:
+        return _run(model, args, kwargs)
+    except (torch.OutOfMemoryError, InfeasibleBudgetError):
+        raise failure from None
+
+
+def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with outputs_of_programs() as returned:
-        outputs = run(*args, **kwargs)
+        outputs = model._run(*args, **kwargs)
     # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
     # their size and keep them until the backward has read them.
     for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():

@@ -12,6 +12,7 @@ import torch
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import roofline_of
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, tensor_values
+from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import hoist_decisions
@@ -24,7 +25,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
-from roundpipe_fx.plan import Plan, make_plan
+from roundpipe_fx.plan import Plan
 from roundpipe_fx.planner.choose import choose
 from roundpipe_fx.planner.operations import read_operations
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
@@ -55,7 +56,11 @@ class Lowered:
 
 
 def lower(
-    joint: JointGraph, options: Options, registered_syncs: Collection[Any] = (), training: bool = True
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any] = (),
+    training: bool = True,
+    share: float = 1.0,
 ) -> Lowered:
     """Run the passes and emit stage modules and programs.
 
@@ -64,8 +69,10 @@ def lower(
         options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
+        share: of the budget that may be used.
 
     Raises:
+        InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
     device = _device_of(joint)
@@ -83,7 +90,7 @@ def lower(
     chosen = None
     if training and options.memory_budget is not None:
         operations = read_operations(joint, len(segments), allocation_granularity(device))
-        chosen = choose(operations, options.memory_budget)
+        chosen = choose(operations, options.memory_budget, share)
         joint = follow_schedule(joint, chosen.candidate.schedule.backward, roofline)
     elif training:
         joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from torch import fx
+from typing import Any
 
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
-from roundpipe_fx.codegen.text import type_text
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
-from roundpipe_fx.planner.choose import Chosen
-from roundpipe_fx.segment import Segment, StageCut
-from roundpipe_fx.simulator import PeakMoment
-from roundpipe_fx.torch_private import module_path_text, size_hint
+from roundpipe_fx.planner.operations import OperationGraph
+from roundpipe_fx.simulator import LiveValue, PeakMoment
 
-__all__ = ["Plan", "PlannedStage", "PlannedValue", "bytes_text", "make_plan"]
+__all__ = ["Plan", "PlannedStage", "PlannedValue"]
 
 _SHOWN = 6
 
@@ -32,6 +30,10 @@ class PlannedValue:
         type: dtype and shape.
         bytes: its storage; upper bound where the size depends on data.
         reason: why it was hoisted; empty otherwise.
+        seconds: modelled; of making it once.
+        times: how often the backward makes it again.
+        again_seconds: modelled; what making it again takes, or would take if it were not kept, with all that has to
+            run for it.
     """
 
     name: str
@@ -39,6 +41,9 @@ class PlannedValue:
     type: str
     bytes: int
     reason: str = ""
+    seconds: float = 0.0
+    times: int = 0
+    again_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class PlannedStage:
         hoisted: kept because their operation must not run twice.
         recomputed: made again in the backward.
         replayed: seeded operations that run again from a saved generator state.
+        passing: made in the forward and not read by the backward.
         same_as: an earlier stage that does the same work on the same shapes, if there is one.
     """
 
@@ -73,6 +79,7 @@ class PlannedStage:
     hoisted: tuple[PlannedValue, ...]
     recomputed: tuple[PlannedValue, ...]
     replayed: tuple[PlannedValue, ...]
+    passing: tuple[PlannedValue, ...] = ()
     same_as: int | None = None
 
 
@@ -86,12 +93,15 @@ class Plan:
         recompute: the option it was made with.
         budget: bytes that a step may allocate at most at one time; ``None``: no limit.
         peak: when a step allocates most at one time, predicted by simulating the emitted programs.
-        trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered.
+        trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered; empty without a
+            budget.
+        assumed: what data-dependent sizes are taken to be, by symbol; the others count with their upper bounds.
         training: whether there is a backward.
         static: whether all incoming gradients have sizes that are known when compiling.
         outputs: how many values the forward returns to its caller.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
+        operations: what the plan was made from, for other planners; ``None`` without a budget.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -100,11 +110,13 @@ class Plan:
     budget: int | None
     peak: PeakMoment
     trade_off: tuple[tuple[int, float], ...] = field(repr=False)
+    assumed: Mapping[str, int]
     training: bool
     static: bool
     outputs: int
-    modules: tuple[StageModule, ...] = field(repr=False)
-    programs: tuple[Program, ...] = field(repr=False)
+    modules: tuple[StageModule, ...] = field(repr=False, compare=False)
+    programs: tuple[Program, ...] = field(repr=False, compare=False)
+    operations: OperationGraph | None = field(repr=False, compare=False, default=None)
 
     @property
     def saved_bytes(self) -> int:
@@ -120,6 +132,11 @@ class Plan:
         return self.peak.bytes
 
     @property
+    def forward_seconds(self) -> float:
+        """Modelled seconds of the forward."""
+        return sum(stage.forward_seconds for stage in self.stages)
+
+    @property
     def recompute_seconds(self) -> float:
         """Modelled seconds of what the backward computes again."""
         return sum(stage.repeated_seconds for stage in self.stages)
@@ -127,8 +144,13 @@ class Plan:
     def sources(self) -> dict[str, str]:
         """Every emitted module and program as readable Python, by file name.
 
+        Raises:
+            RuntimeError: the plan was read from JSON and has no code.
+
         A module that does the same work on the same shapes as an earlier one says so instead of repeating it.
         """
+        if not self.programs:
+            raise RuntimeError("a plan that was read from JSON has no code: compile the model to get it.")
         texts: dict[str, str] = {}
         first: dict[str, str] = {}
         for module in self.modules:
@@ -150,16 +172,98 @@ class Plan:
             written.append(path)
         return written
 
+    def frontier(self) -> list[tuple[int, float]]:
+        """The trade-off: (peak bytes, modelled seconds of recomputation), highest peak first.
+
+        Raises:
+            RuntimeError: the plan was made without a budget, so no trade-off was looked at.
+        """
+        if not self.trade_off:
+            raise RuntimeError(
+                "this plan was made without a budget, so there is no frontier: compile with memory_budget=, for "
+                "example 1.0, which recomputes nothing."
+            )
+        return list(self.trade_off)
+
+    def explain(self, name: str) -> str:
+        """What happens to a value, or to all values of a module, and what it would cost otherwise.
+
+        Args:
+            name: of a value as in the emitted code, or of a module as in ``model.named_modules()``.
+
+        Raises:
+            ValueError: nothing has that name; close matches are listed.
+        """
+        fates = list(self._fates())
+        found = [fate for fate in fates if fate[2].name == name]
+        if not found:
+            found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
+        if not found:
+            names = {fate[2].name for fate in fates} | {fate[2].module for fate in fates}
+            close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
+        return "\n".join(_fate_text(stage, fate, value) for stage, fate, value in found)
+
+    def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
+        for stage in self.stages:
+            replayed = {value.name for value in stage.replayed}
+            for fate in ("saved", "hoisted", "recomputed", "passing"):
+                for value in getattr(stage, fate):
+                    yield stage.index, "replayed" if value.name in replayed else fate, value
+
+    def to_json(self) -> str:
+        """The decisions as JSON, without the emitted code; :meth:`from_json` reads it back."""
+        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        for name in ("modules", "programs", "operations"):
+            del fields[name]
+        fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
+        fields["peak"] = dataclasses.asdict(self.peak)
+        return json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from :meth:`to_json`; equal to the original, but without code.
+
+        Raises:
+            ValueError: the text is no plan, or one of another format.
+        """
+        try:
+            fields = json.loads(text)
+            found = fields.pop("format", None) if isinstance(fields, dict) else None
+            if found != _FORMAT:
+                raise ValueError(f"format {found!r} is not {_FORMAT!r}")
+            live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
+            fields["peak"] = PeakMoment(**fields["peak"], live=live)
+            fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
+            fields["segments"] = tuple(fields["segments"])
+            fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
+            return cls(**fields, modules=(), programs=())
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"this is no roundpipe_fx plan: {error}") from error
+
     def _describe(self, module: StageModule) -> str:
         return f"stage {module.stage} {module.phase}: {self.stages[module.stage].modules}"
 
     def __str__(self) -> str:
-        kind = f"recompute={self.recompute!r}, training" if self.training else "inference"
+        kind = "inference"
+        if self.training:
+            kind = f"recompute={self.recompute!r}, training" if self.budget is None else "training within a budget"
         total, different = self.segments
-        lines = [
-            f"roundpipe_fx plan: {len(self.stages)} stages of {total} segments ({different} different), {kind}",
-            f"saved for the backward: {bytes_text(self.saved_bytes)}",
-        ]
+        lines = [f"roundpipe_fx plan: {len(self.stages)} stages of {total} segments ({different} different), {kind}"]
+        if self.budget is not None:
+            lines.append(f"budget: {bytes_text(self.budget)} ({self.budget} bytes)")
+        where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"
+        module = f" of {self.peak.module}" if self.peak.module else ""
+        lines.append(f"predicted peak: {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes), {where}{module}")
+        if self.training:
+            lines.append(
+                f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
+                f"{self.recompute_seconds * 1e3:.3f} ms modelled, where the forward takes {self.forward_seconds * 1e3:.3f} ms"
+            )
+        if self.assumed:
+            sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
+            lines.append(f"sizes that depend on data, as seen with headroom: {sizes}")
         for stage in self.stages:
             same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
             lines.append(f"stage {stage.index}: {stage.modules}{same}")
@@ -174,6 +278,40 @@ class Plan:
         return "\n".join(lines)
 
 
+_FORMAT = "roundpipe_fx plan 1"
+
+
+def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:
+    lists = {name: tuple(PlannedValue(**value) for value in fields[name]) for name in _LISTS}
+    return PlannedStage(**(fields | lists | {"segments": tuple(fields["segments"])}))
+
+
+_LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
+
+
+def _fate_text(stage: int, fate: str, value: PlannedValue) -> str:
+    again = f"{value.again_seconds * 1e3:.3f} ms"
+    size = bytes_text(value.bytes)
+    text = {
+        "saved": f"kept from forward to backward, {size}; made again instead it would take {again}",
+        "hoisted": f"kept from forward to backward, {size}, and never made again: {value.reason}",
+        "recomputed": (
+            f"made again in the backward {_times(value.times)}, for {again}; kept instead it would hold {size}"
+        ),
+        "replayed": (
+            f"drawn again in the backward {_times(value.times)} from its saved generator state, for {again}; kept "
+            f"instead it would hold {size}"
+        ),
+        "passing": f"needed by the forward alone, {size} while it lives",
+    }[fate]
+    where = f" in {value.module}" if value.module else ""
+    return f"{value.name} {value.type}{where} (stage {stage}): {text}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
 def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
     if not values:
         return []
@@ -185,101 +323,3 @@ def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
     if len(values) > _SHOWN:
         lines.append(f"    … and {len(values) - _SHOWN} smaller")
     return lines
-
-
-def make_plan(
-    joint: JointGraph,
-    segments: Sequence[Segment],
-    cuts: Sequence[StageCut],
-    modules: Mapping[tuple[int, Phase], StageModule],
-    forward: Program,
-    backward: Program | None,
-    recompute: str,
-    peak: PeakMoment,
-    chosen: Chosen | None = None,
-) -> Plan:
-    """Read the plan off a finished graph."""
-    saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
-    by_stage: dict[int, list[fx.Node]] = {cut.index: [] for cut in cuts}
-    for node in joint.computed():
-        by_stage[node.meta[Mark.STAGE]].append(node)
-    stages = []
-    first: dict[tuple[str, ...], int] = {}
-    for cut in cuts:
-        nodes = by_stage[cut.index]
-        own_saved = [node for node in saved if node.meta[Mark.STAGE] == cut.index]
-        again = [node for node in nodes if Mark.ORIGIN in node.meta and is_tensor(node)]
-        seconds = {
-            phase: sum(node.meta[Mark.SECONDS] for node in nodes if node.meta[Mark.PHASE] is phase) for phase in Phase
-        }
-        digests = tuple(modules[cut.index, phase].fingerprint for phase in Phase if (cut.index, phase) in modules)
-        same = first.setdefault(digests, cut.index)
-        stages.append(
-            PlannedStage(
-                cut.index,
-                _modules_text(nodes),
-                (cut.first, cut.last),
-                seconds[Phase.FORWARD],
-                seconds[Phase.RECOMPUTE],
-                sum(node.meta[Mark.SECONDS] for node in nodes if Mark.ORIGIN in node.meta),
-                seconds[Phase.BACKWARD],
-                segments[cut.first].entry_bytes,
-                saved=_values(node for node in own_saved if not _hoist_reason(node)),
-                hoisted=_values(node for node in own_saved if _hoist_reason(node)),
-                recomputed=_values(node for node in again if node.meta.get(Mark.BYTES) or Mark.REPLAYED in node.meta),
-                replayed=_values(node for node in nodes if Mark.REPLAYED in node.meta and Mark.ORIGIN in node.meta),
-                same_as=None if same == cut.index else same,
-            )
-        )
-    different = len({segment.fingerprint for segment in segments})
-    programs = (forward,) if backward is None else (forward, backward)
-    tangents = [value for node in joint.tangents for value in tensor_values(node)]
-    return Plan(
-        tuple(stages),
-        (len(segments), different),
-        recompute,
-        chosen.limit if chosen is not None else None,
-        peak,
-        chosen.frontier if chosen is not None else (),
-        training=backward is not None,
-        static=all(isinstance(size, int) for value in tangents for size in value.shape),
-        outputs=joint.num_forward_outputs,
-        modules=tuple(modules.values()),
-        programs=programs,
-    )
-
-
-def _values(nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:
-    return tuple(
-        PlannedValue(
-            node.name,
-            module_path(node, module_path_text),
-            type_text(node.meta.get("val")),
-            _bytes(node),
-            _hoist_reason(node),
-        )
-        for node in nodes
-    )
-
-
-def _bytes(node: fx.Node) -> int:
-    """Bytes of the storages that the node's value keeps alive."""
-    found = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in tensor_values(node)}
-    return sum(size_hint(size) for size in found.values())
-
-
-def _hoist_reason(node: fx.Node) -> str:
-    if Mark.HOISTED in node.meta:
-        return str(node.meta[Mark.HOISTED])
-    for source in node.all_input_nodes:
-        if Mark.HOISTED in source.meta and isinstance(source.meta.get("val"), (tuple, list)):
-            return str(source.meta[Mark.HOISTED])
-    return ""
-
-
-def _modules_text(nodes: Sequence[fx.Node]) -> str:
-    paths = [module_path(node, module_path_text) for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
-    paths = [path for path in paths if path] or [""]
-    if paths[0] == paths[-1]:
-        return paths[0] or "model"
-    return f"{paths[0]} … {paths[-1]}"

@@ -46,7 +46,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
     if not indices:
         return None
-    place = _SELECTIONS[maker.target]  # type: ignore[index]
+    place = _SELECTIONS[maker.target]
     dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
     source = maker.args[0]
     assert isinstance(source, fx.Node) and isinstance(dim, int)

@@ -68,11 +68,13 @@ class StorageNumbers:
             for value, storage in zip(tensor_values(source), self.of(source), strict=False):
                 if value.layout is torch.strided:
                     known.setdefault(value.untyped_storage()._cdata, storage)
-        leaves, made = [], []
+        leaves: list[int] = []
+        made: list[int] = []
         for value in values:
             key = value.untyped_storage()._cdata if value.layout is torch.strided else None
-            storage = known.get(key) if key is not None else None
-            if storage is None:
+            if key is not None and key in known:
+                storage = known[key]
+            else:
                 storage = self.new(value)
                 made.append(storage)
                 if key is not None:

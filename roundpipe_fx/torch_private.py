@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,10 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 __all__ = [
     "PassedThrough",
     "aot_autograd",
+    "assume_sizes",
+    "assumed_sizes",
     "boxed_codegen",
+    "data_dependent_symbol",
     "dynamo_flags",
     "forward_backend_context",
     "graph_break",
@@ -192,8 +195,8 @@ _LARGEST_BOUND = 1 << 40
 def size_hint(size: Any) -> int:
     """A number to plan with for a size that may be symbolic.
 
-    The traced example's value where there is one; for a data-dependent size (``nonzero``) its upper bound, since a
-    plan must hold for it; 1024 where no bound is known.
+    The traced example's value where there is one; for a data-dependent size (``nonzero``) what was assumed
+    (:func:`assume_sizes`), else its upper bound, since a plan must hold for it; 1024 where no bound is known.
     """
     if isinstance(size, int):
         return size
@@ -204,11 +207,44 @@ def size_hint(size: Any) -> int:
     for symbol in expression.free_symbols:
         hint = _backed_hint(shape_env, symbol)
         if hint is None:
+            hint = getattr(shape_env, _ASSUMED, {}).get(str(symbol))
+        if hint is None:
             bounds = shape_env.var_to_range.get(symbol)
             upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
             hint = upper if upper is not None and upper < _LARGEST_BOUND else _UNKNOWN_SIZE
         values[symbol] = hint
     return int(expression.xreplace(values))
+
+
+_ASSUMED = "roundpipe_fx_assumed_sizes"
+
+
+def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
+    """Let :func:`size_hint` take these values for data-dependent sizes of a graph, by symbol."""
+    for node in joint.graph.nodes:
+        shape_env = shape_env_of(node.meta.get("val"))
+        if shape_env is not None:
+            setattr(shape_env, _ASSUMED, dict(sizes))
+            return
+
+
+def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
+    """What :func:`assume_sizes` was given for a graph."""
+    for node in joint.graph.nodes:
+        shape_env = shape_env_of(node.meta.get("val"))
+        if shape_env is not None:
+            return dict(getattr(shape_env, _ASSUMED, {}))
+    return {}
+
+
+def data_dependent_symbol(size: Any) -> str | None:
+    """The symbol's name, if a size is one that depends on data and nothing else."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.shape_env.replace(size.node.expr)
+    if not expression.is_Symbol or _backed_hint(size.node.shape_env, expression) is not None:
+        return None
+    return str(expression)
 
 
 def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
@@ -315,6 +351,20 @@ def leave_unused_gradients_out(output: torch.Tensor) -> None:
     """
     if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
         output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]
+
+
+@contextlib.contextmanager
+def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]]:
+    """Remember the states of the CPU's and these devices' generators; yields a function that goes back to them."""
+    host = torch.get_rng_state()
+    others = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        for device, state in others:
+            torch.cuda.set_rng_state(state, device)
+
+    yield restore
 
 
 def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import roundpipe_fx
-from roundpipe_fx.plan import bytes_text
+from roundpipe_fx.budget import bytes_text
 from tests.golden_models import DropoutMLP, MixtureOfExperts, UNet
 
 

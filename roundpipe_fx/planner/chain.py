@@ -17,6 +17,7 @@ Bytes are counted in slots; what is rounded is put right by the simulator, which
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -207,7 +208,7 @@ class _Tables:
         for _, _, seconds in self._ways(link, None):
             np.minimum(row, seconds, out=row)
 
-    def _ways(self, first: int, last: int | None):  # type: ignore[no-untyped-def]
+    def _ways(self, first: int, last: int | None) -> Iterator[tuple[int | None, int, NDArray[np.float64]]]:
         """All decisions at a place: (option, until, seconds by memory)."""
         links = self.chain.links
         count = len(links)
@@ -233,7 +234,7 @@ class _Tables:
             yield index, first + 1, seconds
         if first == end or self.again is None or rest is None:
             return
-        places = range(first + 1, end + 1)
+        places: Sequence[int] = range(first + 1, end + 1)
         if len(places) > _MOST_RETURNS:
             places = sorted({first + 1, *np.linspace(first + 1, end, _MOST_RETURNS).astype(int).tolist()})
         for until in places:

@@ -21,31 +21,34 @@ class Chosen:
     Attributes:
         candidate: the schedule, with its peak.
         limit: the budget in bytes.
+        graph: the operations.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
     """
 
     candidate: Candidate
     limit: int
+    graph: OperationGraph
     frontier: tuple[tuple[int, float], ...]
 
 
-def choose(graph: OperationGraph, budget: int | float) -> Chosen:
+def choose(graph: OperationGraph, budget: int | float, share: float = 1.0) -> Chosen:
     """Choose a schedule for a budget.
 
     Args:
         graph: the operations.
         budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
+        share: of the budget that may be used, in (0, 1].
 
     Raises:
         InfeasibleBudgetError: the budget is below the least peak that can be reached.
     """
     blocks = Blocks(graph)
-    candidates = [everything_kept(blocks)] if budget == 1.0 else search(blocks)
-    limit = limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes)
+    candidates = [everything_kept(blocks)] if budget == 1.0 and share == 1.0 else search(blocks)
+    limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     for candidate in candidates:
         if candidate.peak.bytes <= limit:
-            return Chosen(candidate, limit, frontier)
+            return Chosen(candidate, limit, graph, frontier)
     raise _infeasible(graph, candidates[-1], limit)
 
 

@@ -27,7 +27,7 @@ from roundpipe_fx.joint_graph import (
 )
 from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
-from roundpipe_fx.recomputation import Form, makes_mask_alone, selection
+from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 
 __all__ = ["OUTSIDE", "Operation", "OperationGraph", "Way", "read_operations"]
@@ -98,6 +98,7 @@ class OperationGraph:
         gradients: storages that the backward returns.
         ways: by forward storage, how it is made again; absent where it must not be.
         alone: for masks of dropouts, the way that draws the mask without the dropout's input.
+        stand_ins: for a mask and the index of the operation that reads it, the gradient that it can be drawn for.
         states: bytes of the generator's state, by index of a seeded forward operation.
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
@@ -116,6 +117,7 @@ class OperationGraph:
     gradients: frozenset[int]
     ways: dict[int, Way]
     alone: dict[int, Way]
+    stand_ins: dict[tuple[int, int], fx.Node]
     states: dict[int, int]
     last_segments: dict[int, int]
     stages: dict[int, int]
@@ -156,7 +158,7 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1) -> O
         reader.segment_of[storage] = segments
     outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
     gradients = {s for node in joint.gradients if isinstance(node, fx.Node) for s in reader.of(node)}
-    values = {}
+    values: dict[int, fx.Node] = {}
     hoisted = set()
     ways: dict[int, Way] = {}
     alone: dict[int, Way] = {}
@@ -198,6 +200,13 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1) -> O
         frozenset(gradients - {OUTSIDE}),
         ways,
         alone,
+        {
+            (storage, operation.index): stand_in
+            for storage in alone
+            for block in backward.values()
+            for operation in block
+            if storage in operation.reads and (stand_in := stand_in_of(values[storage], operation.node)) is not None
+        },
         states,
         _last_segments(forward, backward, forward_storages),
         {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()},

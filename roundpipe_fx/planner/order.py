@@ -16,6 +16,8 @@ from roundpipe_fx.liveness import Event
 __all__ = ["order_events"]
 
 _WIDTH = 6
+_MOST_WORK = 400
+"""Events times partial orders: long blocks are ordered with fewer at a time."""
 
 
 @dataclass(slots=True)
@@ -65,18 +67,32 @@ def order_events(
             if storage in counted:
                 readers[storage] += 1
     live = sum(sizes[storage] for storage in before if readers[storage])
-    room = {storage: event.room for event in events for storage in event.makes}
+    rooms = {storage: event.room for event in events for storage in event.makes}
+    facts = [
+        (
+            sum(sizes[storage] for storage in event.makes),
+            sum(sizes[storage] for storage in event.makes if not readers[storage]),
+            [(storage, sizes[storage]) for storage in event.reads if storage in counted and storage not in lasting],
+            [storage for storage in event.over if storage in rooms and rooms[storage] == event.room],
+            event.scratch,
+        )
+        for event in events
+    ]
 
     def during(partial: _Partial, position: int) -> tuple[int, int]:
         """Bytes while an event runs, and after it."""
-        event = events[position]
+        made, unread, reads, over, scratch = facts[position]
         left = partial.readers
-        made = sum(sizes[storage] for storage in event.makes)
-        dying = [storage for storage in event.reads if left.get(storage) == 1]
-        freed = sum(sizes[storage] for storage in dying)
-        over = next((sizes[s] for s in event.over if s in dying and room.get(s, _NOWHERE) == event.room), 0)
-        unread = sum(sizes[storage] for storage in event.makes if not left[storage])
-        return partial.live + made - over + event.scratch, partial.live + made - freed - unread
+        freed = 0
+        for storage, size in reads:
+            if left[storage] == 1:
+                freed += size
+        written = 0
+        for storage in over:
+            if left[storage] == 1:
+                written = sizes[storage]
+                break
+        return partial.live + made - written + scratch, partial.live + made - freed - unread
 
     def run(partial: _Partial, position: int) -> None:
         high, partial.live = during(partial, position)
@@ -103,6 +119,7 @@ def order_events(
                     found = True
                     break
 
+    width = max(1, min(width, _MOST_WORK // max(len(events), 1)))
     start = _Partial(live, live, [], waiting, readers, [p for p, count in enumerate(waiting) if not count])
     settle(start)
     beam = [start]
@@ -130,6 +147,3 @@ def order_events(
         beam = sorted(grown.values(), key=lambda item: (item.peak, item.live, item.order))[:width]
     best = min(finished, key=lambda item: item.peak)
     return best.order, best.peak
-
-
-_NOWHERE = object()

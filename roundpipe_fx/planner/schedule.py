@@ -18,7 +18,7 @@ from torch import fx
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.planner.operations import Operation, OperationGraph, Way
 from roundpipe_fx.planner.order import order_events
-from roundpipe_fx.recomputation import Form, stand_in_of
+from roundpipe_fx.recomputation import Form
 
 __all__ = [
     "Blocks",
@@ -139,7 +139,7 @@ def just_in_time(
             way = graph.ways[current]
             stand_in = None
             if asking is not None and current in graph.alone and needed.isdisjoint(set(way.makes) - {current}):
-                stand_in = stand_in_of(graph.values[current], asking.node)
+                stand_in = graph.stand_ins.get((current, asking.index))
                 way = graph.alone[current] if stand_in is not None else way
             if not ready:
                 pending.append((current, asking, True))
@@ -184,7 +184,8 @@ class Blocks:
     def __init__(self, graph: OperationGraph) -> None:
         self.graph = graph
         self.entering, self.lasting = _crossing_backward(graph)
-        self._orders: dict[Any, list[int]] = {}
+        self._orders: dict[Any, tuple[list[int], int]] = {}
+        self._blocks: dict[Any, tuple[list[Step], int]] = {}
 
     def block(self, segment: int, available: Collection[int]) -> tuple[list[Step], int]:
         """A segment's backward.
@@ -199,20 +200,28 @@ class Blocks:
         """
         graph = self.graph
         steps = just_in_time(graph, segment, available)
+        known = (segment, tuple((step.operation.index, step.way.form if step.way else None) for step in steps))
+        if known not in self._blocks:
+            self._blocks[known] = self._in_order(segment, steps)
+        return self._blocks[known]
+
+    def _in_order(self, segment: int, steps: list[Step]) -> tuple[list[Step], int]:
+        graph = self.graph
+        made = {storage for step in steps for storage in step.makes}
+        read = {storage for step in steps for storage in step.reads}
+        own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+        entering = self.entering[segment]
+        before, lasting = (own | entering) & read, self.lasting[segment]
         sizes = list(graph.sizes)
         events, _, _ = _backward_events(graph, steps, sizes, {})
-        own = {s for step in steps for s in step.reads if s in available and graph.segment_of[s] == segment}
-        entering = self.entering[segment]
-        before, lasting = own | entering, self.lasting[segment]
         given = peak_of(events, sizes, before, lasting).bytes
         key = _structure(events, sizes, before, lasting)
         if key not in self._orders:
             order, peak = order_events(events, sizes, before, lasting)
-            self._orders[key] = order if peak < given else list(range(len(steps)))
-        order = self._orders[key]
-        steps = [steps[position] for position in order]
-        peak = peak_of([events[position] for position in order], sizes, before, lasting).bytes
-        return steps, peak - sum(sizes[storage] for storage in entering)
+            self._orders[key] = (order, peak) if peak < given else (list(range(len(steps))), given)
+        order, peak = self._orders[key]
+        credit = sum(sizes[storage] for storage in entering & read)
+        return [steps[position] for position in order], peak - credit
 
 
 def _structure(events: Sequence[Event], sizes: Sequence[int], before: Collection[int], lasting: Collection[int]) -> Any:

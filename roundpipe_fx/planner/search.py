@@ -29,7 +29,16 @@ from roundpipe_fx.planner.schedule import (
     simulate,
 )
 
-__all__ = ["Candidate", "everything_kept", "search"]
+__all__ = [
+    "Candidate",
+    "best_of",
+    "chain_of",
+    "choice_of",
+    "everything_kept",
+    "levels",
+    "search",
+    "work_out",
+]
 
 _FINE_SLOTS = 1000
 _NESTED_SLOTS = 256
@@ -58,28 +67,30 @@ class Candidate:
 
 def everything_kept(blocks: Blocks) -> Candidate:
     """Nothing runs again."""
-    return _candidate(blocks, Choice(frozenset(blocks.graph.makers)))
+    return work_out(blocks, Choice(frozenset(blocks.graph.makers)))
 
 
 def search(blocks: Blocks) -> list[Candidate]:
     """Candidates of which none is better than another in both peak and seconds, highest peak first."""
     kept = everything_kept(blocks)
-    chain, savings = _chain(blocks)
+    chain, savings = chain_of(blocks)
     fine = solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False)
     found = [kept]
-    found += [_candidate(blocks, choice) for choice in _choices(blocks.graph, savings, fine)]
+    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, savings, fine)]
     low = min(item.peak.bytes for item in found)
     nested = solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS)
-    found += [_candidate(blocks, choice) for choice in _choices(blocks.graph, savings, nested)]
-    return _best(found)
+    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, savings, nested)]
+    return best_of(found)
 
 
-def _candidate(blocks: Blocks, choice: Choice) -> Candidate:
+def work_out(blocks: Blocks, choice: Choice) -> Candidate:
+    """What a choice comes to."""
     schedule = make_schedule(blocks, choice)
     return Candidate(schedule, simulate(blocks.graph, schedule))
 
 
-def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those than which no other is better in both peak and seconds, highest peak first."""
     best: list[Candidate] = []
     for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
         if not best or item.peak.bytes < best[-1].peak.bytes:
@@ -88,19 +99,23 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _choices(graph: OperationGraph, savings: list[list[frozenset[int]]], solution: Solution) -> list[Choice]:
-    """Choices for distinct solutions, spread over the seconds that they take."""
+    return [choice_of(graph, savings, solution.decisions(slots)) for slots in levels(solution)]
+
+
+def levels(solution: Solution) -> list[int]:
+    """The least memory of distinct solutions, in slots, spread over the seconds that they take."""
     seconds = solution.seconds
     reachable = np.flatnonzero(np.isfinite(seconds))
     if not len(reachable):
         return []
-    # The least memory for each distinct cost.
     first = reachable[np.flatnonzero(np.diff(seconds[reachable], prepend=np.inf) < 0)]
     if len(first) > _LEVELS:
         first = first[np.unique(np.linspace(0, len(first) - 1, _LEVELS).round().astype(int))]
-    return [_choice(graph, savings, solution.decisions(int(slots))) for slots in first]
+    return [int(slots) for slots in first]
 
 
-def _choice(graph: OperationGraph, savings: list[list[frozenset[int]]], decisions: list[Decision]) -> Choice:
+def choice_of(graph: OperationGraph, savings: list[list[frozenset[int]]], decisions: list[Decision]) -> Choice:
+    """What the decisions about a chain keep and hold; ``savings``: by segment, the storages that each option keeps."""
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
     for decision in decisions:
@@ -121,7 +136,7 @@ def _crossing(graph: OperationGraph, first: int, until: int) -> set[int]:
     }
 
 
-def _chain(blocks: Blocks) -> tuple[Chain, list[list[frozenset[int]]]]:
+def chain_of(blocks: Blocks) -> tuple[Chain, list[list[frozenset[int]]]]:
     """The chain of segments, and by segment the storages that each option keeps."""
     graph = blocks.graph
     made: dict[int, set[int]] = defaultdict(set)

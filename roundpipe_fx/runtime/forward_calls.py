@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,18 +55,21 @@ class outputs_of_programs:
         return reference is not None and reference() is output
 
 
-def observed(run: Boxed, noted_outputs: int = 0) -> Boxed:
+def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[tuple[Any, ...]], None] | None = None) -> Boxed:
     """A forward program that heeds :class:`trace_only` and :class:`outputs_of_programs`.
 
     Args:
         run: the program.
         noted_outputs: how many of its first results may be noted.
+        see: is shown its results.
     """
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:
         if getattr(_local, "trace_only", False):
             raise TraceOnly
         results = run(arguments)
+        if see is not None:
+            see(results)
         noted = getattr(_local, "outputs", None)
         if noted is not None:
             noted.update({id(v): weakref.ref(v) for v in results[:noted_outputs] if isinstance(v, torch.Tensor)})

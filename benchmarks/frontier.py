@@ -1,0 +1,313 @@
+"""The trade-off of peak memory and recomputation beside its peers: table, plot and results file.
+
+python -m benchmarks.frontier [model …] [--pairs N]
+
+For each model eleven budgets from 0.0 to 1.0: measured peak, prediction, modelled seconds of recomputation, and
+whether loss and gradients have the bits of ``aot_eager``. Peers in the same run: eager, ``torch.utils.checkpoint``
+per block, ``torch.compile`` with ``activation_memory_budget`` at eleven values (its partitioner with eager kernels,
+so that live bytes can be seen), and rotor's optimum on the chain of segments (simulated). At the peak that each peer
+reaches, our recomputation is held against the peer's, in modelled seconds and in paired step times.
+
+Modelled seconds of a step are those of every operation that it dispatches, by the CPU's roofline; a peer's
+recomputation is what it runs beyond its own step without any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
+from torch._inductor.compile_fx import select_decomp_table
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import roundpipe_fx
+from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, fresh, heavy_cases, paired_ratio, report
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.planner.rotor import rotor_candidates
+from roundpipe_fx.planner.schedule import Blocks
+from roundpipe_fx.torch_private import dynamo_flags
+
+BUDGETS = tuple(round(0.1 * index, 1) for index in range(11))
+CPU = DEVICES["cpu"]
+
+
+class ModelledSeconds(TorchDispatchMode):
+    """Adds up the roofline's seconds of every operation that is dispatched."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if isinstance(func, torch._ops.HigherOrderOperator):  # the operator inside is another call
+            inner = next(argument for argument in args if isinstance(argument, torch._ops.OpOverload))
+            arguments = args[args.index(inner) + 1 :]
+            self.seconds += _seconds(inner, arguments, kwargs, result)
+        else:
+            self.seconds += _seconds(func, args, kwargs, result)
+        return result
+
+
+def _seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    read = {t.untyped_storage()._cdata: t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+    made = {t.untyped_storage()._cdata: t for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+    fresh_storages = made.keys() - read.keys()
+    in_place = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
+    if not fresh_storages and not in_place:
+        return 0.0  # a view
+    formula = flop_registry.get(getattr(func, "overloadpacket", None))
+    flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    traffic = sum(t.untyped_storage().nbytes() for t in (*read.values(), *(made[key] for key in fresh_storages)))
+    return CPU.seconds(flops, traffic)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One way to run a model's training step."""
+
+    peak: int
+    seconds: float
+    step: Callable[[], Any]
+    error: float
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def measure(run: Callable[..., Any], model: nn.Module, batch: dict[str, Any], reference: Any) -> Measured:
+    """Peak, modelled seconds, and the worst gradient error relative to the largest gradient."""
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        torch.manual_seed(0)
+        out = run(**batch)  # held through the backward, as training loops hold it
+        out.loss.backward()
+        return out.loss.detach()
+
+    step()
+    loss = step()
+    worst = 0.0
+    if reference is not None:
+        expected_loss, expected = reference
+        found = gradients(model)
+        assert found.keys() == expected.keys()
+        largest = max(float(value.abs().max()) for value in expected.values())
+        worst = max(float((found[name] - value).abs().max()) for name, value in expected.items()) / largest
+        if not torch.equal(loss, expected_loss):
+            worst = max(worst, float((loss - expected_loss).abs()), 1e-30)
+        del found
+    model.zero_grad()
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        step()
+    with ModelledSeconds() as modelled:
+        step()
+    return Measured(peak.bytes, modelled.seconds, step, worst)
+
+
+def reference_of(case: Case, batch: dict[str, Any]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of ``aot_eager``."""
+    model = build(case)
+    with dynamo_flags():
+        compiled = torch.compile(model, backend="aot_eager")
+        for _ in range(2):  # the second step, as the buffers that a step updates have changed for all
+            model.zero_grad()
+            torch.manual_seed(0)
+            loss = compiled(**batch).loss
+            loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def ours_at(case: Case, batch: dict[str, Any], budget: int | float, reference: Any = None) -> tuple[Measured, Any]:
+    torch._dynamo.reset()
+    model = build(case)
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True)
+    return measure(compiled, model, batch, reference), compiled
+
+
+def peers(case: Case, batch: dict[str, Any], reference: Any) -> dict[str, tuple[Measured, float]]:
+    """Each peer's measurement and its modelled seconds of recomputation."""
+    torch._dynamo.reset()
+    model = build(case)
+    eager = measure(model, model, batch, None)
+    found = {"eager": (eager, 0.0)}
+    model = checkpoint_blocks(build(case), case.blocks)
+    checkpointed = measure(model, model, batch, None)
+    found["checkpoint per block"] = (checkpointed, checkpointed.seconds - eager.seconds)
+    plain = budgeted(case, batch, default_partition, 1.0, reference)
+    for budget in reversed(BUDGETS):
+        partition = functools.partial(min_cut_rematerialization_partition, compiler="inductor")
+        measured = budgeted(case, batch, partition, budget, reference)
+        found[f"activation_memory_budget {budget}"] = (measured, measured.seconds - plain.seconds)
+    return found
+
+
+def budgeted(case: Case, batch: dict[str, Any], partition: Any, budget: float, reference: Any) -> Measured:
+    """``torch.compile`` with Inductor's decompositions and a given partitioner, but eager kernels."""
+    torch._dynamo.reset()
+    model = build(case)
+    backend = aot_autograd(
+        fw_compiler=lambda module, _: make_boxed_func(module.forward),
+        bw_compiler=lambda module, _: make_boxed_func(module.forward),
+        partition_fn=partition,
+        decompositions=select_decomp_table,
+    )
+    with torch._functorch.config.patch(activation_memory_budget=budget), dynamo_flags():
+        return measure(torch.compile(model, backend=backend), model, batch, reference)
+
+
+def beside(case: Case, batch: dict[str, Any], name: str, peer: Measured, seconds: float, pairs: int) -> dict[str, Any]:
+    """Our recomputation at the peak that a peer was measured to reach."""
+    row = {"model": case.name, "peer": name, "peak MB": peer.peak / 1e6, "recompute ms": seconds * 1e3}
+    row["gradient error"] = peer.error
+    try:
+        measured, compiled = ours_at(case, batch, peer.peak)
+    except roundpipe_fx.InfeasibleBudgetError as error:
+        return row | {"ours ms": f"needs {error.minimum / 1e6:.1f} MB", "ratio": None, "step ratio": None}
+    ours = compiled.plan.recompute_seconds
+    row |= {"ours ms": ours * 1e3, "ratio": _ratio(ours, seconds)}
+    return row | {"step ratio": paired_ratio(measured.step, peer.step, pairs, 1)[0] if pairs else None}
+
+
+def beside_rotor(case: Case, plan: roundpipe_fx.Plan) -> list[dict[str, Any]]:
+    """Our recomputation at each peak of rotor's frontier."""
+    rows = []
+    assert plan.operations is not None
+    for candidate in rotor_candidates(Blocks(plan.operations)):
+        peak, seconds = candidate.peak.bytes, candidate.seconds
+        ours = [cost for size, cost in plan.frontier() if size <= peak]
+        row = {"model": case.name, "peer": "rotor", "peak MB": peak / 1e6, "recompute ms": seconds * 1e3}
+        row |= {"gradient error": None, "ours ms": ours[0] * 1e3 if ours else "cannot"}
+        rows.append(row | {"ratio": _ratio(ours[0], seconds) if ours else None, "step ratio": None})
+    return rows
+
+
+def _ratio(ours: float, theirs: float) -> float | None:
+    """``None`` where the peer recomputes nothing; then we must not either, which the milliseconds show."""
+    return ours / theirs if theirs > 1e-6 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("models", nargs="*", help="names of models; none: all")
+    parser.add_argument("--pairs", type=int, default=5, help="paired steps a comparison; 0: no timing")
+    arguments = parser.parse_args()
+    chosen = [case for case in heavy_cases() if not arguments.models or case.name in arguments.models]
+    rows: list[dict[str, Any]] = []
+    peer_rows: list[dict[str, Any]] = []
+    for case in fresh(chosen):
+        batch = case.make_batch()
+        reference = reference_of(case, batch)
+        for budget in BUDGETS:
+            measured, compiled = ours_at(case, batch, budget, reference)
+            plan = compiled.plan
+            rows.append(
+                {
+                    "model": case.name,
+                    "budget": budget,
+                    "limit MB": plan.budget / 1e6,
+                    "predicted MB": plan.peak_bytes / 1e6,
+                    "measured MB": measured.peak / 1e6,
+                    "measured / predicted": measured.peak / plan.peak_bytes,
+                    "recompute ms": plan.recompute_seconds * 1e3,
+                    "bits of aot_eager": measured.error == 0,
+                }
+            )
+            if budget == 0.0:
+                peer_rows += beside_rotor(case, plan)
+        for name, (peer, seconds) in peers(case, batch, reference).items():
+            peer_rows.append(beside(case, batch, name, peer, seconds, arguments.pairs))
+        report("frontier", "a budget is a bound, predicted, at unchanged bits", rows)
+        report("frontier_peers", "at the peak of each peer: our recomputation over the peer's", peer_rows)
+    report("frontier_summary", "targets", summary(rows, peer_rows))
+    plot(rows, peer_rows)
+
+
+def summary(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each target, what was reached, and by which model it is missed."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+
+    def of(model: str, table: list[dict[str, Any]] = rows) -> list[dict[str, Any]]:
+        return [row for row in table if row["model"] == model]
+
+    over = [row["model"] for row in rows if row["measured MB"] > row["limit MB"]]
+    near = [abs(row["measured / predicted"] - 1) <= 0.03 for row in rows]
+    rising = [
+        model
+        for model in models
+        for low, high in itertools.pairwise(of(model))
+        if low["measured MB"] > high["measured MB"] or low["recompute ms"] < high["recompute ms"]
+    ]
+    lowest = {
+        model: of(model)[0]["measured MB"] / min(row["peak MB"] for row in of(model, peer_rows)) for model in models
+    }
+    ratios = [row["ratio"] for row in peer_rows if row["ratio"] is not None]
+    worst = max((row for row in peer_rows if row["ratio"] is not None), key=lambda row: row["ratio"])
+    steps = [row["step ratio"] for row in peer_rows if row["step ratio"] is not None]
+    free = [row for row in peer_rows if row["recompute ms"] <= 1e-3 and row["ours ms"] not in (0.0,)]
+    return [
+        {"target": "measured peak within the budget", "found": f"{len(rows) - len(over)} of {len(rows)} {over}"},
+        {"target": "within 3 % of the prediction in 95 %", "found": f"{sum(near)} of {len(near)}"},
+        {"target": "peak never rises, recomputation never falls, with less budget", "found": f"broken by {rising}"},
+        {"target": "bits of aot_eager", "found": f"{sum(row['bits of aot_eager'] for row in rows)} of {len(rows)}"},
+        {
+            "target": "lowest peak / lowest of any peer: median <= 0.7, none above 1",
+            "found": f"median {statistics.median(lowest.values()):.2f}: "
+            + ", ".join(f"{model} {ratio:.2f}" for model, ratio in lowest.items()),
+        },
+        {
+            "target": "recomputation at a peer's peak: median <= 0.8, none above 1.02",
+            "found": f"median {statistics.median(ratios):.2f} of {len(ratios)}, worst {worst['ratio']:.2f} "
+            f"({worst['model']} beside {worst['peer']} at {worst['peak MB']:.1f} MB)",
+        },
+        {"target": "where a peer recomputes nothing, nor do we", "found": f"{len(free)} rows where we do"},
+        {
+            "target": "step time at a peer's peak",
+            "found": f"median {statistics.median(steps):.2f}, worst {max(steps):.2f}" if steps else "not timed",
+        },
+    ]
+
+
+def plot(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> None:
+    """One picture of all models: peak bytes against modelled recomputation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    figure, grid = pyplot.subplots(2, -(-len(models) // 2), figsize=(18, 8), squeeze=False)
+    for axes, model in zip(grid.flat, models, strict=False):
+        ours = [row for row in rows if row["model"] == model]
+        axes.plot([r["measured MB"] for r in ours], [r["recompute ms"] for r in ours], "o-", label="roundpipe_fx")
+        for name, marker in (("rotor", "s--"), ("checkpoint", "^"), ("activation_memory_budget", "x"), ("eager", "d")):
+            points = [row for row in peer_rows if row["model"] == model and row["peer"].startswith(name)]
+            axes.plot([r["peak MB"] for r in points], [r["recompute ms"] for r in points], marker, label=name)
+        axes.set(title=model, xlabel="measured peak, MB", ylabel="modelled recomputation, ms", xlim=(0, None))
+        axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "frontier.png", dpi=80)
+
+
+if __name__ == "__main__":
+    main()

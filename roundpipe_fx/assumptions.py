@@ -1,0 +1,52 @@
+"""Assumptions: what a plan takes for granted about run time, and what steps have shown.
+
+Sizes that depend on data (how many tokens an expert gets) are known only when a step runs. The first plan takes their
+upper bounds; the first step shows real sizes; the next plan takes those with headroom. A step that exceeds what was
+assumed runs all the same, and the plan is made anew before the next one. Running out of memory makes the budget
+smaller in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["HEADROOM", "Assumptions"]
+
+HEADROOM = 1.25
+"""How much larger than the largest seen a data-dependent size is taken to be."""
+
+
+@dataclass
+class Assumptions:
+    """Shared by the compilations of one model and the steps that they run.
+
+    Attributes:
+        largest: the largest seen of each data-dependent size, by graph and symbol.
+        assumed: what the latest plans take them to be; absent: their upper bounds.
+        share: of the budget that plans may use; less than 1 after running out of memory.
+        stale: whether steps have shown what plans do not know.
+    """
+
+    largest: dict[str, int] = field(default_factory=dict)
+    assumed: dict[str, int] = field(default_factory=dict)
+    share: float = 1.0
+    stale: bool = False
+
+    def see(self, name: str, size: int) -> None:
+        """Note a size that a step had."""
+        if size > self.largest.get(name, -1):
+            self.largest[name] = size
+            if size > self.assumed.get(name, -1):
+                self.stale = True
+
+    def renew(self) -> None:
+        """Assume from here on what was seen, with headroom."""
+        self.assumed = {name: math.ceil(size * HEADROOM) for name, size in self.largest.items()}
+        self.stale = False
+
+    def of_graph(self, graph: str) -> Mapping[str, int]:
+        """Assumed sizes of one graph, by symbol."""
+        prefix = f"{graph}/"
+        return {name.removeprefix(prefix): size for name, size in self.assumed.items() if name.startswith(prefix)}
