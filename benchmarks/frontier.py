@@ -36,7 +36,6 @@ import roundpipe_fx
 from benchmarks.side_by_side import RESULTS, Case, build, checkpoint_blocks, fresh, heavy_cases, paired_ratio, report
 from roundpipe_fx.cost.roofline import DEVICES
 from roundpipe_fx.planner.rotor import rotor_candidates
-from roundpipe_fx.planner.schedule import Blocks
 from roundpipe_fx.torch_private import dynamo_flags
 
 BUDGETS = tuple(round(0.1 * index, 1) for index in range(11))
@@ -193,7 +192,7 @@ def beside_rotor(case: Case, plan: roundpipe_fx.Plan) -> list[dict[str, Any]]:
     """Our recomputation at each peak of rotor's frontier."""
     rows = []
     assert plan.operations is not None
-    for candidate in rotor_candidates(Blocks(plan.operations)):
+    for candidate in rotor_candidates(plan.operations):
         peak, seconds = candidate.peak.bytes, candidate.seconds
         ours = [cost for size, cost in plan.frontier() if size <= peak]
         row = {"model": case.name, "peer": "rotor", "peak MB": peak / 1e6, "recompute ms": seconds * 1e3}

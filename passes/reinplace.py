@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import input_nodes, is_tensor, storages
+from roundpipe_fx.joint_graph import input_nodes, is_tensor, tensor_values
+from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import has_kernel
 
 __all__ = ["operands_to_write_over", "reinplace"]
@@ -47,14 +48,23 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
     """
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
-    last_use = _last_uses(nodes)
-    outside = {storage for node in nodes if node.op in ("placeholder", "get_attr") for storage in storages(node)}
+    numbers = StorageNumbers()
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
+        elif node.op != "output":
+            numbers.follow(node)
+    last_use = {
+        storage: position[node]
+        for node in nodes
+        for storage in (*numbers.of(node), *(s for source in input_nodes(node) for s in numbers.of(source)))
+    }
     # A result that was written over its operand lives in the operand's storage.
     moved: dict[int, int] = {}
 
     def homes(node: fx.Node) -> set[int]:
         found = set()
-        for storage in storages(node):
+        for storage in numbers.of(node):
             while storage in moved:
                 storage = moved[storage]
             found.add(storage)
@@ -65,7 +75,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
             operand = form.operand
             home = homes(operand)
             if (
-                home & outside
+                OUTSIDE in home
                 or any(last_use.get(storage, 0) > position[node] for storage in home)
                 or any(home & homes(source) for source in input_nodes(node) if source is not operand)
             ):
@@ -73,7 +83,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
             node.target = form.target
             if form.output is not None:
                 node.update_kwarg(form.output, operand)
-            (old,), (new,) = home, storages(node)
+            (old,), (new,) = home, numbers.of(node)
             moved[new] = old
             last_use[old] = last_use.get(new, position[node])
             break
@@ -120,15 +130,6 @@ def _forms(node: fx.Node) -> list[_Form]:
         with_output = _form_with_output(node)
         if with_output is not None and not (found and operand is node.args[0]):
             found.append(_Form(with_output[0], operand, with_output[1]))
-    return found
-
-
-def _last_uses(nodes: list[fx.Node]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for index, node in enumerate(nodes):
-        for source in (*input_nodes(node), node):
-            for storage in storages(source):
-                found[storage] = index
     return found
 
 

@@ -27,8 +27,8 @@ class Event:
     """
 
     what: Any
-    reads: list[int]
-    makes: list[int]
+    reads: Sequence[int]
+    makes: Sequence[int]
     over: tuple[int, ...] = ()
     room: Any = None
     scratch: int = 0
@@ -41,7 +41,7 @@ class LivePeak:
     Attributes:
         bytes: how many.
         position: of the event that runs then; -1: before the first.
-        live: storages alive then with their bytes, largest first.
+        live: storages alive then with their bytes, largest first, if they were asked for.
     """
 
     bytes: int
@@ -51,10 +51,11 @@ class LivePeak:
 
 def peak_of(
     events: Sequence[Event],
-    sizes: Sequence[int],
+    sizes: Sequence[int] | Mapping[int, int],
     before: Collection[int] = (),
     lasting: Collection[int] = (),
     arriving: Mapping[int, Collection[int]] | None = None,
+    list_live: bool = False,
 ) -> LivePeak:
     """The peak of a sequence of events.
 
@@ -64,21 +65,20 @@ def peak_of(
         before: storages that live when the first event runs.
         lasting: storages that live to the end.
         arriving: storages that somebody else makes, by position of the event before which he does.
+        list_live: whether to say what lives at the peak.
     """
     arriving = arriving or {}
-    born = dict.fromkeys(before, -1)
     last = dict.fromkeys(before, -1)
     for position, arrived in arriving.items():
-        born.update(dict.fromkeys(arrived, position))
         last.update(dict.fromkeys(arrived, position))
     for position, event in enumerate(events):
         for storage in event.makes:
-            born[storage] = last[storage] = position
+            last[storage] = position
         for storage in event.reads:
-            if storage in born:
+            if storage in last:
                 last[storage] = position
     for storage in lasting:
-        if storage in born:
+        if storage in last:
             last[storage] = len(events)
     dying: dict[int, list[int]] = {}
     for storage, position in last.items():
@@ -87,14 +87,14 @@ def peak_of(
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
     peak, at = live, -1
     for position, event in enumerate(events):
-        for storage in arriving.get(position, ()):
-            live += sizes[storage]
+        if position in arriving:
+            live += sum(sizes[storage] for storage in arriving[position])
         for storage in event.makes:
             live += sizes[storage]
             room[storage] = event.room
-        written = -1
+        written = None
         for storage in event.over:
-            if storage in room and last[storage] == position and room[storage] == event.room:
+            if last.get(storage) == position and storage in room and room[storage] == event.room:
                 written = storage
                 live -= sizes[storage]
                 break
@@ -103,5 +103,20 @@ def peak_of(
         for storage in dying.get(position, ()):
             if storage != written:
                 live -= sizes[storage]
-    alive = [(storage, sizes[storage]) for storage, birth in born.items() if birth <= at <= last[storage]]
-    return LivePeak(peak, at, tuple(sorted(alive, key=lambda item: -item[1])))
+    return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
+
+
+def _alive(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    before: Collection[int],
+    arriving: Mapping[int, Collection[int]],
+    last: Mapping[int, int],
+    at: int,
+) -> tuple[tuple[int, int], ...]:
+    born = dict.fromkeys(before, -1)
+    for position, event in enumerate(events[: at + 1]):
+        born.update(dict.fromkeys(arriving.get(position, ()), position))
+        born.update(dict.fromkeys(event.makes, position))
+    alive = [(storage, sizes[storage]) for storage in born if last[storage] >= at]
+    return tuple(sorted(alive, key=lambda item: -item[1]))

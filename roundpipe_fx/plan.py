@@ -259,7 +259,7 @@ class Plan:
         if self.training:
             lines.append(
                 f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
-                f"{self.recompute_seconds * 1e3:.3f} ms modelled, where the forward takes {self.forward_seconds * 1e3:.3f} ms"
+                f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
             )
         if self.assumed:
             sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())

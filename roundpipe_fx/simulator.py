@@ -98,7 +98,7 @@ def simulate_programs(
             for leaves in run.program(backward, [given.get(node, [OUTSIDE]) for node in backward.inputs])
             for storage in leaves
         ]
-    peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving)
+    peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving, list_live=True)
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
     live = tuple(_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN])
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")

@@ -17,7 +17,7 @@ def stage_0_backward(args):
     # layers.0.2
     native_dropout_backward_1: "float32[4, 8]" = aten.native_dropout_backward.default(mm, getitem_6, 1.25);  mm = getitem_6 = None
     # layers.0.1
-    gelu_backward_1: "float32[4, 8]" = aten.gelu_backward.default(native_dropout_backward_1, addmm_3);  native_dropout_backward_1 = addmm_3 = None
+    gelu_backward_1: "float32[4, 8]" = aten.gelu_backward.grad_input(native_dropout_backward_1, addmm_3, grad_input=native_dropout_backward_1);  native_dropout_backward_1 = addmm_3 = None
     # layers.0.0
     t_6: "float32[8, 4]" = aten.t.default(gelu_backward_1)
     mm_2: "float32[8, 8]" = aten.mm.default(t_6, x);  t_6 = x = None

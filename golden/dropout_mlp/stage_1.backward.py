@@ -25,7 +25,7 @@ def stage_1_backward(args):
     # layers.1.2
     native_dropout_backward: "float32[4, 8]" = aten.native_dropout_backward.default(mul_1, getitem_5, 1.25);  mul_1 = getitem_5 = None
     # layers.1.1
-    gelu_backward: "float32[4, 8]" = aten.gelu_backward.default(native_dropout_backward, addmm_2);  native_dropout_backward = addmm_2 = None
+    gelu_backward: "float32[4, 8]" = aten.gelu_backward.grad_input(native_dropout_backward, addmm_2, grad_input=native_dropout_backward);  native_dropout_backward = addmm_2 = None
     # layers.1.0
     t_2: "float32[8, 8]" = aten.t.default(t_11);  t_11 = None
     mm: "float32[4, 8]" = aten.mm.default(gelu_backward, t_2);  t_2 = None

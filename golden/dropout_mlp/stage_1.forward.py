@@ -24,6 +24,6 @@ def stage_1_forward(args):
     getitem_7: "(float32[4, 8], bool[4, 8])" = run_and_save_rng_state[1];  run_and_save_rng_state = None
     getitem_2: "float32[4, 8]" = getitem_7[0];  getitem_7 = None
     # model
-    pow_1: "float32[4, 8]" = aten.pow.Tensor_Scalar(getitem_2, 2);  getitem_2 = None
+    pow_1: "float32[4, 8]" = aten.pow.Tensor_Scalar_out(getitem_2, 2, out=getitem_2);  getitem_2 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
     return (native_dropout_1_rng_state, mean)

@@ -24,6 +24,6 @@ def stage_1_recompute(args):
     getitem_4: "float32[4, 8]" = run_with_rng_state[0]
     getitem_5: "bool[4, 8]" = run_with_rng_state[1];  run_with_rng_state = None
     # model
-    pow_2: "float32[4, 8]" = aten.pow.Tensor_Scalar(getitem_4, 1.0);  getitem_4 = None
+    pow_2: "float32[4, 8]" = aten.pow.Tensor_Scalar_out(getitem_4, 1.0, out=getitem_4);  getitem_4 = None
     mul: "float32[4, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (addmm_2, getitem_5, mul)

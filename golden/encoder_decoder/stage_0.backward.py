@@ -78,7 +78,7 @@ def stage_0_backward(args):
     t_48: "float32[8, 16]" = aten.t.default(t_47);  t_47 = None
     view_72: "float32[2, 3, 16]" = aten.view.default(mm_16, [2, 3, 16]);  mm_16 = None
     # encoder.0.mlp.1
-    gelu_backward_1: "float32[2, 3, 16]" = aten.gelu_backward.default(view_72, view_126);  view_72 = view_126 = None
+    gelu_backward_1: "float32[2, 3, 16]" = aten.gelu_backward.grad_input(view_72, view_126, grad_input=view_72);  view_72 = view_126 = None
     # encoder.0.mlp.0
     view_73: "float32[6, 16]" = aten.view.default(gelu_backward_1, [6, 16]);  gelu_backward_1 = None
     t_49: "float32[16, 8]" = aten.t.default(t_78);  t_78 = None
@@ -96,7 +96,7 @@ def stage_0_backward(args):
     getitem_37: "float32[8]" = native_layer_norm_backward_2[1]
     getitem_38: "float32[8]" = native_layer_norm_backward_2[2];  native_layer_norm_backward_2 = None
     # model
-    add_7: "float32[2, 3, 8]" = aten.add.Tensor(view_50, getitem_36);  view_50 = getitem_36 = None
+    add_7: "float32[2, 3, 8]" = aten.add.out(view_50, getitem_36, out=getitem_36);  view_50 = getitem_36 = None
     # encoder.0.attention.out
     view_76: "float32[6, 8]" = aten.view.default(add_7, [6, 8]);  add_7 = None
     t_53: "float32[8, 8]" = aten.t.default(t_79);  t_79 = None

@@ -63,7 +63,7 @@ def stage_0_forward(args):
     # encoder.0.dropout
     clone: "float32[2, 3, 8]" = aten.clone.default(view_9);  view_9 = None
     # encoder.0
-    add: "float32[2, 3, 8]" = aten.add.Tensor(source, clone);  source = clone = None
+    add: "float32[2, 3, 8]" = aten.add.out(source, clone, out=clone);  source = clone = None
     # encoder.0.norm2
     native_layer_norm_1: "(float32[2, 3, 8], float32[2, 3, 1], float32[2, 3, 1])" = aten.native_layer_norm.default(add, [8], encoder_0_norm2_weight, encoder_0_norm2_bias, 1e-05);  encoder_0_norm2_weight = encoder_0_norm2_bias = None
     getitem_7: "float32[2, 3, 8]" = native_layer_norm_1[0];  native_layer_norm_1 = None

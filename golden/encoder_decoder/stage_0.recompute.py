@@ -63,7 +63,7 @@ def stage_0_recompute(args):
     # encoder.0.dropout (again)
     clone_6: "float32[2, 3, 8]" = aten.clone.default(view_122);  view_122 = None
     # encoder.0 (again)
-    add_12: "float32[2, 3, 8]" = aten.add.Tensor(source, clone_6);  source = clone_6 = None
+    add_12: "float32[2, 3, 8]" = aten.add.out(source, clone_6, out=clone_6);  source = clone_6 = None
     # encoder.0.norm2 (again)
     native_layer_norm_7: "(float32[2, 3, 8], float32[2, 3, 1], float32[2, 3, 1])" = aten.native_layer_norm.default(add_12, [8], encoder_0_norm2_weight, encoder_0_norm2_bias, 1e-05);  encoder_0_norm2_weight = encoder_0_norm2_bias = None
     getitem_66: "float32[2, 3, 8]" = native_layer_norm_7[0]

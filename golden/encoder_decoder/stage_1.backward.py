@@ -166,7 +166,7 @@ def stage_1_backward(args):
     t_28: "float32[8, 16]" = aten.t.default(t_27);  t_27 = None
     view_53: "float32[2, 4, 16]" = aten.view.default(mm_6, [2, 4, 16]);  mm_6 = None
     # decoder.0.mlp.1
-    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.default(view_53, view_147);  view_53 = view_147 = None
+    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_53, view_147, grad_input=view_53);  view_53 = view_147 = None
     # decoder.0.mlp.0
     view_54: "float32[8, 16]" = aten.view.default(gelu_backward, [8, 16]);  gelu_backward = None
     t_29: "float32[16, 8]" = aten.t.default(t_86);  t_86 = None

@@ -70,7 +70,7 @@ def stage_1_forward(args):
     # decoder.0.dropout
     clone_2: "float32[2, 4, 8]" = aten.clone.default(view_23);  view_23 = None
     # decoder.0
-    add_2: "float32[2, 4, 8]" = aten.add.Tensor(target, clone_2);  clone_2 = None
+    add_2: "float32[2, 4, 8]" = aten.add.out(target, clone_2, out=clone_2);  clone_2 = None
     # decoder.0.norm2
     native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_2, [8], decoder_0_norm2_weight, decoder_0_norm2_bias, 1e-05);  decoder_0_norm2_weight = decoder_0_norm2_bias = None
     getitem_17: "float32[2, 4, 8]" = native_layer_norm_3[0];  native_layer_norm_3 = None
@@ -123,7 +123,7 @@ def stage_1_forward(args):
     addmm_12: "float32[8, 8]" = aten.addmm.default(cross_0_out_bias, view_36, t_12);  cross_0_out_bias = view_36 = t_12 = None
     view_37: "float32[2, 4, 8]" = aten.view.default(addmm_12, [2, 4, 8]);  addmm_12 = None
     # model
-    add_4: "float32[2, 4, 8]" = aten.add.Tensor(target, view_37);  target = view_37 = None
-    pow_1: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar(add_4, 2);  add_4 = None
+    add_4: "float32[2, 4, 8]" = aten.add.out(target, view_37, out=view_37);  target = view_37 = None
+    pow_1: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar_out(add_4, 2, out=add_4);  add_4 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
     return (_scaled_dot_product_flash_attention_for_cpu_1_rng_state, _scaled_dot_product_flash_attention_for_cpu_2_rng_state, mean)

@@ -73,7 +73,7 @@ def stage_1_recompute(args):
     # decoder.0.dropout (again)
     clone_4: "float32[2, 4, 8]" = aten.clone.default(view_98);  view_98 = None
     # decoder.0 (again)
-    add_9: "float32[2, 4, 8]" = aten.add.Tensor(target, clone_4);  clone_4 = None
+    add_9: "float32[2, 4, 8]" = aten.add.out(target, clone_4, out=clone_4);  clone_4 = None
     # decoder.0.norm2 (again)
     native_layer_norm_5: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_9, [8], decoder_0_norm2_weight, decoder_0_norm2_bias, 1e-05);  decoder_0_norm2_weight = decoder_0_norm2_bias = None
     getitem_52: "float32[2, 4, 8]" = native_layer_norm_5[0]
@@ -94,7 +94,7 @@ def stage_1_recompute(args):
     # decoder.0.dropout (again)
     clone_5: "float32[2, 4, 8]" = aten.clone.default(view_102);  view_102 = None
     # decoder.0 (again)
-    add_10: "float32[2, 4, 8]" = aten.add.Tensor(add_9, clone_5);  clone_5 = None
+    add_10: "float32[2, 4, 8]" = aten.add.out(add_9, clone_5, out=clone_5);  clone_5 = None
     # cross.0.key_value (again)
     view_103: "float32[6, 8]" = aten.view.default(add_1, [6, 8]);  add_1 = None
     t_70: "float32[8, 16]" = aten.t.default(cross_0_key_value_weight);  cross_0_key_value_weight = None
@@ -127,8 +127,8 @@ def stage_1_recompute(args):
     addmm_20: "float32[8, 8]" = aten.addmm.default(cross_0_out_bias, view_111, t_72);  cross_0_out_bias = view_111 = t_72 = None
     view_112: "float32[2, 4, 8]" = aten.view.default(addmm_20, [2, 4, 8]);  addmm_20 = None
     #  (again)
-    add_11: "float32[2, 4, 8]" = aten.add.Tensor(target, view_112);  target = view_112 = None
+    add_11: "float32[2, 4, 8]" = aten.add.out(target, view_112, out=view_112);  target = view_112 = None
     # model
-    pow_2: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar(add_11, 1.0);  add_11 = None
+    pow_2: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar_out(add_11, 1.0, out=add_11);  add_11 = None
     mul: "float32[2, 4, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (getitem_45, getitem_46, getitem_47, addmm_13, addmm_14, getitem_50, getitem_51, add_9, getitem_52, getitem_53, getitem_54, addmm_16, gelu_2, add_10, addmm_18, addmm_19, getitem_57, getitem_58, mul)

@@ -44,7 +44,7 @@ def stage_0_backward(args):
     index_put_4: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros_5, [getitem_21, getitem_20], sum_6, True);  new_zeros_5 = getitem_21 = getitem_20 = sum_6 = None
     squeeze_2: "float32[6, 1]" = aten.squeeze.dim(index_put_4, 2);  index_put_4 = None
     detach_9: "float32[u1, 8]" = aten.detach.default(detach_17);  detach_17 = None
-    threshold_backward_2: "float32[u1, 8]" = aten.threshold_backward.default(mul_67, detach_9, 0);  mul_67 = detach_9 = None
+    threshold_backward_2: "float32[u1, 8]" = aten.threshold_backward.grad_input(mul_67, detach_9, 0, grad_input=mul_67);  mul_67 = detach_9 = None
     # layers.0.experts.1
     t_18: "float32[8, u1]" = aten.t.default(threshold_backward_2)
     mm_6: "float32[8, 8]" = aten.mm.default(t_18, index_14);  t_18 = index_14 = None
@@ -65,7 +65,7 @@ def stage_0_backward(args):
     add_106: "float32[6, 1]" = aten.add_.Tensor(squeeze_2, squeeze_3);  squeeze_2 = squeeze_3 = None
     # layers.0
     detach_10: "float32[u0, 8]" = aten.detach.default(detach_16);  detach_16 = None
-    threshold_backward_3: "float32[u0, 8]" = aten.threshold_backward.default(mul_69, detach_10, 0);  mul_69 = detach_10 = None
+    threshold_backward_3: "float32[u0, 8]" = aten.threshold_backward.grad_input(mul_69, detach_10, 0, grad_input=mul_69);  mul_69 = detach_10 = None
     # layers.0.experts.0
     t_21: "float32[8, u0]" = aten.t.default(threshold_backward_3)
     mm_7: "float32[8, 8]" = aten.mm.default(t_21, index_12);  t_21 = index_12 = None
@@ -77,7 +77,7 @@ def stage_0_backward(args):
     new_zeros_7: "float32[6, 2]" = aten.new_zeros.default(add_106, [6, 2])
     scatter_1: "float32[6, 2]" = aten.scatter_.src(new_zeros_7, -1, getitem_1, add_106);  new_zeros_7 = getitem_1 = add_106 = None
     detach_11: "float32[6, 2]" = aten.detach.default(detach_15);  detach_15 = None
-    _softmax_backward_data_1: "float32[6, 2]" = aten._softmax_backward_data.default(scatter_1, detach_11, -1, torch.float32);  scatter_1 = detach_11 = None
+    _softmax_backward_data_1: "float32[6, 2]" = aten._softmax_backward_data.out(scatter_1, detach_11, -1, torch.float32, grad_input=scatter_1);  scatter_1 = detach_11 = None
     # layers.0.router
     t_24: "float32[2, 6]" = aten.t.default(_softmax_backward_data_1)
     mm_8: "float32[2, 8]" = aten.mm.default(t_24, x);  t_24 = x = None

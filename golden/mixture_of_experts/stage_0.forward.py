@@ -21,7 +21,7 @@ def stage_0_forward(args):
     t: "float32[8, 2]" = aten.t.default(layers_0_router_weight);  layers_0_router_weight = None
     addmm: "float32[6, 2]" = aten.addmm.default(layers_0_router_bias, x, t);  layers_0_router_bias = t = None
     # layers.0
-    _softmax: "float32[6, 2]" = aten._softmax.default(addmm, -1, False);  addmm = None
+    _softmax: "float32[6, 2]" = aten._softmax.out(addmm, -1, False, out=addmm);  addmm = None
     topk: "(float32[6, 1], int64[6, 1])" = aten.topk.default(_softmax, 1);  _softmax = None
     getitem: "float32[6, 1]" = topk[0]
     getitem_1: "int64[6, 1]" = topk[1];  topk = None
@@ -66,5 +66,5 @@ def stage_0_forward(args):
     index_3: "float32[u1, 1]" = aten.index.Tensor(unsqueeze_1, [getitem_4, getitem_5]);  unsqueeze_1 = getitem_5 = None
     mul_27: "float32[u1, 8]" = aten.mul_.Tensor(relu_1, index_3);  relu_1 = index_3 = None
     index_add_1: "float32[6, 8]" = aten.index_add_.default(index_add, 0, getitem_4, mul_27);  index_add = getitem_4 = mul_27 = None
-    add_50: "float32[6, 8]" = aten.add.Tensor(x, index_add_1);  x = index_add_1 = None
+    add_50: "float32[6, 8]" = aten.add.out(x, index_add_1, out=index_add_1);  x = index_add_1 = None
     return (getitem_1, nonzero, sym_size_int, nonzero_1, sym_size_int_1, add_50)

@@ -24,7 +24,7 @@ def stage_0_recompute(args):
     t_30: "float32[8, 2]" = aten.t.default(layers_0_router_weight);  layers_0_router_weight = None
     addmm_9: "float32[6, 2]" = aten.addmm.default(layers_0_router_bias, x, t_30);  layers_0_router_bias = t_30 = None
     # layers.0 (again)
-    _softmax_3: "float32[6, 2]" = aten._softmax.default(addmm_9, -1, False);  addmm_9 = None
+    _softmax_3: "float32[6, 2]" = aten._softmax.out(addmm_9, -1, False, out=addmm_9);  addmm_9 = None
     gather_default_1: "float32[6, 1]" = aten.gather.default(_softmax_3, -1, getitem_1);  getitem_1 = None
     unbind_6: "(int64[u0], int64[u0])" = aten.unbind.int(nonzero, 1);  nonzero = None
     getitem_16: "int64[u0]" = unbind_6[0]

@@ -60,7 +60,7 @@ def stage_1_backward(args):
     index_put: "float32[6, 1, 1]" = aten.index_put_.default(new_zeros, [getitem_25, getitem_24], sum_1, True);  new_zeros = getitem_24 = sum_1 = None
     squeeze: "float32[6, 1]" = aten.squeeze.dim(index_put, 2);  index_put = None
     detach_6: "float32[u3, 8]" = aten.detach.default(detach_14);  detach_14 = None
-    threshold_backward: "float32[u3, 8]" = aten.threshold_backward.default(mul_63, detach_6, 0);  mul_63 = detach_6 = None
+    threshold_backward: "float32[u3, 8]" = aten.threshold_backward.grad_input(mul_63, detach_6, 0, grad_input=mul_63);  mul_63 = detach_6 = None
     # layers.1.experts.1
     t_6: "float32[8, 8]" = aten.t.default(t_33);  t_33 = None
     mm: "float32[u3, 8]" = aten.mm.default(threshold_backward, t_6);  t_6 = None
@@ -74,7 +74,7 @@ def stage_1_backward(args):
     new_zeros_1: "float32[6, 8]" = aten.new_zeros.default(mm, [6, 8], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
     index_put_1: "float32[6, 8]" = aten.index_put_.default(new_zeros_1, [getitem_25], mm, True);  new_zeros_1 = getitem_25 = mm = None
     # model
-    add_102: "float32[6, 8]" = aten.add.Tensor(mul_61, index_put_1);  index_put_1 = None
+    add_102: "float32[6, 8]" = aten.add.out(mul_61, index_put_1, out=index_put_1);  index_put_1 = None
     # layers.1
     index_select_1: "float32[u2, 8]" = aten.index_select.default(mul_61, 0, getitem_27);  mul_61 = None
     expand_2: "float32[u2, 8]" = aten.expand.default(index_select_1, [sym_size_int_2, 8]);  index_select_1 = sym_size_int_2 = None
@@ -88,7 +88,7 @@ def stage_1_backward(args):
     add_103: "float32[6, 1]" = aten.add_.Tensor(squeeze, squeeze_1);  squeeze = squeeze_1 = None
     # layers.1
     detach_7: "float32[u2, 8]" = aten.detach.default(detach_13);  detach_13 = None
-    threshold_backward_1: "float32[u2, 8]" = aten.threshold_backward.default(mul_65, detach_7, 0);  mul_65 = detach_7 = None
+    threshold_backward_1: "float32[u2, 8]" = aten.threshold_backward.grad_input(mul_65, detach_7, 0, grad_input=mul_65);  mul_65 = detach_7 = None
     # layers.1.experts.0
     t_10: "float32[8, 8]" = aten.t.default(t_34);  t_34 = None
     mm_2: "float32[u2, 8]" = aten.mm.default(threshold_backward_1, t_10);  t_10 = None
@@ -107,7 +107,7 @@ def stage_1_backward(args):
     new_zeros_4: "float32[6, 2]" = aten.new_zeros.default(add_103, [6, 2])
     scatter: "float32[6, 2]" = aten.scatter_.src(new_zeros_4, -1, getitem_7, add_103);  new_zeros_4 = getitem_7 = add_103 = None
     detach_8: "float32[6, 2]" = aten.detach.default(detach_12);  detach_12 = None
-    _softmax_backward_data: "float32[6, 2]" = aten._softmax_backward_data.default(scatter, detach_8, -1, torch.float32);  scatter = detach_8 = None
+    _softmax_backward_data: "float32[6, 2]" = aten._softmax_backward_data.out(scatter, detach_8, -1, torch.float32, grad_input=scatter);  scatter = detach_8 = None
     # layers.1.router
     t_14: "float32[2, 8]" = aten.t.default(t_35);  t_35 = None
     mm_4: "float32[6, 8]" = aten.mm.default(_softmax_backward_data, t_14);  t_14 = None

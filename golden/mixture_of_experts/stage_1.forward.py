@@ -21,7 +21,7 @@ def stage_1_forward(args):
     t_3: "float32[8, 2]" = aten.t.default(layers_1_router_weight);  layers_1_router_weight = None
     addmm_3: "float32[6, 2]" = aten.addmm.default(layers_1_router_bias, add_50, t_3);  layers_1_router_bias = t_3 = None
     # layers.1
-    _softmax_1: "float32[6, 2]" = aten._softmax.default(addmm_3, -1, False);  addmm_3 = None
+    _softmax_1: "float32[6, 2]" = aten._softmax.out(addmm_3, -1, False, out=addmm_3);  addmm_3 = None
     topk_1: "(float32[6, 1], int64[6, 1])" = aten.topk.default(_softmax_1, 1);  _softmax_1 = None
     getitem_6: "float32[6, 1]" = topk_1[0]
     getitem_7: "int64[6, 1]" = topk_1[1];  topk_1 = None
@@ -66,8 +66,8 @@ def stage_1_forward(args):
     index_7: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_3, [getitem_10, getitem_11]);  unsqueeze_3 = getitem_11 = None
     mul_57: "float32[u3, 8]" = aten.mul_.Tensor(relu_3, index_7);  relu_3 = index_7 = None
     index_add_3: "float32[6, 8]" = aten.index_add_.default(index_add_2, 0, getitem_10, mul_57);  index_add_2 = getitem_10 = mul_57 = None
-    add_101: "float32[6, 8]" = aten.add.Tensor(add_50, index_add_3);  add_50 = index_add_3 = None
+    add_101: "float32[6, 8]" = aten.add.out(add_50, index_add_3, out=index_add_3);  add_50 = index_add_3 = None
     # model
-    pow_1: "float32[6, 8]" = aten.pow.Tensor_Scalar(add_101, 2);  add_101 = None
+    pow_1: "float32[6, 8]" = aten.pow.Tensor_Scalar_out(add_101, 2, out=add_101);  add_101 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
     return (getitem_7, nonzero_2, sym_size_int_2, nonzero_3, sym_size_int_3, mean)

@@ -24,7 +24,7 @@ def stage_1_recompute(args):
     t_27: "float32[8, 2]" = aten.t.default(layers_1_router_weight);  layers_1_router_weight = None
     addmm_6: "float32[6, 2]" = aten.addmm.default(layers_1_router_bias, add_50, t_27);  layers_1_router_bias = t_27 = None
     # layers.1 (again)
-    _softmax_2: "float32[6, 2]" = aten._softmax.default(addmm_6, -1, False);  addmm_6 = None
+    _softmax_2: "float32[6, 2]" = aten._softmax.out(addmm_6, -1, False, out=addmm_6);  addmm_6 = None
     gather_default: "float32[6, 1]" = aten.gather.default(_softmax_2, -1, getitem_7);  getitem_7 = None
     zeros_like_2: "float32[6, 8]" = aten.zeros_like.default(add_50, pin_memory=False)
     unbind_4: "(int64[u2], int64[u2])" = aten.unbind.int(nonzero_2, 1);  nonzero_2 = None
@@ -53,8 +53,8 @@ def stage_1_recompute(args):
     index_11: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_5, [getitem_14, getitem_15]);  unsqueeze_5 = getitem_15 = None
     mul_71: "float32[u3, 8]" = aten.mul.Tensor(relu_5, index_11)
     index_add_5: "float32[6, 8]" = aten.index_add_.default(index_add_4, 0, getitem_14, mul_71);  index_add_4 = getitem_14 = mul_71 = None
-    add_107: "float32[6, 8]" = aten.add.Tensor(add_50, index_add_5);  add_50 = index_add_5 = None
+    add_107: "float32[6, 8]" = aten.add.out(add_50, index_add_5, out=index_add_5);  add_50 = index_add_5 = None
     # model
-    pow_2: "float32[6, 8]" = aten.pow.Tensor_Scalar(add_107, 1.0);  add_107 = None
+    pow_2: "float32[6, 8]" = aten.pow.Tensor_Scalar_out(add_107, 1.0, out=add_107);  add_107 = None
     mul_60: "float32[6, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (_softmax_2, index_8, relu_4, index_9, index_10, relu_5, index_11, mul_60)

@@ -84,7 +84,7 @@ def stage_0_backward(args):
     t_38: "float32[8, 16]" = aten.t.default(t_37);  t_37 = None
     view_55: "float32[2, 4, 16]" = aten.view.default(mm_13, [2, 4, 16]);  mm_13 = None
     # blocks.0.mlp.1
-    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.default(view_55, view_104);  view_55 = view_104 = None
+    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_55, view_104, grad_input=view_55);  view_55 = view_104 = None
     # blocks.0.mlp.0
     view_56: "float32[8, 16]" = aten.view.default(gelu_backward_1, [8, 16]);  gelu_backward_1 = None
     t_39: "float32[16, 8]" = aten.t.default(t_67);  t_67 = None
@@ -102,7 +102,7 @@ def stage_0_backward(args):
     getitem_46: "float32[8]" = native_layer_norm_backward_3[1]
     getitem_47: "float32[8]" = native_layer_norm_backward_3[2];  native_layer_norm_backward_3 = None
     # model
-    add_7: "float32[2, 4, 8]" = aten.add.Tensor(add_6, getitem_45);  add_6 = getitem_45 = None
+    add_7: "float32[2, 4, 8]" = aten.add.out(add_6, getitem_45, out=getitem_45);  add_6 = getitem_45 = None
     # blocks.0.dropout
     native_dropout_backward_3: "float32[2, 4, 8]" = aten.native_dropout_backward.default(add_7, getitem_80, 1.1111111111111112);  getitem_80 = None
     # blocks.0.attention.out
@@ -166,5 +166,5 @@ def stage_0_backward(args):
     # embedding
     embedding_dense_backward: "float32[16, 8]" = aten.embedding_dense_backward.default(add_9, tokens, 16, -1, False);  add_9 = tokens = None
     # model
-    add_10: "float32[16, 8]" = aten.add.Tensor(t_14, embedding_dense_backward);  t_14 = embedding_dense_backward = None
+    add_10: "float32[16, 8]" = aten.add.out(t_14, embedding_dense_backward, out=embedding_dense_backward);  t_14 = embedding_dense_backward = None
     return (view_54, t_38, view_57, t_42, getitem_46, getitem_47, view_60, t_46, view_67, t_50, view_70, t_54, getitem_52, getitem_53, add_10)

@@ -72,7 +72,7 @@ def stage_0_recompute(args):
     getitem_79: "float32[2, 4, 8]" = run_with_rng_state_4[0]
     getitem_80: "bool[2, 4, 8]" = run_with_rng_state_4[1];  run_with_rng_state_4 = None
     # blocks.0 (again)
-    add_13: "float32[2, 4, 8]" = aten.add.Tensor(embedding_1, getitem_79);  getitem_79 = None
+    add_13: "float32[2, 4, 8]" = aten.add.out(embedding_1, getitem_79, out=getitem_79);  getitem_79 = None
     # blocks.0.norm2 (again)
     native_layer_norm_9: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_13, [8], blocks_0_norm2_weight, blocks_0_norm2_bias, 1e-05);  blocks_0_norm2_weight = blocks_0_norm2_bias = None
     getitem_81: "float32[2, 4, 8]" = native_layer_norm_9[0]

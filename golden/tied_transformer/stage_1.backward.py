@@ -86,7 +86,7 @@ def stage_1_backward(args):
     # model
     nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax_1, view_115, None, 1, -100, getitem_71);  tangents_1 = _log_softmax_1 = view_115 = getitem_71 = None
     detach_3: "float32[8, 16]" = aten.detach.default(detach_7);  detach_7 = None
-    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.default(nll_loss_backward, detach_3, 1, torch.float32);  nll_loss_backward = detach_3 = None
+    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, detach_3, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = detach_3 = None
     view_31: "float32[2, 4, 16]" = aten.view.default(_log_softmax_backward_data, [2, 4, 16]);  _log_softmax_backward_data = None
     view_32: "float32[8, 16]" = aten.view.default(view_31, [8, 16]);  view_31 = None
     t_11: "float32[16, 8]" = aten.t.default(view_32)
@@ -115,7 +115,7 @@ def stage_1_backward(args):
     t_18: "float32[8, 16]" = aten.t.default(t_17);  t_17 = None
     view_36: "float32[2, 4, 16]" = aten.view.default(mm_3, [2, 4, 16]);  mm_3 = None
     # blocks.1.mlp.1
-    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.default(view_36, view_118);  view_36 = view_118 = None
+    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_36, view_118, grad_input=view_36);  view_36 = view_118 = None
     # blocks.1.mlp.0
     view_37: "float32[8, 16]" = aten.view.default(gelu_backward, [8, 16]);  gelu_backward = None
     t_19: "float32[16, 8]" = aten.t.default(t_73);  t_73 = None

@@ -70,7 +70,7 @@ def stage_1_forward(args):
     getitem_90: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_1[1];  run_and_save_rng_state_1 = None
     getitem_21: "float32[2, 4, 8]" = getitem_90[0];  getitem_90 = None
     # blocks.1
-    add_2: "float32[2, 4, 8]" = aten.add.Tensor(add_1, getitem_21);  add_1 = getitem_21 = None
+    add_2: "float32[2, 4, 8]" = aten.add.out(add_1, getitem_21, out=getitem_21);  add_1 = getitem_21 = None
     # blocks.1.norm2
     native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_2, [8], blocks_1_norm2_weight, blocks_1_norm2_bias, 1e-05);  blocks_1_norm2_weight = blocks_1_norm2_bias = None
     getitem_23: "float32[2, 4, 8]" = native_layer_norm_3[0];  native_layer_norm_3 = None
@@ -103,7 +103,7 @@ def stage_1_forward(args):
     _unsafe_view: "float32[2, 4, 16]" = aten._unsafe_view.default(mm, [2, 4, 16]);  mm = None
     view_29: "float32[8, 16]" = aten.view.default(_unsafe_view, [8, 16]);  _unsafe_view = None
     view_30: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    _log_softmax: "float32[8, 16]" = aten._log_softmax.default(view_29, 1, False);  view_29 = None
+    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(view_29, 1, False, out=view_29);  view_29 = None
     nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_30, None, 1, -100);  _log_softmax = view_30 = None
     getitem_31: "float32[]" = nll_loss_forward[0];  nll_loss_forward = None
     return (_scaled_dot_product_flash_attention_for_cpu_1_rng_state, native_dropout_2_rng_state, native_dropout_3_rng_state, getitem_31)

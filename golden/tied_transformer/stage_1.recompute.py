@@ -73,7 +73,7 @@ def stage_1_recompute(args):
     getitem_61: "float32[2, 4, 8]" = run_with_rng_state_1[0]
     getitem_62: "bool[2, 4, 8]" = run_with_rng_state_1[1];  run_with_rng_state_1 = None
     # blocks.1 (again)
-    add_11: "float32[2, 4, 8]" = aten.add.Tensor(add_1, getitem_61);  add_1 = getitem_61 = None
+    add_11: "float32[2, 4, 8]" = aten.add.out(add_1, getitem_61, out=getitem_61);  add_1 = getitem_61 = None
     # blocks.1.norm2 (again)
     native_layer_norm_6: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_11, [8], blocks_1_norm2_weight, blocks_1_norm2_bias, 1e-05);  blocks_1_norm2_weight = blocks_1_norm2_bias = None
     getitem_63: "float32[2, 4, 8]" = native_layer_norm_6[0]
@@ -96,7 +96,7 @@ def stage_1_recompute(args):
     getitem_66: "float32[2, 4, 8]" = run_with_rng_state_2[0]
     getitem_67: "bool[2, 4, 8]" = run_with_rng_state_2[1];  run_with_rng_state_2 = None
     # blocks.1 (again)
-    add_12: "float32[2, 4, 8]" = aten.add.Tensor(add_11, getitem_66);  getitem_66 = None
+    add_12: "float32[2, 4, 8]" = aten.add.out(add_11, getitem_66, out=getitem_66);  getitem_66 = None
     # norm (again)
     native_layer_norm_7: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_12, [8], norm_weight, norm_bias, 1e-05);  norm_weight = norm_bias = None
     getitem_68: "float32[2, 4, 8]" = native_layer_norm_7[0]
@@ -109,7 +109,7 @@ def stage_1_recompute(args):
     _unsafe_view_1: "float32[2, 4, 16]" = aten._unsafe_view.default(mm_23, [2, 4, 16]);  mm_23 = None
     view_87: "float32[8, 16]" = aten.view.default(_unsafe_view_1, [8, 16]);  _unsafe_view_1 = None
     view_88: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    _log_softmax_1: "float32[8, 16]" = aten._log_softmax.default(view_87, 1, False);  view_87 = None
+    _log_softmax_1: "float32[8, 16]" = aten._log_softmax.out(view_87, 1, False, out=view_87);  view_87 = None
     nll_loss_forward_1: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax_1, view_88, None, 1, -100);  view_88 = None
     getitem_71: "float32[]" = nll_loss_forward_1[1];  nll_loss_forward_1 = None
     return (getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, getitem_62, add_11, getitem_63, getitem_64, getitem_65, addmm_13, gelu_2, getitem_67, add_12, getitem_68, getitem_69, getitem_70, _log_softmax_1, getitem_71)

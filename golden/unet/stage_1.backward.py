@@ -33,7 +33,7 @@ def stage_1_backward(args):
     _unsafe_index_put: "float32[2, 8, 4, 4]" = aten._unsafe_index_put.default(new_zeros, [None, None, unsqueeze_1, _to_copy_1], slice_1, True);  new_zeros = unsqueeze_1 = _to_copy_1 = slice_1 = None
     # down.1.2
     detach_4: "float32[2, 8, 4, 4]" = aten.detach.default(detach_7);  detach_7 = None
-    threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.default(_unsafe_index_put, detach_4, 0);  _unsafe_index_put = detach_4 = None
+    threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.grad_input(_unsafe_index_put, detach_4, 0, grad_input=_unsafe_index_put);  _unsafe_index_put = detach_4 = None
     # down.1.1
     native_batch_norm_backward_1: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten.native_batch_norm_backward.default(threshold_backward_1, convolution_6, down_1_1_weight, getitem_46, getitem_47, getitem_44, getitem_45, True, 1e-05, [True, True, True]);  threshold_backward_1 = convolution_6 = down_1_1_weight = getitem_46 = getitem_47 = getitem_44 = getitem_45 = None
     getitem_26: "float32[2, 8, 4, 4]" = native_batch_norm_backward_1[0]

@@ -35,7 +35,7 @@ def stage_2_backward(args):
     getitem_19: "float32[1]" = convolution_backward[2];  convolution_backward = None
     # up.0.2
     detach_3: "float32[2, 4, 8, 8]" = aten.detach.default(detach_6);  detach_6 = None
-    threshold_backward: "float32[2, 4, 8, 8]" = aten.threshold_backward.default(getitem_17, detach_3, 0);  getitem_17 = detach_3 = None
+    threshold_backward: "float32[2, 4, 8, 8]" = aten.threshold_backward.grad_input(getitem_17, detach_3, 0, grad_input=getitem_17);  getitem_17 = detach_3 = None
     # up.0.1
     native_batch_norm_backward: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward, convolution_4, up_0_1_weight, getitem_41, getitem_42, getitem_39, getitem_40, True, 1e-05, [True, True, True]);  threshold_backward = convolution_4 = up_0_1_weight = getitem_41 = getitem_42 = getitem_39 = getitem_40 = None
     getitem_20: "float32[2, 4, 8, 8]" = native_batch_norm_backward[0]

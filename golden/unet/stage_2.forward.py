@@ -35,6 +35,6 @@ def stage_2_forward(args):
     # head
     convolution_3: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_2, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  relu_2 = head_weight = head_bias = None
     # model
-    pow_1: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar(convolution_3, 2);  convolution_3 = None
+    pow_1: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar_out(convolution_3, 2, out=convolution_3);  convolution_3 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
     return (primals_17_before_update, primals_16_before_update, add_4, getitem_15, getitem_16, mean)

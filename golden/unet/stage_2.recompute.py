@@ -32,6 +32,6 @@ def stage_2_recompute(args):
     # head (again)
     convolution_5: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_3, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  head_weight = head_bias = None
     # model
-    pow_2: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar(convolution_5, 1.0);  convolution_5 = None
+    pow_2: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar_out(convolution_5, 1.0, out=convolution_5);  convolution_5 = None
     mul_2: "float32[2, 1, 8, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     return (convolution_4, getitem_39, getitem_40, getitem_41, getitem_42, relu_3, mul_2)

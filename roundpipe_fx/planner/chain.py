@@ -17,8 +17,8 @@ Bytes are counted in slots; what is rounded is put right by the simulator, which
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class Link:
         seconds: of running its forward again, as far as later links need it.
         forward: peak bytes while its forward runs with nothing kept, its input not counted.
         options: ways to keep its values.
-        bare: its backward with nothing kept but its input: ``held`` does not count.
+        bare: ways of its backward with nothing kept but its input: ``held`` does not count.
         standing: bytes that lie there in its backward whatever is chosen (gradients so far, hoisted values).
         standing_forward: the same in its first forward.
     """
@@ -62,7 +62,7 @@ class Link:
     seconds: float
     forward: int
     options: tuple[LinkOption, ...]
-    bare: LinkOption
+    bare: tuple[LinkOption, ...]
     standing: int = 0
     standing_forward: int = 0
 
@@ -87,14 +87,17 @@ class Decision:
     Attributes:
         before: the link whose backward follows at once; ``None``: taken in the first forward.
         link: where it is taken.
-        option: the option that is kept there, or ``None``:
-        until: the link that is run on to; only what crosses into it is kept.
+        option: the option that is kept there, if one is.
+        until: the link that is run on to; only what crosses into it is kept. The link itself: nothing is run, its
+            backward follows.
+        bare: the way of its backward then.
     """
 
     before: int | None
     link: int
     option: int | None
     until: int
+    bare: int | None = None
 
 
 @dataclass(frozen=True)
@@ -120,14 +123,14 @@ class Solution:
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
             link, last, memory = pending.pop()
-            choice = tables.best(link, last, memory)
-            if choice is None:
+            decision = tables.best(link, last, memory)
+            found.append(decision)
+            until = decision.until
+            if decision.bare is not None:
                 continue
-            option, until = choice
-            found.append(Decision(last, link, option, until))
-            if option is not None:
-                if until < len(self.chain.links):
-                    held = tables.slots(self.chain.links[link].options[option].held)
+            if decision.option is not None:
+                if until <= (len(self.chain.links) - 1 if last is None else last):
+                    held = tables.slots(self.chain.links[link].options[decision.option].held)
                     pending.append((until, last, memory - held))
             else:
                 pending.append((link, until - 1, memory))
@@ -162,9 +165,17 @@ class _Tables:
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([link.seconds for link in chain.links])])
         self._run = self._running()
+        self._options = [self._option_arrays(link) for link in chain.links]
 
     def slots(self, size: int) -> int:
         return round(size / self.slot)
+
+    def _option_arrays(self, link: Link) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Slots held, seconds, and peak bytes of forward and backward, by option."""
+        held = np.array([self.slots(option.held) for option in link.options])
+        cost = np.array([option.seconds for option in link.options], dtype=np.float64)
+        forward = np.array([option.forward for option in link.options])
+        return held, cost, forward, np.array([option.backward for option in link.options])
 
     def _running(self) -> NDArray[np.int64]:
         """``run[i, k]``: peak bytes of running from link i to link k with nothing kept on the way."""
@@ -187,66 +198,68 @@ class _Tables:
         for link in range(count - 1, -1, -1):
             self._solve_first(link)
 
-    def _after(self, table: NDArray[np.float64], held: int) -> NDArray[np.float64]:
-        """``table`` with ``held`` slots less memory."""
-        shifted = np.full(self.width, np.inf)
-        if held < self.width:
-            shifted[held:] = table[: self.width - held]
-        return shifted
-
-    def _cannot(self, needed: float) -> slice:
-        return slice(0, max(min(self.width, round(needed / self.slot)), 0))
-
     def _solve_again(self, first: int, last: int) -> None:
         assert self.again is not None
-        row = self.again[first, last]
-        for _, _, seconds in self._ways(first, last):
-            np.minimum(row, seconds, out=row)
+        self.again[first, last] = self._seconds(first, last).min(0)
 
     def _solve_first(self, link: int) -> None:
-        row = self.first[link]
-        for _, _, seconds in self._ways(link, None):
-            np.minimum(row, seconds, out=row)
+        self.first[link] = self._seconds(link, None).min(0)
 
-    def _ways(self, first: int, last: int | None) -> Iterator[tuple[int | None, int, NDArray[np.float64]]]:
-        """All decisions at a place: (option, until, seconds by memory)."""
+    def _shifted(self, tables: NDArray[np.float64], held: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Row by row, tables with so many slots less memory."""
+        where = self._memory[None, :] - held[:, None]
+        found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
+        found[where < 0] = np.inf
+        return found
+
+    def _places(self, first: int, end: int) -> NDArray[np.int64]:
+        """Links to run on to from ``first``."""
+        if self.again is None or first == end:
+            return np.empty(0, dtype=np.int64)
+        if end - first <= _MOST_RETURNS:
+            return np.arange(first + 1, end + 1)
+        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, _MOST_RETURNS).astype(np.int64)])
+
+    def _seconds(self, first: int, last: int | None) -> NDArray[np.float64]:
+        """Seconds of every decision at a place, a row each, by memory."""
         links = self.chain.links
-        count = len(links)
         link = links[first]
-        end = count - 1 if last is None else last
-        rest = self.first if last is None else self.again[:, last] if self.again is not None else None
+        if first == last:
+            seconds = np.array([option.seconds for option in link.bare])[:, None] + np.zeros(self.width)
+            needed = np.array([option.backward + link.standing for option in link.bare])
+            return self._possible(seconds, needed)
+        end = len(links) - 1 if last is None else last
+        rest = self.first if last is None else self.again[:, last] if self.again is not None else self.first
         standing = link.standing_forward if last is None else links[last].standing
-        if first == end and last is not None:
-            seconds = np.full(self.width, link.bare.seconds, dtype=np.float64)
-            seconds[self._cannot(link.bare.backward + link.standing)] = np.inf
-            yield None, first, seconds
-            return
-        for index, option in enumerate(link.options):
-            if first == end:
-                seconds = np.full(self.width, option.seconds, dtype=np.float64)
-            else:
-                assert rest is not None
-                seconds = self._after(rest[first + 1], self.slots(option.held)) + option.seconds
-                if last is not None:
-                    seconds += link.seconds
-            needed = max(option.forward + standing, option.backward + link.standing)
-            seconds[self._cannot(needed)] = np.inf
-            yield index, first + 1, seconds
-        if first == end or self.again is None or rest is None:
-            return
-        places: Sequence[int] = range(first + 1, end + 1)
-        if len(places) > _MOST_RETURNS:
-            places = sorted({first + 1, *np.linspace(first + 1, end, _MOST_RETURNS).astype(int).tolist()})
-        for until in places:
-            held = self.slots(int(self.chain.crossing[first, until]))
-            seconds = self._after(rest[until], held) + self.again[first, until - 1]
+        held, cost, forward, backward = self._options[first]
+        if first == end:
+            seconds = cost[:, None] + np.zeros(self.width)
+        else:
+            after = np.broadcast_to(rest[first + 1], (len(held), self.width))
+            seconds = self._shifted(after, held) + cost[:, None] + (0.0 if last is None else link.seconds)
+        rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing))]
+        places = self._places(first, end)
+        if len(places):
+            assert self.again is not None
+            held = np.round(self.chain.crossing[first, places] / self.slot).astype(np.int64)
+            seconds = self._shifted(rest[places], held) + self.again[first, places - 1]
             if last is not None:
-                seconds += self._elapsed[until] - self._elapsed[first]
-            seconds[self._cannot(self._run[first, until] + standing)] = np.inf
-            yield None, until, seconds
+                seconds += (self._elapsed[places] - self._elapsed[first])[:, None]
+            rows.append(self._possible(seconds, self._run[first, places] + standing))
+        return np.concatenate(rows)
 
-    def best(self, first: int, last: int | None, memory: int) -> tuple[int | None, int] | None:
-        """The best decision at a place with so many slots; ``None`` where there is nothing to decide."""
-        found = min(self._ways(first, last), key=lambda way: way[2][memory])
-        option, until, _ = found
-        return None if option is None and until == first else (option, until)
+    def _possible(self, seconds: NDArray[np.float64], needed: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Infinite where there are fewer bytes than needed."""
+        seconds[self._memory[None, :] < np.round(needed / self.slot)[:, None]] = np.inf
+        return seconds
+
+    def best(self, first: int, last: int | None, memory: int) -> Decision:
+        """The best decision at a place with so many slots."""
+        row = int(self._seconds(first, last)[:, memory].argmin())
+        if first == last:
+            return Decision(last, first, None, first, row)
+        options = len(self.chain.links[first].options)
+        if row < options:
+            return Decision(last, first, row, first + 1)
+        end = len(self.chain.links) - 1 if last is None else last
+        return Decision(last, first, None, int(self._places(first, end)[row - options]))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
 from roundpipe_fx.joint_graph import module_path
+from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
-from roundpipe_fx.planner.schedule import Blocks
+from roundpipe_fx.planner.schedule import simulate
 from roundpipe_fx.planner.search import Candidate, everything_kept, search
 from roundpipe_fx.torch_private import module_path_text
 
@@ -53,7 +54,7 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0) -> Ch
 
 
 def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> InfeasibleBudgetError:
-    peak = lowest.peak
+    peak = simulate(graph, lowest.schedule, list_live=True)
     where = "at its beginning"
     if peak.operation is not None:
         module = module_path(peak.operation.node, module_path_text) or "the model"

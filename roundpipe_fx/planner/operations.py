@@ -25,6 +25,7 @@ from roundpipe_fx.joint_graph import (
     is_view,
     tensor_values,
 )
+from roundpipe_fx.liveness import Event
 from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
 from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
@@ -127,6 +128,20 @@ class OperationGraph:
     def at_hand(self) -> frozenset[int]:
         """Forward storages that live until the backward whatever is chosen: hoisted ones and the caller's."""
         return self.always_kept | self.outputs
+
+    @functools.cached_property
+    def forward_events(self) -> list[Event]:
+        """The forward's operations as events."""
+        return [Event(o, o.reads, o.makes, o.over, (o.stage, False)) for o in self.forward]
+
+    @functools.cached_property
+    def crossers(self) -> dict[int, list[tuple[int, int]]]:
+        """By segment, the storages it makes that a later one reads, each with the last that does."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for storage, last in self.last_segments.items():
+            if last > self.segment_of[storage] and storage not in self.at_hand:
+                found.setdefault(self.segment_of[storage], []).append((storage, last))
+        return found
 
     def is_forward(self, storage: int) -> bool:
         """Whether a storage is made by the forward."""

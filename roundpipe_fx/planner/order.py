@@ -8,15 +8,15 @@ The order that was given stands unless a better one is found.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.liveness import Event
 
 __all__ = ["order_events"]
 
-_WIDTH = 6
-_MOST_WORK = 400
+_WIDTH = 4
+_MOST_WORK = 300
 """Events times partial orders: long blocks are ordered with fewer at a time."""
 
 
@@ -36,7 +36,7 @@ class _Partial:
 
 def order_events(
     events: Sequence[Event],
-    sizes: Sequence[int],
+    sizes: Mapping[int, int],
     before: Collection[int],
     lasting: Collection[int],
     width: int = _WIDTH,
@@ -79,6 +79,9 @@ def order_events(
         for event in events
     ]
 
+    # Whether an event can ever free as much as it makes.
+    hopeful = [made <= unread + sum(size for _, size in reads) for made, unread, reads, _, _ in facts]
+
     def during(partial: _Partial, position: int) -> tuple[int, int]:
         """Bytes while an event runs, and after it."""
         made, unread, reads, over, scratch = facts[position]
@@ -113,6 +116,8 @@ def order_events(
         while found:
             found = False
             for position in partial.ready:
+                if not hopeful[position]:
+                    continue
                 high, after = during(partial, position)
                 if after <= partial.live and high <= partial.peak:
                     run(partial, position)

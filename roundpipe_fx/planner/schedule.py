@@ -11,23 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.planner.operations import Operation, OperationGraph, Way
-from roundpipe_fx.planner.order import order_events
 from roundpipe_fx.recomputation import Form
 
 __all__ = [
-    "Blocks",
     "Choice",
     "Peak",
     "Schedule",
     "Step",
+    "backward_events",
     "just_in_time",
-    "make_schedule",
     "peak_of_forward",
     "simulate",
 ]
@@ -72,10 +69,12 @@ class Choice:
     Attributes:
         kept: forward storages kept from the forward on.
         held: by segment, forward storages that are made again just before its backward, for it and earlier ones.
+        thrift: by segment, how many times what its backward makes again is dropped and made once more.
     """
 
     kept: frozenset[int]
     held: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    thrift: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,135 +177,31 @@ def _closure(
     return found
 
 
-class Blocks:
-    """Backwards of segments, each in an order with a low peak; those that are alike are ordered once."""
-
-    def __init__(self, graph: OperationGraph) -> None:
-        self.graph = graph
-        self.entering, self.lasting = _crossing_backward(graph)
-        self._orders: dict[Any, tuple[list[int], int]] = {}
-        self._blocks: dict[Any, tuple[list[Step], int]] = {}
-
-    def block(self, segment: int, available: Collection[int]) -> tuple[list[Step], int]:
-        """A segment's backward.
-
-        Args:
-            segment: whose.
-            available: forward storages that need not be made again.
-
-        Returns:
-            its steps; and the peak bytes while they run, where of what lives from before only the segment's own
-            forward storages are counted.
-        """
-        graph = self.graph
-        steps = just_in_time(graph, segment, available)
-        known = (segment, tuple((step.operation.index, step.way.form if step.way else None) for step in steps))
-        if known not in self._blocks:
-            self._blocks[known] = self._in_order(segment, steps)
-        return self._blocks[known]
-
-    def _in_order(self, segment: int, steps: list[Step]) -> tuple[list[Step], int]:
-        graph = self.graph
-        made = {storage for step in steps for storage in step.makes}
-        read = {storage for step in steps for storage in step.reads}
-        own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
-        entering = self.entering[segment]
-        before, lasting = (own | entering) & read, self.lasting[segment]
-        sizes = list(graph.sizes)
-        events, _, _ = _backward_events(graph, steps, sizes, {})
-        given = peak_of(events, sizes, before, lasting).bytes
-        key = _structure(events, sizes, before, lasting)
-        if key not in self._orders:
-            order, peak = order_events(events, sizes, before, lasting)
-            self._orders[key] = (order, peak) if peak < given else (list(range(len(steps))), given)
-        order, peak = self._orders[key]
-        credit = sum(sizes[storage] for storage in entering & read)
-        return [steps[position] for position in order], peak - credit
-
-
-def _structure(events: Sequence[Event], sizes: Sequence[int], before: Collection[int], lasting: Collection[int]) -> Any:
-    """Equal for sequences of events that are alike but for the numbers of their storages."""
-    numbers: dict[int, int] = {}
-    own = set(before).union(*(event.makes for event in events))
-
-    def number(storage: int) -> int:
-        return numbers.setdefault(storage, len(numbers)) if storage in own else -1
-
-    shape = tuple(
-        (
-            tuple(map(number, event.reads)),
-            tuple((number(s), sizes[s], s in lasting) for s in event.makes),
-            tuple(map(number, event.over)),
-            event.scratch,
-        )
-        for event in events
-    )
-    return shape, tuple(sorted((number(s), sizes[s], s in lasting) for s in before))
-
-
-def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """By segment, storages of the backward that live when its backward begins; and what of all lives when it ends."""
-    born: dict[int, int] = dict.fromkeys(graph.tangents, graph.segments)
-    dies: dict[int, int] = {}
-    for segment in range(graph.segments - 1, -1, -1):
-        for operation in graph.backward[segment]:
-            born.update(dict.fromkeys(operation.makes, segment))
-            dies.update({s: segment for s in operation.reads if s in born})
-    dies.update(dict.fromkeys(graph.gradients, -1))
-    entering: list[set[int]] = [set() for _ in range(graph.segments)]
-    lasting: list[set[int]] = [set() for _ in range(graph.segments)]
-    for storage, birth in born.items():
-        death = dies.get(storage, birth)
-        for segment in range(max(death, 0), min(birth, graph.segments)):
-            entering[segment].add(storage)
-        for segment in range(death + 1, min(birth, graph.segments - 1) + 1):
-            lasting[segment].add(storage)
-    return entering, lasting
-
-
-def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:
-    """Work a choice out: what runs in the backward, in order."""
-    graph = blocks.graph
-    available = choice.kept | graph.at_hand
-    backward = []
-    seconds = 0.0
-    for segment in range(graph.segments - 1, -1, -1):
-        steps = []
-        wanted = choice.held.get(segment)
-        if wanted:
-            steps += just_in_time(graph, segment, available, wanted)
-            available |= wanted
-        steps += blocks.block(segment, available)[0]
-        seconds += sum(step.seconds for step in steps)
-        backward.append((segment, tuple(steps)))
-    return Schedule(choice, tuple(backward), seconds)
-
-
-def simulate(graph: OperationGraph, schedule: Schedule) -> Peak:
+def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False) -> Peak:
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
     What the caller gets — the forward's outputs and the gradients — lives to the end.
+
+    Args:
+        graph: the operations.
+        schedule: what runs.
+        list_live: whether to say what lives at the peak.
     """
-    repeated = {
-        step.operation.index
-        for _, steps in schedule.backward
-        for step in steps
-        if step.way is not None and step.operation.index in graph.states
-    }
-    sizes = list(graph.sizes)
-    states: dict[int, int] = {}
-    events = _forward_events(graph.forward)
-    for event in events:
-        if event.what.index in repeated:
-            states[event.what.index] = len(sizes)
-            event.makes.append(len(sizes))
-            sizes.append(graph.states[event.what.index])
     steps = [step for _, block in schedule.backward for step in block]
-    backward, latest, copied = _backward_events(graph, steps, sizes, states)
+    sizes = dict(enumerate(graph.sizes))
+    # A generator's state is saved by the forward operation that is replayed, and read by each replay.
+    states: dict[int, int] = {}
+    arriving: dict[int, Collection[int]] = {len(graph.forward): graph.tangents}
+    for step in steps:
+        index = step.operation.index
+        if step.way is not None and index in graph.states and index not in states:
+            states[index] = -2 - index
+            sizes[-2 - index] = graph.states[index]
+            arriving[index] = (-2 - index,)
+    backward, latest, copied = backward_events(graph, steps, sizes, states)
     lasting = {*graph.outputs, *(latest.get(storage, storage) for storage in graph.gradients)}
-    arriving = {len(events): graph.tangents}
-    events += backward
-    peak = peak_of(events, sizes, lasting=lasting, arriving=arriving)
+    events = [*graph.forward_events, *backward]
+    peak = peak_of(events, sizes, (), lasting, arriving, list_live)
     if peak.position < 0:
         return Peak(peak.bytes, 0, False, None, ())
     event = events[peak.position]
@@ -322,15 +217,12 @@ def _name(graph: OperationGraph, storage: int) -> str:
 
 def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], lasting: Collection[int]) -> int:
     """Peak bytes while forward operations run, what they read from outside not counted; ``lasting`` is held."""
-    return peak_of(_forward_events(operations), graph.sizes, lasting=lasting).bytes
+    events = [graph.forward_events[operation.index] for operation in operations]
+    return peak_of(events, graph.sizes, lasting=lasting).bytes
 
 
-def _forward_events(operations: Iterable[Operation]) -> list[Event]:
-    return [Event(o, list(o.reads), list(o.makes), o.over, (o.stage, False)) for o in operations]
-
-
-def _backward_events(
-    graph: OperationGraph, steps: Iterable[Step], sizes: list[int], states: Mapping[int, int]
+def backward_events(
+    graph: OperationGraph, steps: Iterable[Step], sizes: dict[int, int], states: Mapping[int, int]
 ) -> tuple[list[Event], dict[int, int], dict[int, int]]:
     """Steps with copies of a storage told apart: a copy is numbered after the storages, ``sizes`` is extended.
 
@@ -340,22 +232,23 @@ def _backward_events(
     events = []
     latest: dict[int, int] = {}
     copied: dict[int, int] = {}
+    number = len(graph.sizes)
     for step in steps:
-        reads = [latest.get(storage, storage) for storage in step.reads]
         operation, way = step.operation, step.way
-        over = tuple(latest.get(storage, storage) for storage in operation.over)
+        reads = [latest.get(storage, storage) for storage in step.reads]
+        over = tuple([latest.get(storage, storage) for storage in operation.over]) if operation.over else ()
         if way is None:
-            makes = list(operation.makes)
-            events.append(Event(operation, reads, makes, over, (operation.stage, True)))
+            events.append(Event(operation, reads, operation.makes, over, (step.stage, True)))
             continue
         if operation.index in states:
             reads.append(states[operation.index])
         makes = []
         for storage in way.makes:
-            latest[storage] = len(sizes)
-            copied[len(sizes)] = storage
-            makes.append(len(sizes))
-            sizes.append(graph.sizes[storage])
+            latest[storage] = number
+            copied[number] = storage
+            sizes[number] = graph.sizes[storage]
+            makes.append(number)
+            number += 1
         over = over if way.form is Form.SAME else ()
         events.append(Event(operation, reads, makes, over, (step.stage, True), way.scratch))
     return events, latest, copied

@@ -10,27 +10,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from roundpipe_fx.planner.blocks import MOST_THRIFT, Blocks, make_schedule
 from roundpipe_fx.planner.chain import Chain, Decision, Link, LinkOption, Solution, solve_chain
 from roundpipe_fx.planner.frontier import Known, frontier
 from roundpipe_fx.planner.operations import Operation, OperationGraph
-from roundpipe_fx.planner.schedule import (
-    Blocks,
-    Choice,
-    Peak,
-    Schedule,
-    just_in_time,
-    make_schedule,
-    peak_of_forward,
-    simulate,
-)
+from roundpipe_fx.planner.schedule import Choice, Peak, Schedule, just_in_time, peak_of_forward, simulate
 
 __all__ = [
     "Candidate",
+    "Keeping",
     "best_of",
     "chain_of",
     "choice_of",
@@ -41,10 +35,25 @@ __all__ = [
 ]
 
 _FINE_SLOTS = 1000
-_NESTED_SLOTS = 256
+_NESTED_SLOTS = 200
 _NESTED_SHARE = 1.25
 """Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
-_LEVELS = 16
+_LEVELS = 12
+_THRIFTY = 2
+"""So many of a segment's leanest savings get thrifty options."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What stands behind an option of the chain.
+
+    Attributes:
+        saved: storages that it keeps.
+        thrift: of the segment's backward.
+    """
+
+    saved: frozenset[int]
+    thrift: int
 
 
 @dataclass(frozen=True)
@@ -73,13 +82,13 @@ def everything_kept(blocks: Blocks) -> Candidate:
 def search(blocks: Blocks) -> list[Candidate]:
     """Candidates of which none is better than another in both peak and seconds, highest peak first."""
     kept = everything_kept(blocks)
-    chain, savings = chain_of(blocks)
+    chain, keepings = chain_of(blocks)
     fine = solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False)
     found = [kept]
-    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, savings, fine)]
+    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, fine)]
     low = min(item.peak.bytes for item in found)
     nested = solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS)
-    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, savings, nested)]
+    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, nested)]
     return best_of(found)
 
 
@@ -98,8 +107,8 @@ def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _choices(graph: OperationGraph, savings: list[list[frozenset[int]]], solution: Solution) -> list[Choice]:
-    return [choice_of(graph, savings, solution.decisions(slots)) for slots in levels(solution)]
+def _choices(graph: OperationGraph, keepings: list[list[Keeping]], solution: Solution) -> list[Choice]:
+    return [choice_of(graph, keepings, solution.decisions(slots)) for slots in levels(solution)]
 
 
 def levels(solution: Solution) -> list[int]:
@@ -114,30 +123,33 @@ def levels(solution: Solution) -> list[int]:
     return [int(slots) for slots in first]
 
 
-def choice_of(graph: OperationGraph, savings: list[list[frozenset[int]]], decisions: list[Decision]) -> Choice:
-    """What the decisions about a chain keep and hold; ``savings``: by segment, the storages that each option keeps."""
+def choice_of(graph: OperationGraph, keepings: list[list[Keeping]], decisions: list[Decision]) -> Choice:
+    """What the decisions about a chain keep and hold; ``keepings``: by segment, what stands behind its options."""
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
+    thrift: dict[int, int] = {}
     for decision in decisions:
         target = kept if decision.before is None else held[decision.before]
-        if decision.option is not None:
-            target |= savings[decision.link][decision.option]
+        if decision.bare is not None:
+            thrift[decision.link] = decision.bare
+        elif decision.option is not None:
+            keeping = keepings[decision.link][decision.option]
+            target |= keeping.saved
+            thrift[decision.link] = keeping.thrift
         if decision.until < graph.segments:
             target |= _crossing(graph, decision.link, decision.until)
-    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()})
+    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()}, thrift)
 
 
 def _crossing(graph: OperationGraph, first: int, until: int) -> set[int]:
     """Storages made by segments ``first`` up to ``until`` that ``until`` or a later one reads."""
     return {
-        storage
-        for storage, last in graph.last_segments.items()
-        if last >= until and first <= graph.segment_of[storage] < until and storage not in graph.at_hand
+        storage for segment in range(first, until) for storage, last in graph.crossers.get(segment, ()) if last >= until
     }
 
 
-def chain_of(blocks: Blocks) -> tuple[Chain, list[list[frozenset[int]]]]:
-    """The chain of segments, and by segment the storages that each option keeps."""
+def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
+    """The chain of segments, and by segment what stands behind its options."""
     graph = blocks.graph
     made: dict[int, set[int]] = defaultdict(set)
     for storage in graph.makers:
@@ -147,45 +159,62 @@ def chain_of(blocks: Blocks) -> tuple[Chain, list[list[frozenset[int]]]]:
         forward[operation.segment].append(operation)
     hoisted = np.cumsum([_bytes(graph, made[i] & graph.always_kept) for i in range(graph.segments)])
     outputs = _bytes(graph, graph.outputs - graph.always_kept)
-    links, savings = [], []
+    links = []
+    keepings: list[list[Keeping]] = []
     known: Known = {}
     available: set[int] = set(graph.at_hand)
     for segment in range(graph.segments):
         leaving = _crossing(graph, segment, segment + 1)
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
-        savings.append([saving.saved for saving in frontier(graph, list(needed), available, known)])
-        options = [_option(blocks, segment, available, saved, leaving, forward[segment]) for saved in savings[-1]]
+        found: list[tuple[Keeping, LinkOption]] = []
+        savings = frontier(graph, list(needed), available, known)
+        for index, saving in enumerate(savings):
+            # Thrift matters where little is kept: there what a backward makes again decides the peak.
+            thrift = MOST_THRIFT if index >= len(savings) - _THRIFTY else 0
+            found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], thrift)
+        found = _worthwhile(found)
+        bare = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MOST_THRIFT)
+        keepings.append([keeping for keeping, _ in found])
         links.append(
             Link(
                 sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
                 peak_of_forward(graph, forward[segment], leaving),
-                tuple(options),
-                _option(blocks, segment, available, frozenset(), leaving, forward[segment]),
+                tuple(option for _, option in found),
+                tuple(option for _, option in bare),
                 int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
                 int(hoisted[segment]),
             )
         )
         available |= made[segment]
-    return Chain(tuple(links), _crossing_bytes(graph)), savings
+    return Chain(tuple(links), _crossing_bytes(graph)), keepings
 
 
-def _option(
+def _options(
     blocks: Blocks,
     segment: int,
-    available: Collection[int],
+    available: AbstractSet[int],
     saved: frozenset[int],
     leaving: Collection[int],
     forward: Sequence[Operation],
-) -> LinkOption:
+    most: int,
+) -> list[tuple[Keeping, LinkOption]]:
+    """Ways to keep ``saved``: one for each level of thrift, up to ``most``."""
     graph = blocks.graph
-    steps, backward = blocks.block(segment, saved.union(available))
     lasting = saved.union(leaving)
-    return LinkOption(
-        _bytes(graph, lasting),
-        sum(step.seconds for step in steps),
-        peak_of_forward(graph, forward, lasting),
-        backward,
-    )
+    held, running = _bytes(graph, lasting), peak_of_forward(graph, forward, lasting)
+    return [
+        (Keeping(saved, thrift), LinkOption(held, block.seconds, running, block.peak))
+        for thrift, block in enumerate(blocks.variants(segment, saved.union(available), most))
+    ]
+
+
+def _worthwhile(options: list[tuple[Keeping, LinkOption]]) -> list[tuple[Keeping, LinkOption]]:
+    """Those than which no other is as good in what it holds, its peak and its seconds; the first stays first."""
+    best: list[tuple[Keeping, LinkOption]] = []
+    for keeping, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
+        if not any(o.held <= option.held and o.backward <= option.backward for _, o in best):
+            best.append((keeping, option))
+    return best
 
 
 def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
@@ -196,8 +225,7 @@ def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
     """``[i, k]``: bytes of :func:`_crossing`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)
-    for storage, last in graph.last_segments.items():
-        made = graph.segment_of[storage]
-        if storage not in graph.at_hand and last > made:
+    for made, storages in graph.crossers.items():
+        for storage, last in storages:
             table[: made + 1, made + 1 : last + 1] += graph.sizes[storage]
     return table
