@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from torch import fx
 
-from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
 
 __all__ = ["annotate"]
 
 
-def annotate(joint: JointGraph, roofline: Roofline) -> JointGraph:
+def annotate(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Mark every computing node with its phase, bytes, flops and seconds.
 
     Args:
         joint: the graph; its nodes' ``meta`` is written.
-        roofline: the device's cost model.
+        costs: the device's cost model.
     """
     _mark_phases(joint)
     for node in joint.computed():
-        annotate_node(node, roofline)
+        annotate_node(node, costs)
     return joint
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_symbolic_scalar, is_view
 from roundpipe_fx.planner.schedule import Step
 from roundpipe_fx.recomputation import Form, Snapshots, repetition
@@ -23,20 +23,20 @@ from roundpipe_fx.recomputation import Form, Snapshots, repetition
 __all__ = ["follow_schedule"]
 
 
-def follow_schedule(joint: JointGraph, blocks: Iterable[tuple[int, Sequence[Step]]], roofline: Roofline) -> JointGraph:
+def follow_schedule(joint: JointGraph, blocks: Iterable[tuple[int, Sequence[Step]]], costs: CostModel) -> JointGraph:
     """Rewrite the backward as scheduled.
 
     Args:
         joint: a graph with stages.
         blocks: the steps of each segment's backward, last segment first.
-        roofline: cost model for the nodes that are added.
+        costs: cost model for the nodes that are added.
 
     Returns:
         the graph, its backward in the order of the schedule, with repetitions as nodes of phase backward in the stage
         whose backward they run in.
     """
     stage_of = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
-    follower = _Follower(joint, roofline)
+    follower = _Follower(joint, costs)
     for segment, steps in blocks:
         follower.begin(segment, stage_of[segment])
         for step in steps:
@@ -49,10 +49,10 @@ def follow_schedule(joint: JointGraph, blocks: Iterable[tuple[int, Sequence[Step
 class _Follower:
     """Places nodes at the end of the graph, one after another."""
 
-    def __init__(self, joint: JointGraph, roofline: Roofline) -> None:
+    def __init__(self, joint: JointGraph, costs: CostModel) -> None:
         self._joint = joint
-        self._roofline = roofline
-        self._snapshots = Snapshots(joint, roofline)
+        self._costs = costs
+        self._snapshots = Snapshots(joint, costs)
         self._output = joint.graph.output_node()
         self._segment = self._stage = 0
         self._latest: dict[fx.Node, fx.Node] = {}
@@ -90,7 +90,7 @@ class _Follower:
             copy.update_arg(0, step.stand_in)
         self._read(copy)
         self._place(copy)  # behind the views that it reads
-        annotate_node(copy, self._roofline)
+        annotate_node(copy, self._costs)
         self._latest[original] = copy
         if step.way.form is not Form.GATHER:
             self._take_apart(original, copy)

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 
 from torch import fx
 
-from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
@@ -60,13 +60,13 @@ def keep_stage_inputs(joint: JointGraph) -> set[fx.Node]:
     return entering - constant
 
 
-def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline) -> JointGraph:
+def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], costs: CostModel) -> JointGraph:
     """Rewrite the graph so that the backward reads nothing of the forward but kept values.
 
     Args:
         joint: a graph with stages.
         keep: forward values (not tuples) that may be kept; see the module's text for what is kept regardless.
-        roofline: cost model for the nodes that are added.
+        costs: cost model for the nodes that are added.
 
     Returns:
         the graph, in which every node of phase backward or recompute reads only kept forward values
@@ -79,7 +79,7 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
     by_stage: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(Phase.BACKWARD):
         by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
-    snapshots = Snapshots(joint, roofline)
+    snapshots = Snapshots(joint, costs)
     first_backward = next(iter(joint.in_phase(Phase.BACKWARD)), graph.output_node())
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
@@ -89,7 +89,7 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], roofline: Roofline
             form = Form.SAME if selection(original) is None else Form.GATHER
             copy = repetition(joint, original, form, first_backward)
             _replace_inputs(copy, copies)
-            annotate_node(copy, roofline)
+            annotate_node(copy, costs)
             copy.meta[Mark.PHASE] = Phase.RECOMPUTE
             copy.meta[Mark.STAGE] = stage
             copies[original] = copy

@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
 
@@ -22,12 +22,12 @@ __all__ = ["replay_rng", "state_bytes"]
 _STATE_BYTES = {"cpu": 5056, "cuda": 16}
 
 
-def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
+def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Replace every seeded operation that is repeated, and its repetitions, by the saving and the replaying form.
 
     Args:
         joint: a rematerialized graph.
-        roofline: cost model for the nodes that are added.
+        costs: cost model for the nodes that are added.
     """
     graph = joint.graph
     originals = {node.name: node for node in joint.in_phase(Phase.FORWARD) if is_seeded(node)}
@@ -51,7 +51,7 @@ def replay_rng(joint: JointGraph, roofline: Roofline) -> JointGraph:
             added.meta = dict(original.meta)
             added.meta["val"] = val
             added.meta.pop("tensor_meta", None)
-            annotate_node(added, roofline)
+            annotate_node(added, costs)
         drawn.meta[Mark.REPLAYED] = True
         for node in repeated:
             with graph.inserting_before(node):

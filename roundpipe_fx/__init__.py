@@ -10,7 +10,10 @@ from roundpipe_fx.capture import GraphBreakWarning
 from roundpipe_fx.compiled_module import CompiledModule, compile
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan
+from roundpipe_fx.planning import plan
+from roundpipe_fx.plotting import plot_frontier
 from roundpipe_fx.questions import count_questions
+from roundpipe_fx.region import memory_budget
 from roundpipe_fx.sync_ops import register_sync_op
 
 __all__ = [
@@ -21,6 +24,9 @@ __all__ = [
     "compile",
     "count_questions",
     "measure_peak",
+    "memory_budget",
+    "plan",
+    "plot_frontier",
     "register_sync_op",
 ]
 

@@ -6,9 +6,11 @@ import math
 import re
 from typing import Any
 
+import torch
+
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InfeasibleBudgetError", "bytes_text", "limit_of", "parse_budget"]
+__all__ = ["InfeasibleBudgetError", "bytes_text", "default_budget", "limit_of", "parse_budget"]
 
 _UNITS = {
     "": 1,
@@ -71,6 +73,16 @@ def parse_budget(budget: Any) -> int | float | None:
     raise TypeError(
         f"memory_budget must be bytes, a size like '6GiB', a float in [0, 1], or None, not {type(budget).__name__}."
     )
+
+
+_DEFAULT_SHARE = 0.9
+
+
+def default_budget(device: torch.device) -> int:
+    """90 % of a CUDA device's free memory: what the driver has free, and what the allocator holds and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(_DEFAULT_SHARE * (free + unused))
 
 
 def limit_of(budget: int | float, lowest: int, highest: int) -> int:

@@ -30,8 +30,9 @@ def compile(
     model: nn.Module,
     *,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
-    recompute: str = "none",
+    recompute: str | None = None,
     memory_budget: int | float | str | None = None,
+    cost: str = "roofline",
     stage_compiler: str | Callable[..., Any] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -49,6 +50,13 @@ def compile(
             begin.
         recompute: ``"none"``: everything that the backward reads is saved. ``"full"``: each stage saves only what
             enters it and what must not be asked twice (``nonzero``, ``item``, routing), the rest is computed again.
+            ``None``: as ``memory_budget`` says; without one as ``"none"``.
+        memory_budget: the most bytes that a step may allocate at one time beyond what was allocated when it began, from
+            the forward's beginning to the backward's end, new gradients included: an ``int``, a size like ``"6GiB"``,
+            or a share in [0, 1] of the way from the least that can be reached to nothing recomputed. ``None``: on CUDA
+            90 % of the memory that is free at the first step, unless ``recompute`` is given; on the CPU no limit.
+        cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
+            device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         fullgraph: make a graph break an error, which names the user's line, instead of a warning.
@@ -56,7 +64,8 @@ def compile(
 
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
-        ValueError: an option has an unknown value.
+        ValueError: an option has an unknown value. The first call raises :class:`InfeasibleBudgetError` (a
+            ``ValueError``) where the budget cannot be met, before anything runs.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
@@ -64,7 +73,13 @@ def compile(
             'for a function use torch.compile(fn, backend="roundpipe_fx").'
         )
     options = Options.parse(
-        {"stages": stages, "recompute": recompute, "memory_budget": memory_budget, "stage_compiler": stage_compiler}
+        {
+            "stages": stages,
+            "recompute": recompute,
+            "memory_budget": memory_budget,
+            "cost": cost,
+            "stage_compiler": stage_compiler,
+        }
     )
     return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic)
 

@@ -144,6 +144,20 @@ class JointGraph:
         """Computing nodes of one phase, in graph order."""
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
+    def copy(self) -> JointGraph:
+        """The same graph, node by node, to be rewritten on its own."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        output = graph.output(graph.graph_copy(self.graph, copies))
+        output.meta = dict(self.graph.output_node().meta)
+        return JointGraph(
+            fx.GraphModule(self.module, graph),
+            self.num_forward_outputs,
+            {copies[node]: label for node, label in self.labels.items()},
+            frozenset(copies[node] for node in self.parameters),
+            frozenset(copies[node] for node in self.mutated_inputs),
+        )
+
     def label(self, node: fx.Node) -> str:
         """A name for people: the model's own for a graph input, the node's otherwise."""
         return self.labels.get(node, node.name)

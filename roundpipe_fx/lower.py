@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.cost import roofline_of
+from roundpipe_fx.cost import CostModel, MeasuredCosts, cost_model
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, tensor_values
 from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
@@ -26,8 +28,10 @@ from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.plan import Plan
-from roundpipe_fx.planner.choose import choose
+from roundpipe_fx.planner.choose import Chosen, choose
 from roundpipe_fx.planner.operations import read_operations
+from roundpipe_fx.region import budget_of_region
+from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
@@ -75,39 +79,89 @@ def lower(
         InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
-    device = _device_of(joint)
-    roofline = roofline_of(device)
+    device = options.device or _device_of(joint)
+    compiler = options.stage_compiler_for(device)
+    costs = cost_model(options.cost, device, options.device_name)
     joint = expand_masks(joint)
-    joint = annotate(joint, roofline)
+    joint = annotate(joint, costs)
     joint = hoist_decisions(joint, registered_syncs)
+    if compiler != "eager":
+        joint = fuse_costs(joint, costs)
     if isinstance(options.stages, tuple):
         positions = positions_of_names(joint, options.stages, module_path_text)
         joint, segments = cut_segments(joint, positions)
         joint, cuts = stages_at_positions(joint, segments, positions)
     else:
         joint, segments = cut_segments(joint)
-        joint, cuts = cut_stages(joint, segments, options.stages, roofline.transfer_seconds)
-    chosen = None
-    if training and options.memory_budget is not None:
-        operations = read_operations(joint, len(segments), allocation_granularity(device))
-        chosen = choose(operations, options.memory_budget, share)
-        joint = follow_schedule(joint, chosen.candidate.schedule.backward, roofline)
-    elif training:
-        joint = rematerialize(joint, _CHOOSERS[options.recompute](joint), roofline)
+        joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
+    setting = _Setting(options, device, compiler, costs, segments, cuts, share)
+    budget = _budget(joint, options, device) if training else None
+    lowered = _emit(joint, setting, training, None) if budget is None else _within(joint, setting, budget)
+    if isinstance(costs, MeasuredCosts):
+        costs.save()
+    log.info("%s", lowered.plan)
+    return lowered
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """What emission knows beside the graph."""
+
+    options: Options
+    device: torch.device
+    compiler: StageCompiler
+    costs: CostModel
+    segments: list[Segment]
+    cuts: list[StageCut]
+    share: float
+
+
+def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
+    """The budget to plan for; ``None``: as the option ``recompute`` says."""
+    if options.memory_budget is not None:
+        return options.memory_budget
+    if any(budget_of_region(node) is not None for node in joint.in_phase(Phase.FORWARD)):
+        return 1.0
+    at_hand = options.device_name is None and device.type == "cuda"
+    return default_budget(device) if options.recompute is None and at_hand else None
+
+
+def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowered:
+    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
+    in_place = setting.compiler == "eager"
+    margin = 0
+    while True:
+        spare = joint.copy()
+        granularity = allocation_granularity(setting.device)
+        operations = read_operations(joint, len(setting.segments), granularity, in_place)
+        chosen = choose(operations, budget, setting.share, margin)
+        joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.costs)
+        lowered = _emit(joint, setting, True, chosen)
+        excess = lowered.plan.peak_bytes - chosen.limit
+        if excess <= 0:
+            return lowered
+        log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
+        margin += excess
+        joint = spare
+
+
+def _emit(joint: JointGraph, setting: _Setting, training: bool, chosen: Chosen | None) -> Lowered:
+    """Emit stage modules and programs, and read the plan off."""
+    recompute = setting.options.recompute or "none"
+    if training and chosen is None:
+        joint = rematerialize(joint, _CHOOSERS[recompute](joint), setting.costs)
         joint = start_early(joint)
     if training:
-        joint = replay_rng(joint, roofline)
+        joint = replay_rng(joint, setting.costs)
     joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
-    stage_compiler = options.stage_compiler_for(device)
-    modules = emit_stage_modules(joint, reinplace if stage_compiler == "eager" else None)
+    modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
-    peak = simulate_programs(forward, backward, joint.expected_tangents, allocation_granularity(device))
-    plan = make_plan(joint, segments, cuts, modules, forward, backward, options.recompute, peak, chosen)
-    log.info("%s", plan)
-    return Lowered(plan, forward, backward, stage_compiler)
+    peak = simulate_programs(forward, backward, joint.expected_tangents, allocation_granularity(setting.device))
+    plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
+    return Lowered(plan, forward, backward, setting.compiler)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

@@ -16,6 +16,7 @@ __all__ = ["Options", "StageCompiler"]
 StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
+_COSTS = ("roofline", "measured")
 _STAGE_COMPILERS = ("eager", "inductor")
 
 
@@ -27,21 +28,34 @@ class Options:
         stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
             times the heaviest segment; or a list of module names (as in ``named_modules()``) at which stages begin.
         recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
-            it, and what is hoisted.
+            it, and what is hoisted. ``None``: as the budget says; without one, ``"none"``.
         memory_budget: bytes that a step may allocate at most at one time, or a share in [0, 1] of the way from the
-            least that can be reached to nothing recomputed. ``None``: as ``recompute`` says.
+            least that can be reached to nothing recomputed. ``None``: on CUDA 90 % of the memory that is free at the
+            first step, unless ``recompute`` is given; on the CPU no limit.
+        cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
+            timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
+        device_name: plan for a device of this name, not for the one at hand; not an option of the user's.
     """
 
     stages: int | str | tuple[str, ...] = "auto"
-    recompute: str = "none"
+    recompute: str | None = None
     memory_budget: int | float | None = None
+    cost: str = "roofline"
     stage_compiler: StageCompiler | None = None
+    device_name: str | None = None
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
         """The stage compiler on this device: the user's choice, or eager on the CPU and Inductor on CUDA."""
         return self.stage_compiler or ("inductor" if device.type == "cuda" else "eager")
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device to plan for, if it is not the one at hand."""
+        if self.device_name is None:
+            return None
+        return torch.device("cpu" if self.device_name == "cpu" else "cuda")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
@@ -51,7 +65,7 @@ class Options:
             ValueError: an unknown option or value; the message lists the valid ones.
             TypeError: a value of a wrong type.
         """
-        known = [field.name for field in fields(cls)]
+        known = [field.name for field in fields(cls) if field.name != "device_name"]
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
@@ -60,14 +74,16 @@ class Options:
         checked = dict(options)
         if "stages" in checked:
             checked["stages"] = _stages(checked["stages"])
-        if checked.get("recompute", "none") not in _RECOMPUTE:
+        if checked.get("recompute") is not None and checked["recompute"] not in _RECOMPUTE:
             raise ValueError(f"recompute={checked['recompute']!r}: valid values are {_quoted(_RECOMPUTE)}.")
         checked["memory_budget"] = parse_budget(checked.get("memory_budget"))
-        if checked["memory_budget"] is not None and checked.get("recompute", "none") != "none":
+        if checked["memory_budget"] is not None and checked.get("recompute") is not None:
             raise ValueError(
                 f"recompute={checked['recompute']!r} and memory_budget={options['memory_budget']!r} contradict each "
                 "other: with a budget the plan decides what is recomputed. Give one of them."
             )
+        if checked.get("cost", "roofline") not in _COSTS:
+            raise ValueError(f"cost={checked['cost']!r}: valid values are {_quoted(_COSTS)}.")
         compiler = checked.get("stage_compiler")
         if compiler is not None and not callable(compiler) and compiler not in _STAGE_COMPILERS:
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,9 @@ from typing import Any
 
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
+from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
+from roundpipe_fx.planner.search import search
 from roundpipe_fx.simulator import LiveValue, PeakMoment
 
 __all__ = ["Plan", "PlannedStage", "PlannedValue"]
@@ -183,7 +186,14 @@ class Plan:
                 "this plan was made without a budget, so there is no frontier: compile with memory_budget=, for "
                 "example 1.0, which recomputes nothing."
             )
-        return list(self.trade_off)
+        return list(self._frontier)
+
+    @functools.cached_property
+    def _frontier(self) -> tuple[tuple[int, float], ...]:
+        if len(self.trade_off) > 1 or self.operations is None:
+            return self.trade_off
+        # All fitted as it was, so nothing else was looked at.
+        return tuple((item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)))
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what it would cost otherwise.

@@ -14,7 +14,7 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import Roofline, annotate_node
+from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
 
 __all__ = ["Form", "Snapshots", "makes_mask_alone", "repetition", "selection", "stand_in_of"]
@@ -99,9 +99,9 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
 class Snapshots:
     """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
 
-    def __init__(self, joint: JointGraph, roofline: Roofline) -> None:
+    def __init__(self, joint: JointGraph, costs: CostModel) -> None:
         self._joint = joint
-        self._roofline = roofline
+        self._costs = costs
         self._taken: dict[fx.Node, fx.Node] = {}
 
     def of(self, source: fx.Node) -> fx.Node:
@@ -116,6 +116,6 @@ class Snapshots:
             with value.fake_mode:
                 copy.meta["val"] = torch.empty_like(value)
             copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
-            annotate_node(copy, self._roofline)
+            annotate_node(copy, self._costs)
             self._taken[source] = copy
         return self._taken[source]

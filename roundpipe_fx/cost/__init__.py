@@ -1,6 +1,34 @@
-"""Cost models: how many seconds an operation takes, modelled."""
+"""Cost models: how many seconds an operation takes, modelled or measured."""
 
+from __future__ import annotations
+
+import torch
+
+from roundpipe_fx.cost.measured import MeasuredCosts
+from roundpipe_fx.cost.model import CostModel
 from roundpipe_fx.cost.of_node import annotate_node, tensor_bytes
-from roundpipe_fx.cost.roofline import Roofline, flops_of, roofline_of
+from roundpipe_fx.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
 
-__all__ = ["Roofline", "annotate_node", "flops_of", "roofline_of", "tensor_bytes"]
+__all__ = [
+    "DEVICES",
+    "CostModel",
+    "MeasuredCosts",
+    "Roofline",
+    "annotate_node",
+    "cost_model",
+    "flops_of",
+    "roofline_of",
+    "tensor_bytes",
+]
+
+
+def cost_model(kind: str, device: torch.device, name: str | None = None) -> CostModel:
+    """The cost model of an option.
+
+    Args:
+        kind: ``"roofline"`` or ``"measured"``.
+        device: where the work runs.
+        name: of a device in :data:`DEVICES`, instead of the one at hand.
+    """
+    roofline = roofline_of(device, name)
+    return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from roundpipe_fx.cost.roofline import Roofline, flops_of
+from roundpipe_fx.cost.model import CostModel
+from roundpipe_fx.cost.roofline import flops_of
 from roundpipe_fx.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["annotate_node", "tensor_bytes"]
 
 
-def annotate_node(node: fx.Node, roofline: Roofline) -> None:
+def annotate_node(node: fx.Node, costs: CostModel) -> None:
     """Mark one node with its bytes, flops and seconds."""
     inherited = {storage for source in input_nodes(node) for storage in storages(source)}
     if is_view(node):
@@ -24,7 +25,7 @@ def annotate_node(node: fx.Node, roofline: Roofline) -> None:
         values = tensor_values(node)
         dtype = values[0].dtype if values else torch.float32
         tuple_item = not values or all(storage in inherited for storage in storages(node))
-        seconds = 0.0 if tuple_item else roofline.seconds(flops, read + new_bytes, dtype)
+        seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
     node.meta[Mark.BYTES] = new_bytes
     node.meta[Mark.FLOPS] = flops
     node.meta[Mark.SECONDS] = seconds

@@ -31,6 +31,7 @@ class Roofline:
         bandwidth: memory bytes a second.
         link: bytes a second from this device to another.
         overhead: seconds that launching an operation costs, whatever its size.
+        memory: bytes of the device; 0 where that is no fixed number.
     """
 
     name: str
@@ -38,6 +39,11 @@ class Roofline:
     bandwidth: float
     link: float
     overhead: float
+    memory: int = 0
+
+    def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
+        """Modelled seconds of a node's operation."""
+        return self.seconds(flops, traffic, dtype)
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
         """Modelled seconds of an operation with ``flops`` operations that moves ``traffic`` bytes."""
@@ -49,25 +55,32 @@ class Roofline:
         return size / self.link
 
 
-def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float) -> Roofline:
+def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, gib: int) -> Roofline:
     rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
-    return Roofline(name, rates, bandwidth, link, overhead=4e-6)
+    return Roofline(name, rates, bandwidth, link, overhead=4e-6, memory=gib * 2**30)
 
 
 # Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction.
 DEVICES: Mapping[str, Roofline] = {
     "cpu": Roofline("CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e-6),
-    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9),
-    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9),
-    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9),
-    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9),
-    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9),
-    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9),
+    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 80),
+    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 80),
+    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 141),
+    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9, 48),
+    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9, 24),
+    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9, 24),
 }
 
 
-def roofline_of(device: torch.device) -> Roofline:
-    """The roofline for a device: by its reported name where it is in the table, a typical one otherwise."""
+def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
+    """The roofline for a device: by its reported name where it is in the table, a typical one otherwise.
+
+    Args:
+        device: the device.
+        name: of a device in the table, instead of the one at hand.
+    """
+    if name is not None:
+        return DEVICES[name]
     if device.type == "cuda" and torch.cuda.is_available():
         reported = torch.cuda.get_device_name(device)
         for name, roofline in DEVICES.items():

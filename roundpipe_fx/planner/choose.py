@@ -32,24 +32,28 @@ class Chosen:
     frontier: tuple[tuple[int, float], ...]
 
 
-def choose(graph: OperationGraph, budget: int | float, share: float = 1.0) -> Chosen:
+def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margin: int = 0) -> Chosen:
     """Choose a schedule for a budget.
 
     Args:
         graph: the operations.
         budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
         share: of the budget that may be used, in (0, 1].
+        margin: bytes that emitted programs were found to need beyond what was simulated here.
 
     Raises:
         InfeasibleBudgetError: the budget is below the least peak that can be reached.
     """
     blocks = Blocks(graph)
-    candidates = [everything_kept(blocks)] if budget == 1.0 and share == 1.0 else search(blocks)
+    kept = everything_kept(blocks)
+    fits = budget == 1.0 or (isinstance(budget, int) and kept.peak.bytes + margin <= budget * share)
+    # What fits as it is needs no search.
+    candidates = [kept] if fits and share == 1.0 and not graph.regions else search(blocks)
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     for candidate in candidates:
-        if candidate.peak.bytes <= limit:
-            return Chosen(candidate, limit, graph, frontier)
+        if candidate.peak.bytes + margin <= limit or (isinstance(budget, float) and candidate is candidates[-1]):
+            return Chosen(candidate, max(limit, candidate.peak.bytes + margin), graph, frontier)
     raise _infeasible(graph, candidates[-1], limit)
 
 

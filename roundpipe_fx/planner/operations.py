@@ -8,6 +8,7 @@ Parameters and other graph inputs are at hand everywhere and are no storages; in
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from roundpipe_fx.liveness import Event
 from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
 from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
+from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 
 __all__ = ["OUTSIDE", "Operation", "OperationGraph", "Way", "read_operations"]
@@ -103,6 +105,7 @@ class OperationGraph:
         states: bytes of the generator's state, by index of a seeded forward operation.
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
+        regions: storages made in parts of the model with a budget of their own, with that budget.
         segments: how many segments there are.
     """
 
@@ -122,6 +125,7 @@ class OperationGraph:
     states: dict[int, int]
     last_segments: dict[int, int]
     stages: dict[int, int]
+    regions: tuple[tuple[frozenset[int], int | float], ...]
     segments: int
 
     @functools.cached_property
@@ -143,20 +147,26 @@ class OperationGraph:
                 found.setdefault(self.segment_of[storage], []).append((storage, last))
         return found
 
+    @functools.cached_property
+    def crossing(self) -> frozenset[int]:
+        """All that one segment makes and a later one reads."""
+        return frozenset(storage for storages in self.crossers.values() for storage, _ in storages)
+
     def is_forward(self, storage: int) -> bool:
         """Whether a storage is made by the forward."""
         return storage in self.makers
 
 
-def read_operations(joint: JointGraph, segments: int, granularity: int = 1) -> OperationGraph:
+def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True) -> OperationGraph:
     """Read the operations off a graph with segments and stages.
 
     Args:
         joint: the graph; not changed.
         segments: how many segments it has.
         granularity: what the device's allocator rounds sizes up to, in bytes.
+        in_place: whether results may be written over operands that die.
     """
-    reader = _Reader(joint, granularity)
+    reader = _Reader(joint, granularity, in_place)
     forward_nodes = joint.in_phase(Phase.FORWARD)
     backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
     for node in joint.inputs:
@@ -225,8 +235,19 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1) -> O
         states,
         _last_segments(forward, backward, forward_storages),
         {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()},
+        _regions(forward),
         segments,
     )
+
+
+def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
+    """Runs of operations with one budget."""
+    found = []
+    for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
+        storages = frozenset(storage for operation in run for storage in operation.makes)
+        if budget is not None:
+            found.append((storages, budget))
+    return tuple(found)
 
 
 def _last_segments(
@@ -243,7 +264,8 @@ def _last_segments(
 class _Reader:
     """Reads operations off nodes, in order."""
 
-    def __init__(self, joint: JointGraph, granularity: int) -> None:
+    def __init__(self, joint: JointGraph, granularity: int, in_place: bool) -> None:
+        self._in_place = in_place
         self._numbers = StorageNumbers(granularity)
         self._tangents = set(joint.expected_tangents)
         self.makers: dict[int, int] = {}
@@ -282,7 +304,7 @@ class _Reader:
             tuple(self._numbers.reads(node)),
             tuple(made),
             node.meta[Mark.SECONDS],
-            self._over(node) if len(made) == 1 else (),
+            self._over(node) if self._in_place and len(made) == 1 else (),
         )
 
     def _over(self, node: fx.Node) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 
 from roundpipe_fx.planner.blocks import MOST_THRIFT, Blocks, make_schedule
 from roundpipe_fx.planner.chain import Chain, Decision, Link, LinkOption, Solution, solve_chain
-from roundpipe_fx.planner.frontier import Known, frontier
+from roundpipe_fx.planner.frontier import Known, Saving, frontier
 from roundpipe_fx.planner.operations import Operation, OperationGraph
+from roundpipe_fx.planner.regions import within_regions
 from roundpipe_fx.planner.schedule import Choice, Peak, Schedule, just_in_time, peak_of_forward, simulate
 
 __all__ = [
@@ -81,8 +82,8 @@ def everything_kept(blocks: Blocks) -> Candidate:
 
 def search(blocks: Blocks) -> list[Candidate]:
     """Candidates of which none is better than another in both peak and seconds, highest peak first."""
-    kept = everything_kept(blocks)
     chain, keepings = chain_of(blocks)
+    kept = _most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     fine = solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False)
     found = [kept]
     found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, fine)]
@@ -90,6 +91,13 @@ def search(blocks: Blocks) -> list[Candidate]:
     nested = solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS)
     found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, nested)]
     return best_of(found)
+
+
+def _most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
+    """As little runs again as the budgets of regions allow."""
+    graph = blocks.graph
+    kept = {storage for options in keepings for storage in options[0].saved}
+    return work_out(blocks, Choice(frozenset(kept | graph.crossing)))
 
 
 def work_out(blocks: Blocks, choice: Choice) -> Candidate:
@@ -163,11 +171,16 @@ def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
     keepings: list[list[Keeping]] = []
     known: Known = {}
     available: set[int] = set(graph.at_hand)
+    frontiers: list[list[Saving]] = []
     for segment in range(graph.segments):
-        leaving = _crossing(graph, segment, segment + 1)
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
+        frontiers.append(frontier(graph, list(needed), available, known))
+        available |= made[segment]
+    frontiers = within_regions(graph, frontiers)
+    available = set(graph.at_hand)
+    for segment, savings in enumerate(frontiers):
+        leaving = _crossing(graph, segment, segment + 1)
         found: list[tuple[Keeping, LinkOption]] = []
-        savings = frontier(graph, list(needed), available, known)
         for index, saving in enumerate(savings):
             # Thrift matters where little is kept: there what a backward makes again decides the peak.
             thrift = MOST_THRIFT if index >= len(savings) - _THRIFTY else 0

@@ -1,0 +1,40 @@
+"""fuse_costs: modelled seconds as a compiler that fuses pointwise operations would take them.
+
+A pointwise operation that is fused with what makes its operand reads that operand from registers, and one whose
+result only goes into others of its kind writes nothing to memory; launching is paid once a group. Without this a
+planner saves pointwise results that are nearly free to make again inside the kernel that reads them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost import CostModel, tensor_bytes
+from roundpipe_fx.joint_graph import JointGraph, Mark, input_nodes, is_seeded, is_view, tensor_values, viewed
+
+__all__ = ["fuse_costs"]
+
+
+def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
+    """Lower the seconds of pointwise operations to what they add to the kernels that they are fused into."""
+    for node in joint.computed():
+        if not _fuses(node):
+            continue
+        sources = [viewed(source) for source in input_nodes(node)]
+        inner = [source for source in sources if _fuses(source)]
+        read = sum(tensor_bytes(tensor_values(source)) for source in sources if source not in inner)
+        written = 0 if _all_fuse(node) else tensor_bytes(tensor_values(node))
+        overhead = costs.overhead if inner else 0.0
+        seconds = costs.seconds(0, read + written, tensor_values(node)[0].dtype) - overhead
+        node.meta[Mark.SECONDS] = min(node.meta[Mark.SECONDS], max(seconds, 0.0))
+    return joint
+
+
+def _fuses(node: fx.Node) -> bool:
+    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return pointwise and not is_view(node) and not is_seeded(node) and len(tensor_values(node)) == 1
+
+
+def _all_fuse(node: fx.Node) -> bool:
+    return all(_all_fuse(user) if is_view(user) else _fuses(user) for user in node.users)

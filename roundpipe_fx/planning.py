@@ -1,0 +1,107 @@
+"""Planning without the memory: whether and how a model would fit a device, before there is one."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.compiled_module import CompiledModule
+from roundpipe_fx.cost import DEVICES
+from roundpipe_fx.options import Options
+from roundpipe_fx.plan import Plan
+
+__all__ = ["plan"]
+
+_SHARE = 0.9
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    memory_budget: int | float | str | None = None,
+    device: str | None = None,
+    stages: int | str | list[str] | tuple[str, ...] = "auto",
+    **kwargs: Any,
+) -> Plan:
+    """Plan a training step for a device without running it and without allocating its memory.
+
+    ::
+
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+        tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
+        print(roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200"))
+
+    The model may lie on any device, the meta device included; its parameters are replaced by ones without storage.
+    Stages are planned as run eagerly. Where the device is not at hand, attention counts as computed without a fused
+    kernel, so a plan may ask for more than that device needs.
+
+    Args:
+        model: any module that ``torch.compile`` can trace as one graph.
+        *args: its inputs; of tensors only shapes and dtypes matter.
+        memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
+            parameters and buffers; no limit for ``"cpu"``.
+        device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: the GPU at hand
+            if its name is among them, else the CPU.
+        stages: as for :func:`roundpipe_fx.compile`.
+        **kwargs: more inputs.
+
+    Returns:
+        the plan: it fits, at ``recompute_seconds``. It has the emitted code too.
+
+    Raises:
+        InfeasibleBudgetError: it does not fit; the message says what binds and how many bytes it takes.
+        ValueError: a device of unknown name; the message lists the known ones.
+    """
+    name = _device_name(device)
+    options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
+    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    budget = options.memory_budget
+    if budget is None:
+        total = DEVICES[name].memory
+        budget = int(_SHARE * total) - weights if total else 1.0
+        if budget <= 0:
+            raise InfeasibleBudgetError(
+                f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
+                f"memory is {bytes_text(int(_SHARE * total))}.",
+                weights,
+            )
+    options = Options(options.stages, None, budget, "roofline", "eager", name)
+    planned = CompiledModule(_without_storage(model), options, fullgraph=True, dynamic=None)
+    return planned.trace(*_without_values(args), **_without_values(kwargs))
+
+
+def _device_name(device: str | None) -> str:
+    if device is None:
+        reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")
+    if device not in DEVICES:
+        close = difflib.get_close_matches(device, DEVICES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"no roofline for a device named {device!r}.{hint} Known: {', '.join(DEVICES)}.")
+    return device
+
+
+def _without_storage(model: nn.Module) -> nn.Module:
+    """A copy of the model whose parameters and buffers are on the meta device; nothing is allocated on the way."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(model, memo)
+
+
+def _without_values(values: Any) -> Any:
+    return tree_map(
+        lambda value: (
+            value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+        ),
+        values,
+    )
