@@ -146,7 +146,7 @@ def cases(layers: int = 6, width: int = 128, batch: int = 8, length: int = 128) 
     ]
 
 
-def heavy_cases(layers: int = 8) -> list[Case]:
+def heavy_cases(layers: int = 4) -> list[Case]:
     """The models of the frontier: what their training step saves outweighs their parameters."""
     text = cases(layers=layers, width=256, batch=8, length=256)
     images = cases(layers=layers, width=256, batch=32)

@@ -159,7 +159,8 @@ def _emit(joint: JointGraph, setting: _Setting, training: bool, chosen: Chosen |
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
-    peak = simulate_programs(forward, backward, joint.expected_tangents, allocation_granularity(setting.device))
+    tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
+    peak = simulate_programs(forward, backward, tangents, allocation_granularity(setting.device))
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
     return Lowered(plan, forward, backward, setting.compiler)
 

@@ -3,7 +3,8 @@
 It follows the forward and the backward program call by call and, inside each call, operation by operation, as the
 generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
 What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
-incoming gradients, new gradients, and the forward's outputs, which the caller may hold until the backward is over.
+new gradients, and the forward's outputs and the incoming gradients, which the caller may hold until the backward is
+over.
 Parameters and the user's inputs were there before.
 
 Not seen: what a kernel allocates inside itself, and what a stage compiler fuses away. Sizes that depend on data count
@@ -77,7 +78,7 @@ def simulate_programs(
     Args:
         forward: the forward program.
         backward: the backward program; ``None`` for inference.
-        tangents: incoming gradients that a step brings; others weigh nothing.
+        tangents: incoming gradients that a step brings; others are a single zero.
         granularity: what the device's allocator rounds sizes up to, in bytes.
     """
     run = _Run(granularity)
@@ -89,9 +90,12 @@ def simulate_programs(
             node: leaves for node, leaves in zip(forward.results, returned, strict=True) if isinstance(node, fx.Node)
         }
         arrived = {
-            node: [run.numbers.new(v) for v in tensor_values(node)] for node in backward.inputs if node in tangents
+            node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
+            for node in backward.inputs
+            if node not in given
         }
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
+        lasting += arriving[len(run.events)]
         given = {**given, **arrived}
         lasting += [
             storage

@@ -49,6 +49,13 @@ class StorageNumbers:
         self.sizes.append(-(-tensor_bytes([value]) // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
+    def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
+        """The storage of an incoming gradient; one that is not expected is a single zero, seen at every place."""
+        if expected:
+            return self.new(value)
+        self.sizes.append(-(-value.dtype.itemsize // self._granularity) * self._granularity)
+        return len(self.sizes) - 1
+
     def reads(self, node: fx.Node) -> list[int]:
         """Storages that a node reads, each once."""
         return list(dict.fromkeys(s for source in input_nodes(node) for s in self.of(source) if s != OUTSIDE))

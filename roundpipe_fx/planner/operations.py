@@ -164,14 +164,14 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         joint: the graph; not changed.
         segments: how many segments it has.
         granularity: what the device's allocator rounds sizes up to, in bytes.
-        in_place: whether results may be written over operands that die.
+        in_place: whether stages run eagerly, so that results may be written over operands that die.
     """
     reader = _Reader(joint, granularity, in_place)
     forward_nodes = joint.in_phase(Phase.FORWARD)
     backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
     for node in joint.inputs:
         reader.read_input(node)
-    tangents = frozenset(s for node in joint.expected_tangents for s in reader.of(node))
+    tangents = frozenset(s for node in joint.tangents for s in reader.of(node))
     forward = [operation for node in forward_nodes if (operation := reader.read(node)) is not None]
     forward_storages = {storage for operation in forward for storage in operation.makes}
     backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
@@ -267,7 +267,9 @@ class _Reader:
     def __init__(self, joint: JointGraph, granularity: int, in_place: bool) -> None:
         self._in_place = in_place
         self._numbers = StorageNumbers(granularity)
-        self._tangents = set(joint.expected_tangents)
+        self._tangents = set(joint.tangents)
+        # Compiled stages insist on strides, so for them zeros are made in full.
+        self._expected = set(joint.expected_tangents if in_place else joint.tangents)
         self.makers: dict[int, int] = {}
         self.segment_of: list[int] = []
         self._count = 0
@@ -282,7 +284,8 @@ class _Reader:
     def read_input(self, node: fx.Node) -> None:
         values = tensor_values(node)
         if node in self._tangents:
-            self._numbers.give(node, [self._numbers.new(value) for value in values])
+            expected = node in self._expected
+            self._numbers.give(node, [self._numbers.new_tangent(value, expected) for value in values])
             self.segment_of += [0] * len(values)
         else:
             self._numbers.give(node, [OUTSIDE] * len(values))

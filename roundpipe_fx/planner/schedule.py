@@ -180,7 +180,8 @@ def _closure(
 def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False) -> Peak:
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
-    What the caller gets — the forward's outputs and the gradients — lives to the end.
+    What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
+    which he may hold.
 
     Args:
         graph: the operations.
@@ -199,7 +200,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
             sizes[-2 - index] = graph.states[index]
             arriving[index] = (-2 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
-    lasting = {*graph.outputs, *(latest.get(storage, storage) for storage in graph.gradients)}
+    lasting = {*graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
     events = [*graph.forward_events, *backward]
     peak = peak_of(events, sizes, (), lasting, arriving, list_live)
     if peak.position < 0:
