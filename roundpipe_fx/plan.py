@@ -218,9 +218,10 @@ class Plan:
     def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
         for stage in self.stages:
             replayed = {value.name for value in stage.replayed}
-            for fate in ("saved", "hoisted", "recomputed", "passing"):
+            for fate in _LISTS:
                 for value in getattr(stage, fate):
-                    yield stage.index, "replayed" if value.name in replayed else fate, value
+                    if fate == "replayed" or value.name not in replayed:
+                        yield stage.index, fate, value
 
     def to_json(self) -> str:
         """The decisions as JSON, without the emitted code; :meth:`from_json` reads it back."""

@@ -146,6 +146,19 @@ class EncoderDecoder(nn.Module):
         return target.square().mean()
 
 
+class ResidualChain(nn.Module):
+    """A chain long enough that the leanest plan runs back and forth in it: nested recomputation."""
+
+    def __init__(self, width: int = 4, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x.square().mean()
+
+
 def _tokens(batch: int = 2, length: int = 4, vocabulary: int = 16) -> dict[str, Any]:
     tokens = torch.randint(vocabulary, (batch, length + 1))
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -162,4 +175,10 @@ GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], i
         lambda: {"source": torch.randn(2, 3, 8), "target": torch.randn(2, 4, 8)},
         ["decoder.0"],
     ),
+}
+
+# name: (model, its inputs, options): programs within a byte budget.
+BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "nested_recomputation": (ResidualChain, lambda: {"x": torch.randn(64, 4)}, {"stages": 1, "memory_budget": 0.0}),
+    "budget": (lambda: TiedTransformer(depth=1), _tokens, {"stages": 1, "memory_budget": 0.3}),
 }

@@ -6,22 +6,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import expecttest
 import pytest
 import torch
 
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
-from tests.golden_models import GOLDEN
+from tests.golden_models import BUDGETED, GOLDEN
 
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="golden files pin what torch 2.13 traces")
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", [*GOLDEN, *BUDGETED])
 def test_golden(name: str) -> None:
-    make, make_batch, stages = GOLDEN[name]
-    _, compiled = compiled_step(make(), make_batch(), stages=stages, recompute="full")
+    if name in GOLDEN:
+        make, make_batch, stages = GOLDEN[name]
+        options: dict[str, Any] = {"stages": stages, "recompute": "full"}
+    else:
+        make, make_batch, options = BUDGETED[name]
+    _, compiled = compiled_step(make(), make_batch(), **options)
     sources = compiled.plan.sources()
     folder = FOLDER / name
     if expecttest.ACCEPT:
@@ -32,6 +37,12 @@ def test_golden(name: str) -> None:
     assert {path.name for path in folder.glob("*.py")} == sources.keys()
     for file, text in sources.items():
         expecttest.assert_eq((folder / file).read_text(), text, msg=f"golden/{name}/{file} (make golden regenerates)")
+
+
+def test_the_nested_golden_runs_a_layer_more_than_once() -> None:
+    make, make_batch, options = BUDGETED["nested_recomputation"]
+    _, compiled = compiled_step(make(), make_batch(), **options)
+    assert max(value.times for stage in compiled.plan.stages for value in stage.recomputed) >= 2
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])

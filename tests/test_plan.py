@@ -8,7 +8,7 @@ import torch
 
 import roundpipe_fx
 from roundpipe_fx.budget import bytes_text
-from tests.golden_models import DropoutMLP, MixtureOfExperts, UNet
+from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer, UNet
 
 
 def test_printed_plan_names_every_kind_of_value() -> None:
@@ -76,3 +76,56 @@ def test_traceback_quotes_the_program() -> None:
 )
 def test_bytes_for_people(count: int, text: str) -> None:
     assert bytes_text(count) == text
+
+
+def _budgeted() -> roundpipe_fx.Plan:
+    tokens = torch.randint(16, (2, 8))
+    return roundpipe_fx.compile(TiedTransformer(width=16, depth=3), memory_budget=0.2).trace(tokens, tokens)
+
+
+def test_a_plan_within_a_budget_prints_what_binds() -> None:
+    text = str(_budgeted())
+    assert "training within a budget" in text and "budget: " in text
+    assert "predicted peak: " in text and "_backward at " in text
+    assert "ms modelled (forward" in text
+
+
+def test_plans_are_read_back_from_json() -> None:
+    for plan in (_budgeted(), roundpipe_fx.compile(MixtureOfExperts()).trace(torch.randn(6, 8))):
+        again = roundpipe_fx.Plan.from_json(plan.to_json())
+        assert again == plan and str(again) == str(plan)
+        with pytest.raises(RuntimeError, match="has no code"):
+            again.sources()
+    assert again.to_json() == plan.to_json()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "roundpipe_fx plan 1"}', '{"format": "other"}'])
+def test_what_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no roundpipe_fx plan"):
+        roundpipe_fx.Plan.from_json(text)
+
+
+def test_explain_says_what_happens_to_a_value_and_what_it_would_cost_otherwise() -> None:
+    plan = _budgeted()
+    stages = plan.stages
+    saved = next(value for stage in stages for value in stage.saved if value.bytes > 100)
+    again = next(value for stage in stages for value in stage.recomputed)
+    passing = next(value for stage in stages for value in stage.passing)
+    assert "kept from forward to backward" in plan.explain(saved.name)
+    assert f"{saved.again_seconds * 1e3:.3f} ms" in plan.explain(saved.name) and saved.again_seconds > 0
+    assert "made again in the backward" in plan.explain(again.name)
+    assert f"it would hold {bytes_text(again.bytes)}" in plan.explain(again.name)
+    assert "needed by the forward alone" in plan.explain(passing.name)
+    whole = plan.explain("blocks.1").splitlines()
+    assert len(whole) > 4 and all(" in blocks.1" in line for line in whole)
+    with pytest.raises(ValueError, match=r"no value and no module named 'block.1'.*'blocks.1"):
+        plan.explain("block.1")
+
+
+def test_explain_tells_hoisted_and_replayed_values() -> None:
+    routed = roundpipe_fx.compile(MixtureOfExperts(), memory_budget=0.0).trace(torch.randn(6, 8))
+    hoisted = next(value for stage in routed.stages for value in stage.hoisted)
+    assert "never made again: " in routed.explain(hoisted.name)
+    dropped = roundpipe_fx.compile(DropoutMLP(depth=3), stages=2, recompute="full").trace(torch.randn(4, 8))
+    replayed = next(value for stage in dropped.stages for value in stage.replayed)
+    assert "from its saved generator state" in dropped.explain(replayed.name)

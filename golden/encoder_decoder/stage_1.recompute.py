@@ -126,7 +126,7 @@ def stage_1_recompute(args):
     t_72: "float32[8, 8]" = aten.t.default(cross_0_out_weight);  cross_0_out_weight = None
     addmm_20: "float32[8, 8]" = aten.addmm.default(cross_0_out_bias, view_111, t_72);  cross_0_out_bias = view_111 = t_72 = None
     view_112: "float32[2, 4, 8]" = aten.view.default(addmm_20, [2, 4, 8]);  addmm_20 = None
-    #  (again)
+    # model (again)
     add_11: "float32[2, 4, 8]" = aten.add.out(target, view_112, out=view_112);  target = view_112 = None
     # model
     pow_2: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar_out(add_11, 1.0, out=add_11);  add_11 = None

@@ -78,7 +78,7 @@ def stage_1_backward(args):
     # blocks.1.mlp.2 (again)
     view_117: "float32[8, 16]" = aten.view.default(gelu_2, [8, 16]);  gelu_2 = None
     t_72: "float32[16, 8]" = aten.t.default(blocks_1_mlp_2_weight);  blocks_1_mlp_2_weight = None
-    #  (again)
+    # model (again)
     t_71: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
     view_116: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8]);  getitem_68 = None
     view_115: "int64[8]" = aten.view.default(targets, [8]);  targets = None

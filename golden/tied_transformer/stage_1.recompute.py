@@ -102,7 +102,7 @@ def stage_1_recompute(args):
     getitem_68: "float32[2, 4, 8]" = native_layer_norm_7[0]
     getitem_69: "float32[2, 4, 1]" = native_layer_norm_7[1]
     getitem_70: "float32[2, 4, 1]" = native_layer_norm_7[2];  native_layer_norm_7 = None
-    #  (again)
+    # model (again)
     t_60: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
     view_86: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
     mm_23: "float32[8, 16]" = aten.mm.default(view_86, t_60);  view_86 = t_60 = None

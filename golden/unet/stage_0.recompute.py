@@ -25,7 +25,7 @@ def stage_0_recompute(args):
     getitem_49: "float32[4]" = _native_batch_norm_legit_functional_5[2]
     getitem_50: "float32[4]" = _native_batch_norm_legit_functional_5[3]
     getitem_51: "float32[4]" = _native_batch_norm_legit_functional_5[4];  _native_batch_norm_legit_functional_5 = None
-    #  (again)
+    # model (again)
     max_pool2d_with_indices_1: "(float32[2, 4, 4, 4], int64[2, 4, 4, 4])" = aten.max_pool2d_with_indices.default(relu, [2, 2]);  relu = None
     getitem_52: "int64[2, 4, 4, 4]" = max_pool2d_with_indices_1[1];  max_pool2d_with_indices_1 = None
     return (convolution_7, getitem_48, getitem_49, getitem_50, getitem_51, getitem_52)

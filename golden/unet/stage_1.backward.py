@@ -24,7 +24,7 @@ def stage_1_backward(args):
     args.clear()
     # down.1.2 (again)
     detach_7: "float32[2, 8, 4, 4]" = aten.detach.default(relu_4);  relu_4 = None
-    #  (again)
+    # model (again)
     unsqueeze_1: "int64[8, 1]" = aten.unsqueeze.default(_to_copy, -1);  _to_copy = None
     # model
     slice_1: "float32[2, 8, 8, 8]" = aten.slice.Tensor(getitem_23, 1, 0, 8)

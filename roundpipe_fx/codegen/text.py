@@ -193,7 +193,7 @@ def _dying(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 def _origin(node: fx.Node) -> str:
     path = module_path(node, module_path_text)
     origin = node.meta.get(Mark.ORIGIN)
-    return f"{path} (again)" if origin else path
+    return f"{path or 'model'} (again)" if origin else path
 
 
 def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:

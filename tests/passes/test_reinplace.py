@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -99,3 +100,45 @@ def test_graph_is_rewritten_in_place() -> None:
     graph = fx.Graph()
     graph.output(())
     assert reinplace(graph) is graph
+
+
+def test_any_operand_of_a_pointwise_operation_may_be_written_over() -> None:
+    def run(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        kept, dead = x.exp(), x.sin()
+        return kept, kept * dead
+
+    assert "aten.mul.out" in _targets(run, X)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("shape", [(3,), (5, 7), (2, 3, 129), (4, 2048), (0, 4), (1, 1)])
+@pytest.mark.parametrize("function", ["softmax", "log_softmax", "softmax_backward", "log_softmax_backward"])
+def test_row_by_row_operations_write_over_their_operand_bit_for_bit(
+    function: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        fresh = x.exp()
+        if function == "softmax":
+            return aten._softmax(fresh, -1, False)
+        if function == "log_softmax":
+            return aten._log_softmax(fresh, len(shape) - 1, False)
+        if function == "softmax_backward":
+            return aten._softmax_backward_data(fresh, y, -1, dtype)
+        return aten._log_softmax_backward_data(fresh, y, -1, dtype)
+
+    x, y = torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype).softmax(-1)
+    assert _targets(run, x, y)[-1].endswith("out")
+
+
+def test_across_rows_it_is_not() -> None:
+    assert _targets(lambda x: aten._softmax(x.exp(), 0, False), X)[-1] == "aten._softmax.default"
+
+
+def test_copies_of_a_node_are_told_apart() -> None:
+    """A copy carries its original's values, so storages are followed by node."""
+    with FakeTensorMode() as mode:
+        module = make_fx(lambda x: (x.exp().sin(), x.exp()))(mode.from_tensor(X))
+    first, _, second = [node for node in module.graph.nodes if node.op == "call_function"]
+    second.meta["val"] = first.meta["val"]
+    reinplace(module.graph)
+    assert [str(node.target) for node in module.graph.nodes if node.op == "call_function"][1] == "aten.sin_.default"

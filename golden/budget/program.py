@@ -1,0 +1,112 @@
+import torch
+
+
+def forward(args):
+    (
+        embedding_weight,
+        tokens,
+        blocks_0_norm1_weight,
+        blocks_0_norm1_bias,
+        blocks_0_attention_key_value_weight,
+        blocks_0_attention_key_value_bias,
+        blocks_0_attention_query_weight,
+        blocks_0_attention_query_bias,
+        blocks_0_attention_out_weight,
+        blocks_0_attention_out_bias,
+        blocks_0_norm2_weight,
+        blocks_0_norm2_bias,
+        blocks_0_mlp_0_weight,
+        blocks_0_mlp_0_bias,
+        blocks_0_mlp_2_weight,
+        blocks_0_mlp_2_bias,
+        norm_weight,
+        norm_bias,
+        targets,
+    ) = args
+    args.clear()
+    # stage 0 forward: embedding … norm
+    call = [
+        embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
+        blocks_0_attention_key_value_bias, blocks_0_attention_query_weight, blocks_0_attention_query_bias,
+        blocks_0_attention_out_weight, blocks_0_attention_out_bias, blocks_0_norm2_weight, blocks_0_norm2_bias,
+        blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, blocks_0_mlp_2_bias, norm_weight, norm_bias,
+        targets,
+    ]
+    del (
+        blocks_0_attention_key_value_bias, blocks_0_attention_query_bias, blocks_0_attention_out_bias,
+        blocks_0_mlp_2_bias,
+    )
+    [
+        embedding, addmm, addmm_1, getitem_5, getitem_6, getitem_8, add, getitem_9, getitem_10, getitem_11, gelu,
+        getitem_13, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18,
+    ] = stage_0_forward(call)
+    return (
+        getitem_17, embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias,
+        blocks_0_attention_key_value_weight, blocks_0_attention_query_weight, blocks_0_attention_out_weight,
+        blocks_0_norm2_weight, blocks_0_norm2_bias, blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight,
+        norm_weight, norm_bias, targets, embedding, addmm, addmm_1, getitem_5, getitem_6, getitem_8, add, getitem_9,
+        getitem_10, getitem_11, gelu, getitem_13, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_18,
+    )
+
+
+def backward(args):
+    (
+        embedding_weight,
+        tokens,
+        blocks_0_norm1_weight,
+        blocks_0_norm1_bias,
+        blocks_0_attention_key_value_weight,
+        blocks_0_attention_query_weight,
+        blocks_0_attention_out_weight,
+        blocks_0_norm2_weight,
+        blocks_0_norm2_bias,
+        blocks_0_mlp_0_weight,
+        blocks_0_mlp_0_bias,
+        blocks_0_mlp_2_weight,
+        norm_weight,
+        norm_bias,
+        targets,
+        embedding,
+        addmm,
+        addmm_1,
+        getitem_5,
+        getitem_6,
+        getitem_8,
+        add,
+        getitem_9,
+        getitem_10,
+        getitem_11,
+        gelu,
+        getitem_13,
+        add_1,
+        getitem_14,
+        getitem_15,
+        getitem_16,
+        _log_softmax,
+        getitem_18,
+        tangents_1,
+    ) = args
+    args.clear()
+    # stage 0 backward: embedding … norm
+    call = [
+        embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
+        blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
+        blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1,
+        embedding, addmm, addmm_1, getitem_5, getitem_6, getitem_8, add, getitem_9, getitem_10, getitem_11, gelu,
+        getitem_13, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_18,
+    ]
+    del (
+        embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
+        blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
+        blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1,
+        embedding, addmm, addmm_1, getitem_5, getitem_6, getitem_8, add, getitem_9, getitem_10, getitem_11, gelu,
+        getitem_13, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_18,
+    )
+    [
+        getitem_20, getitem_21, view_21, t_13, getitem_23, getitem_24, view_24, t_17, view_27, t_21, view_34, t_25,
+        getitem_29, getitem_30, add_5, view_37, t_29,
+    ] = stage_0_backward(call)
+    return (
+        add_5, None, getitem_29, getitem_30, t_29, view_37, t_25, view_34, t_21, view_27, getitem_23, getitem_24, t_17,
+        view_24, t_13, view_21, getitem_20, getitem_21, None,
+    )

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import roundpipe_fx
+from tests.golden_models import TiedTransformer
+from tests.hugging_face import gpt2
+
+
+def _llama(layers: int, width: int) -> torch.nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=1024,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).bfloat16().train()
+
+
+def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> None:
+    model = _llama(layers=4, width=1024)
+    tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        plan = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 4090", memory_budget="8GiB")
+    assert peak.bytes < 2**20  # nothing of the step's size was allocated
+    assert plan.peak_bytes <= 8 * 2**30 and plan.recompute_seconds > 0
+    roomy = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200")
+    assert roomy.budget > 100 * 2**30 and roomy.recompute_seconds == 0
+    assert roomy.forward_seconds < plan.forward_seconds  # a faster device
+
+
+def test_what_cannot_fit_is_an_error_that_says_what_it_takes() -> None:
+    model = _llama(layers=4, width=1024)
+    tokens = torch.empty(64, 8192, dtype=torch.long, device="meta")
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match="needs at least") as info:
+        roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 3090")
+    assert info.value.minimum > 24 * 2**30
+
+
+def test_weights_that_do_not_fit_alone() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Linear(10**5, 10**5)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match=r"parameters and buffers alone take 37\.3 GiB"):
+        roundpipe_fx.plan(model, torch.empty(1, 10**5), device="RTX 4090")
+
+
+def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled() -> None:
+    model = gpt2().train()
+    tokens = torch.randint(128, (2, 16))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    planned = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, memory_budget=0.3, device="cpu")
+    torch._dynamo.reset()
+    compiled = roundpipe_fx.compile(model, memory_budget=0.3).trace(input_ids=tokens, labels=tokens)
+    # Generator states are smaller on the meta device, and which kernels write over operands is the device's matter.
+    assert planned.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.03)
+    assert planned.forward_seconds == pytest.approx(compiled.forward_seconds, rel=1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_names_of_devices() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"'RTX 4091'. Did you mean 'RTX 4090'\? Known: .*H100"):
+        roundpipe_fx.plan(TiedTransformer(), tokens, tokens, device="RTX 4091")
+    assert roundpipe_fx.plan(TiedTransformer(), tokens, tokens).recompute_seconds == 0  # on the CPU no limit
+
+
+def test_a_frontier_is_drawn(tmp_path: Path) -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    plan = roundpipe_fx.plan(TiedTransformer(), tokens, tokens, memory_budget=0.3, device="cpu")
+    path = roundpipe_fx.plot_frontier(plan, tmp_path / "frontier.png")
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+    bare = roundpipe_fx.compile(TiedTransformer()).trace(tokens, tokens)
+    with pytest.raises(RuntimeError, match="without a budget"):
+        roundpipe_fx.plot_frontier(bare, tmp_path / "none.png")
