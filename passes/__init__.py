@@ -10,9 +10,11 @@ decisions        what asks the device a question is hoisted: it runs once, in th
 segments         narrow places of the forward; backward nodes go to the segment they belong to
 stages           consecutive segments become pipeline stages
 rematerialize    what is saved, what is recomputed, as explicit nodes
+follow_schedule  within a byte budget: the backward as it was planned, instead of rematerialize and start_early
 start_early      what of the backward may run before the incoming gradients arrive
 rng              seeded operations that run again are replayed from their saved generator state
 reinplace        in a stage that runs eagerly, results are written over operands that are dead
+fuse_costs       for a stage compiler that fuses: seconds of what is fused
 streams          stream-level fork and join in the program of stage calls
 ===============  ====================================================================================
 """
