@@ -2,8 +2,9 @@
 
 Sizes that depend on data (how many tokens an expert gets) are known only when a step runs. The first plan takes their
 upper bounds; the first step shows real sizes; the next plan takes those with headroom. A step that exceeds what was
-assumed runs all the same, and the plan is made anew before the next one. Running out of memory makes the budget
-smaller in the same way.
+assumed runs all the same, and the plan is made anew before the next one, with more headroom each time: sizes that
+hardly vary are predicted closely, and those that do cost few plans. Running out of memory makes the budget smaller in
+the same way.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["HEADROOM", "Assumptions"]
+__all__ = ["Assumptions"]
 
-HEADROOM = 1.25
-"""How much larger than the largest seen a data-dependent size is taken to be."""
+_FIRST_HEADROOM = 0.02
+_MOST_HEADROOM = 0.5
 
 
 @dataclass
@@ -27,12 +28,14 @@ class Assumptions:
         assumed: what the latest plans take them to be; absent: their upper bounds.
         share: of the budget that plans may use; less than 1 after running out of memory.
         stale: whether steps have shown what plans do not know.
+        headroom: how much larger than the largest seen a size is taken to be, as a share of it.
     """
 
     largest: dict[str, int] = field(default_factory=dict)
     assumed: dict[str, int] = field(default_factory=dict)
     share: float = 1.0
     stale: bool = False
+    headroom: float = _FIRST_HEADROOM / 2
 
     def see(self, name: str, size: int) -> None:
         """Note a size that a step had."""
@@ -43,7 +46,8 @@ class Assumptions:
 
     def renew(self) -> None:
         """Assume from here on what was seen, with headroom."""
-        self.assumed = {name: math.ceil(size * HEADROOM) for name, size in self.largest.items()}
+        self.headroom = min(2 * self.headroom, _MOST_HEADROOM)
+        self.assumed = {name: math.ceil(size * (1 + self.headroom)) for name, size in self.largest.items()}
         self.stale = False
 
     def of_graph(self, graph: str) -> Mapping[str, int]:

@@ -222,9 +222,11 @@ def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
         model._assumptions.renew()
         log.info("planning anew with the data-dependent sizes that were seen: %s", model._assumptions.assumed)
         model._compile()
-    if model._options.memory_budget is None or not torch.is_grad_enabled():
+    parameter = next(model._original.parameters(), None)
+    devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
+    has_budget = model._options.memory_budget is not None or (model._options.recompute is None and devices)
+    if not has_budget or not torch.is_grad_enabled():
         return _run(model, args, kwargs)
-    devices = {value.device for value in model._original.parameters() if value.device.type == "cuda"}
     with torch_private.rng_states(devices) as restore:
         try:
             return _run(model, args, kwargs)

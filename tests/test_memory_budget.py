@@ -45,7 +45,7 @@ def _check(model: nn.Module, batch: dict[str, Any], budgets: list[Any]) -> list[
         peak = _peak(compiled, own, batch)
         plan = compiled.plan
         assert peak <= plan.peak_bytes <= plan.budget
-        # Sizes that depend on data have a quarter of headroom, which shows in models as small as these.
+        # Sizes that depend on data are rounded up, which shows where an expert gets three tokens.
         assert peak >= (0.8 if plan.assumed else 0.97) * plan.peak_bytes
         found.append((peak, plan.recompute_seconds))
     for (low, much), (high, little) in itertools.pairwise(found):
@@ -198,7 +198,7 @@ def test_sizes_that_depend_on_data_are_those_of_the_first_batch_with_headroom() 
     assert_bitwise(train_step(compiled, model, {"x": x}), reference)
     assert_bitwise(train_step(compiled, model, {"x": x}), reference)
     assert len(compiled.plans) == plans + 1
-    assert max(compiled.plan.assumed.values()) == 80  # 64 tokens with a quarter of headroom
+    assert max(compiled.plan.assumed.values()) == 67  # 64 tokens with 4 % of headroom, twice that of the plan before
 
 
 class _Scarce(nn.Module):
