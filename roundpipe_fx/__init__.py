@@ -7,6 +7,16 @@ modules.
 
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.capture import GraphBreakWarning
+from roundpipe_fx.checkpointing import (
+    checkpoint,
+    checkpoint_sequential,
+    doing_recompute,
+    get_recompute_data,
+    gradient_checkpoint_scope,
+    is_checkpointing,
+    is_recomputing,
+    save_for_recompute,
+)
 from roundpipe_fx.compiled_module import CompiledModule, compile
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan
@@ -21,13 +31,21 @@ __all__ = [
     "GraphBreakWarning",
     "InfeasibleBudgetError",
     "Plan",
+    "checkpoint",
+    "checkpoint_sequential",
     "compile",
     "count_questions",
+    "doing_recompute",
+    "get_recompute_data",
+    "gradient_checkpoint_scope",
+    "is_checkpointing",
+    "is_recomputing",
     "measure_peak",
     "memory_budget",
     "plan",
     "plot_frontier",
     "register_sync_op",
+    "save_for_recompute",
 ]
 
 __version__ = "0.1.0"

@@ -25,6 +25,8 @@ __all__ = [
     "assume_sizes",
     "assumed_sizes",
     "boxed_codegen",
+    "checkpoint_body",
+    "checkpoint_policy",
     "data_dependent_symbol",
     "dynamo_flags",
     "forward_backend_context",
@@ -38,6 +40,7 @@ __all__ = [
     "run_with_rng_state",
     "shape_env_of",
     "size_hint",
+    "tracing_inside_checkpoint",
     "user_stack_text",
 ]
 
@@ -162,6 +165,38 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
         if type(description).__name__ == "InputMutationAOTOutput"
     }
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
+def checkpoint_body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
+    """The body of a ``torch.utils.checkpoint`` call in a graph of Dynamo's; ``None`` if a node is something else."""
+    if node.target is not torch.ops.higher_order.tag_activation_checkpoint:
+        return None
+    name = node.args[0]
+    assert isinstance(name, fx.Node)
+    body = module.get_submodule(str(name.target))
+    assert isinstance(body, fx.GraphModule)
+    return body
+
+
+def checkpoint_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
+    """What selective checkpointing says of a node of a joint graph."""
+    return node.meta.get("recompute")
+
+
+@torch._dynamo.assume_constant_result
+def tracing_inside_checkpoint() -> bool:
+    """While Dynamo traces: whether the place is inside a function given to ``torch.utils.checkpoint``.
+
+    Run by Dynamo at that place, its result is a constant of the graph.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    tracer = InstructionTranslator.current_tx().output.current_tracer
+    while tracer is not None:
+        if tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint:
+            return True
+        tracer = tracer.parent
+    return False
 
 
 def boxed_codegen() -> Any:

@@ -1,0 +1,1 @@
+gradient_checkpoint_scope = None
