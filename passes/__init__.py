@@ -3,7 +3,7 @@
 Each is a plain function on the joint graph plus what it needs as arguments. A pass knows the graph view
 (:mod:`roundpipe_fx.joint_graph`) and plain data, never the runtime and never another pass.
 
-===============  ====================================================================================
+=================  ====================================================================================
 masks            indexing by a mask becomes one ``nonzero`` and integer indexing
 annotate         phase, bytes and modelled seconds of each node
 decisions        what asks the device a question is hoisted: it runs once, in the forward
@@ -16,5 +16,5 @@ rng              seeded operations that run again are replayed from their saved 
 reinplace        in a stage that runs eagerly, results are written over operands that are dead
 fuse_costs       for a stage compiler that fuses: seconds of what is fused
 streams          stream-level fork and join in the program of stage calls
-===============  ====================================================================================
+=================  ====================================================================================
 """

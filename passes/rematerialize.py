@@ -66,13 +66,14 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], costs: CostModel) 
     Args:
         joint: a graph with stages.
         keep: forward values (not tuples) that may be kept; see the module's text for what is kept regardless.
+            Those that are marked as not to be kept are left out.
         costs: cost model for the nodes that are added.
 
     Returns:
         the graph, in which every node of phase backward or recompute reads only kept forward values
         (:func:`roundpipe_fx.joint_graph.saved_values`), graph inputs, and nodes of those two phases.
     """
-    kept = _kept(joint, keep)
+    kept = _kept(joint, [node for node in keep if Mark.NOT_KEPT not in viewed(node).meta])
     graph = joint.graph
     forward = joint.in_phase(Phase.FORWARD)
     position = {node: index for index, node in enumerate(forward)}

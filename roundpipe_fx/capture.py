@@ -19,6 +19,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
+from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import JointGraph
 from roundpipe_fx.lower import Lowered, lower
@@ -140,6 +141,7 @@ def capture(
         assumptions: what plans assume about run time; steps extend it.
     """
     _warn_of_graph_break(module, warned)
+    mark_checkpoints(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compilation = _Compilation(options, registered_syncs, assumptions or Assumptions(), name, labels, on_plan)

@@ -62,6 +62,8 @@ class Mark:
     """Floating-point operations of the node (annotate)."""
     HOISTED = "rpfx_hoisted"
     """Why the node must not run twice, as text; absent if it may (decisions)."""
+    NOT_KEPT = "rpfx_not_kept"
+    """Why the value must not be kept from forward to backward, as text; absent if it may (recompute_regions)."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to (segments)."""
     STAGE = "rpfx_stage"

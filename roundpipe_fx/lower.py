@@ -20,6 +20,7 @@ from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng
@@ -85,14 +86,16 @@ def lower(
     joint = expand_masks(joint)
     joint = annotate(joint, costs)
     joint = hoist_decisions(joint, registered_syncs)
+    joint = mark_recompute_regions(joint)
     if compiler != "eager":
         joint = fuse_costs(joint, costs)
+    bounds = region_bounds(joint)
     if isinstance(options.stages, tuple):
         positions = positions_of_names(joint, options.stages, module_path_text)
-        joint, segments = cut_segments(joint, positions)
+        joint, segments = cut_segments(joint, [*positions, *bounds])
         joint, cuts = stages_at_positions(joint, segments, positions)
     else:
-        joint, segments = cut_segments(joint)
+        joint, segments = cut_segments(joint, bounds)
         joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
     setting = _Setting(options, device, compiler, costs, segments, cuts, share)
     budget = _budget(joint, options, device) if training else None
@@ -120,8 +123,11 @@ def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | 
     """The budget to plan for; ``None``: as the option ``recompute`` says."""
     if options.memory_budget is not None:
         return options.memory_budget
-    if any(budget_of_region(node) is not None for node in joint.in_phase(Phase.FORWARD)):
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None for node in forward):
         return 1.0
+    if options.recompute != "full" and any(Mark.NOT_KEPT in node.meta for node in forward):
+        return 1.0  # regions are recomputed just in time, which is the planner's work
     at_hand = options.device_name is None and device.type == "cuda"
     return default_budget(device) if options.recompute is None and at_hand else None
 

@@ -28,20 +28,26 @@ __all__ = [
     "checkpoint_body",
     "checkpoint_policy",
     "data_dependent_symbol",
+    "detached_with_version",
     "dynamo_flags",
     "forward_backend_context",
     "graph_break",
     "has_kernel",
+    "in_backward",
     "inductor",
     "input_path",
     "module_path_text",
     "mutated_inputs",
+    "pop_saved_tensor_hooks",
+    "push_saved_tensor_hooks",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "shape_env_of",
     "size_hint",
+    "top_saved_tensor_hooks",
     "tracing_inside_checkpoint",
     "user_stack_text",
+    "when_backward_ends",
 ]
 
 
@@ -400,6 +406,45 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
             torch.cuda.set_rng_state(state, device)
 
     yield restore
+
+
+def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """Put a pair on top of this thread's stack of saved-tensor hooks."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saved_tensor_hooks() -> None:
+    """Take the topmost pair off this thread's stack of saved-tensor hooks."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def top_saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """The topmost pair of this thread's stack of saved-tensor hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)  # False: also while something is traced
+
+
+def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()`` that shares the version counter, also below autograd, as in a dispatch mode."""
+    key = torch._C.DispatchKey.ADInplaceOrView
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(key)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(key, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(key, excluded)
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def when_backward_ends(call: Callable[[], None]) -> bool:
+    """Have ``call`` called at the end of the backward that this thread is in; ``False`` if it is in none."""
+    if not in_backward():
+        return False
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+    return True
 
 
 def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:

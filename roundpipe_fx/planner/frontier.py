@@ -117,7 +117,10 @@ class _Cut:
 
     def structure(self) -> Any:
         """Equal for networks that are alike."""
-        storages = tuple((vertex, self._graph.sizes[s], s in self._needed) for s, vertex in self.storages.items())
+        storages = tuple(
+            (vertex, self._graph.sizes[s], s in self._needed, s in self._graph.not_kept)
+            for s, vertex in self.storages.items()
+        )
         runs = tuple(
             (vertex, way.seconds, tuple(self.storages.get(source, 0) for source in way.reads))
             for way, vertex in self._runs.items()
@@ -143,7 +146,8 @@ class _Cut:
         for storage, vertex in self.storages.items():
             if storage in self._needed:
                 arc(0, vertex, _ENDLESS)
-            arc(vertex, self._runs[self._way(storage)], max(sizes[storage] * scale, 1))
+            barred = storage in self._graph.not_kept
+            arc(vertex, self._runs[self._way(storage)], _ENDLESS if barred else max(sizes[storage] * scale, 1))
         for way, vertex in self._runs.items():
             # Of equal optima the one that runs less again is wanted, so nothing is quite free.
             arc(vertex, 1, price * way.seconds * scale + (1 if price else 0))

@@ -10,12 +10,14 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import os.path
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
+from roundpipe_fx.checkpointing.in_graph import checkpoints_of
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
@@ -96,6 +98,9 @@ class OperationGraph:
         makers_segment: by storage, the segment of its maker; for tangents the number of segments.
         values: by forward storage, the node (no view, no tuple) that stands for it, where there is one.
         always_kept: forward storages that are kept whatever is chosen: hoisted ones.
+        not_kept: forward storages that must not be kept from the forward on.
+        hold_at: by storage that is not kept, the last segment of its checkpoint, if that spans several: made again
+            before that one's backward, it serves all of them.
         outputs: forward storages that the caller gets.
         tangents: storages of incoming gradients.
         gradients: storages that the backward returns.
@@ -116,6 +121,8 @@ class OperationGraph:
     segment_of: list[int]
     values: dict[int, fx.Node]
     always_kept: frozenset[int]
+    not_kept: frozenset[int]
+    hold_at: dict[int, int]
     outputs: frozenset[int]
     tangents: frozenset[int]
     gradients: frozenset[int]
@@ -211,6 +218,8 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
             if value is not None and makes_mask_alone(value):
                 scratch = sum(reader.sizes[s] for s in operation.makes if s != storage)
                 alone[storage] = Way(operation, operation.node, Form.MASK, (), (storage,), scratch, operation.seconds)
+    # The caller's outputs are at hand in any case.
+    not_kept = {s for s, node in values.items() if Mark.NOT_KEPT in node.meta and s not in outputs}
     states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
     return OperationGraph(
         tuple(forward),
@@ -220,6 +229,8 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         reader.segment_of,
         values,
         frozenset(hoisted),
+        frozenset(not_kept),
+        _hold_at(forward, backward, not_kept),
         frozenset(outputs & forward_storages),
         tangents,
         frozenset(gradients - {OUTSIDE}),
@@ -248,6 +259,36 @@ def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | 
         if budget is not None:
             found.append((storages, budget))
     return tuple(found)
+
+
+def _hold_at(
+    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], not_kept: Collection[int]
+) -> dict[int, int]:
+    """Where to make again, and hold, what checkpoints of several segments make.
+
+    A storage belongs to the innermost checkpoint that holds its maker and all its readers. Only what the backward
+    reads, or what a checkpoint further inside begins with, is worth holding.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    owner: dict[int, tuple[int, ...]] = {}
+    begins: set[int] = set()
+    for operation in forward:
+        path = checkpoints_of(operation.node)
+        for number in path:
+            first, last = spans.get(number, (operation.segment, operation.segment))
+            spans[number] = min(first, operation.segment), max(last, operation.segment)
+        owner.update((storage, path) for storage in operation.makes if storage in not_kept)
+        for storage in operation.reads:
+            if storage in owner:
+                begins |= {storage} if len(path) > len(owner[storage]) else set()
+                owner[storage] = tuple(os.path.commonprefix([owner[storage], path]))
+    wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
+    found = {}
+    for storage, path in owner.items():
+        first, last = spans[path[-1]] if path else (0, 0)
+        if first < last and storage in wanted:
+            found[storage] = last
+    return found
 
 
 def _last_segments(

@@ -101,9 +101,20 @@ def _most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
 
 
 def work_out(blocks: Blocks, choice: Choice) -> Candidate:
-    """What a choice comes to."""
-    schedule = make_schedule(blocks, choice)
+    """What a choice comes to. What it would keep and must not is made again, where its checkpoint is recomputed."""
+    schedule = make_schedule(blocks, _heeding_regions(blocks.graph, choice))
     return Candidate(schedule, simulate(blocks.graph, schedule))
+
+
+def _heeding_regions(graph: OperationGraph, choice: Choice) -> Choice:
+    barred = choice.kept & graph.not_kept
+    if not barred:
+        return choice
+    held = {segment: set(storages) for segment, storages in choice.held.items()}
+    for storage in barred & graph.hold_at.keys():
+        held.setdefault(graph.hold_at[storage], set()).add(storage)
+    frozen = {segment: frozenset(storages) for segment, storages in held.items()}
+    return Choice(choice.kept - barred, frozen, choice.thrift)
 
 
 def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:

@@ -1,0 +1,124 @@
+"""recompute_regions: what a user's checkpoints, policies, scopes and saved data say about values of the forward.
+
+What a model says by ``torch.utils.checkpoint``, ``save_for_recompute`` and ``gradient_checkpoint_scope`` becomes marks,
+which whoever chooses what to keep must heed:
+
+- *hoisted*: what was given to ``save_for_recompute``, what a selective policy must save, and what is drawn at random
+  in a checkpoint that keeps no generator state;
+- *not kept*: what a checkpoint makes and only it reads, unless the policy prefers to save it; and all that is made in a
+  gradient checkpoint scope, whoever reads it.
+
+What is hoisted stays hoisted, also inside of a checkpoint. What leaves a checkpoint may be kept, for those outside
+that read it; so may inputs, which cost nothing. Of checkpoints inside of checkpoints the outermost decides what is kept
+from the forward; the inner ones matter again when the outer one is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from roundpipe_fx.checkpointing.in_graph import (
+    checkpoints_of,
+    is_in_scope,
+    keeps_generator_state,
+    policy_of,
+    saves_for_recompute,
+)
+from roundpipe_fx.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_seeded,
+    is_symbolic_scalar,
+    is_view,
+    node_outputs,
+    tensor_values,
+    viewed,
+)
+from roundpipe_fx.recomputation import selection
+
+__all__ = ["mark_recompute_regions", "region_bounds"]
+
+
+def mark_recompute_regions(joint: JointGraph) -> JointGraph:
+    """Mark what must and what must not be kept. After decisions; before anything cuts the graph.
+
+    Returns:
+        the graph, with marks, and without the nodes that note what ``save_for_recompute`` was given.
+    """
+    for node in list(joint.computed()):
+        if saves_for_recompute(node):
+            _hoist_saved(node)
+            joint.graph.erase_node(node)
+    for node in joint.in_phase(Phase.FORWARD):
+        reason = _must_be_saved(node)
+        if reason is not None and Mark.HOISTED not in node.meta and not is_view(node) and tensor_values(node):
+            node.meta[Mark.HOISTED] = reason
+    for node in joint.in_phase(Phase.FORWARD):
+        reason = None if is_view(node) or is_symbolic_scalar(node) else _must_not_be_kept(node)
+        for output in node_outputs(node) if reason is not None else ():
+            again = Mark.HOISTED not in node.meta or selection(output) is not None
+            if again and (is_in_scope(node) or _is_read_only_inside(output)):
+                output.meta[Mark.NOT_KEPT] = reason
+    return joint
+
+
+def region_bounds(joint: JointGraph) -> list[int]:
+    """Forward positions at which a checkpoint that does arithmetic begins, or at which what follows it does.
+
+    A segment had better not reach across these: it would be recomputed partly.
+    """
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    working = set()
+    forward = joint.in_phase(Phase.FORWARD)
+    for position, node in enumerate(forward):
+        for number in checkpoints_of(node):
+            first.setdefault(number, position)
+            last[number] = position
+            if node.meta.get(Mark.FLOPS):
+                working.add(number)
+    bounds = {first[number] for number in working} | {last[number] + 1 for number in working}
+    return sorted(bound for bound in bounds if 0 < bound < len(forward))
+
+
+def _hoist_saved(save: fx.Node) -> None:
+    for source in input_nodes(save):
+        base = viewed(source)
+        maker = input_nodes(base)[0] if base.op != "placeholder" and base not in node_outputs(base) else base
+        if maker.op != "placeholder":
+            maker.meta.setdefault(Mark.HOISTED, "given to save_for_recompute")
+
+
+def _must_be_saved(node: fx.Node) -> str | None:
+    if policy_of(node) is CheckpointPolicy.MUST_SAVE:
+        return "its checkpoint's policy must save it"
+    if is_seeded(node) and not keeps_generator_state(node):
+        return "drawn in a checkpoint with preserve_rng_state=False"
+    return None
+
+
+def _must_not_be_kept(node: fx.Node) -> str | None:
+    if is_in_scope(node):
+        return "made in a gradient checkpoint scope"
+    if checkpoints_of(node) and policy_of(node) is not CheckpointPolicy.PREFER_SAVE:
+        return "made in a checkpoint"
+    return None
+
+
+def _is_read_only_inside(node: fx.Node) -> bool:
+    """Whether all that reads a value in the forward is in the same outermost checkpoint."""
+    outermost = checkpoints_of(node)[:1]
+    return all(checkpoints_of(reader)[:1] == outermost for reader in _forward_readers(node))
+
+
+def _forward_readers(node: fx.Node) -> Iterator[fx.Node]:
+    for user in node.users:
+        if is_view(user):
+            yield from _forward_readers(user)
+        elif user.op != "output" and user.meta.get(Mark.PHASE) is Phase.FORWARD:
+            yield user

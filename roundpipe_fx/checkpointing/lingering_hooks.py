@@ -1,0 +1,153 @@
+"""Saved-tensor hooks that outlive their ``with`` block.
+
+What is made in a gradient checkpoint scope may be read, and saved for the backward, after the scope has ended. So its
+hooks stay on autograd's stack of hooks for a while. That stack is strictly last in, first out: a block of other hooks
+that was entered before the scope and ends after it would pop the scope's hooks instead of its own. Here the end of any
+``torch.autograd.graph.saved_tensors_hooks`` takes lingering hooks off first and puts them back afterwards, so that
+every other block finds its own hooks, in its own order.
+
+Autograd asks only the topmost hooks. What lingering hooks do not want themselves they hand to the next hooks beneath
+that are not lingering.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from roundpipe_fx import torch_private
+
+__all__ = ["LingeringHooks"]
+
+
+class _Local(threading.local):
+    busy = False
+    """While the stack is being rearranged. Tensors may die meanwhile, and scopes be over: not now."""
+
+
+_local = _Local()
+
+
+class LingeringHooks:
+    """A pair of hooks of one thread, on the stack from :meth:`push` until some time after :meth:`leave`.
+
+    Args:
+        pack: gives a handle for a tensor that is being saved, or ``None``: not one of mine.
+        unpack: the tensor of a handle.
+    """
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+        self._own_pack = pack
+        self._own_unpack = unpack
+        self._thread = threading.get_ident()
+        self._left = False
+        self._beneath: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+    def push(self) -> None:
+        """Put the hooks on top of the thread's stack."""
+        _guard_other_hooks()
+        _take_off_left()
+        with _busy():
+            self._push()
+
+    def _push(self) -> None:
+        top = _top()
+        self._beneath = top._beneath if isinstance(top, LingeringHooks) else top
+        torch_private.push_saved_tensor_hooks(self._pack, self._unpack)
+
+    def leave(self) -> None:
+        """The hooks want nothing any more: they go as soon as they are on top. Any thread may say so."""
+        self._left = True
+        if threading.get_ident() == self._thread:
+            _take_off_left()
+
+    def _pack(self, tensor: torch.Tensor) -> _Packed:
+        if self._left:
+            _take_off_left()  # autograd holds on to what it calls
+        handle = None if self._left else self._own_pack(tensor)
+        if handle is not None:
+            return _Packed(handle, self._own_unpack)
+        if self._beneath is not None:
+            pack, unpack = self._beneath
+            return _Packed(pack(tensor), unpack)
+        return _Packed((tensor, tensor._version), _unmodified)
+
+    def _unpack(self, packed: _Packed) -> torch.Tensor:
+        return packed.unpack(packed.value)
+
+
+class _Packed:
+    """What is saved for a tensor, and how it becomes the tensor again."""
+
+    __slots__ = ("unpack", "value")
+
+    def __init__(self, value: Any, unpack: Callable[[Any], torch.Tensor]) -> None:
+        self.value = value
+        self.unpack = unpack
+
+
+def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor itself. Autograd makes this check only where there are no hooks."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: a tensor "
+            f"of shape {tuple(tensor.shape)} is at version {tensor._version}; expected version {version} instead."
+        )
+    return tensor
+
+
+def _top() -> LingeringHooks | tuple[Callable[..., Any], Callable[..., Any]] | None:
+    hooks = torch_private.top_saved_tensor_hooks()
+    if hooks is None:
+        return None
+    owner = getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, LingeringHooks) else hooks
+
+
+def _take_off_left() -> None:
+    """Take hooks that were left off the top."""
+    # A backward has a stack of its own; the thread's comes back after it.
+    if _local.busy or torch_private.in_backward():
+        return
+    with _busy():
+        while isinstance(top := _top(), LingeringHooks) and top._left:
+            torch_private.pop_saved_tensor_hooks()
+
+
+@contextlib.contextmanager
+def _busy() -> Iterator[None]:
+    _local.busy = True
+    try:
+        yield
+    finally:
+        _local.busy = False
+
+
+@functools.cache
+def _guard_other_hooks() -> None:
+    """From the first scope on: the end of other hooks leaves lingering ones in place."""
+    end = saved_tensors_hooks.__exit__
+
+    @functools.wraps(end)
+    def end_beneath_lingering(self: saved_tensors_hooks, *args: object) -> None:
+        lingering = []
+        with _busy():
+            while isinstance(top := _top(), LingeringHooks):
+                torch_private.pop_saved_tensor_hooks()
+                lingering.append(top)
+            try:
+                end(self, *args)
+            finally:
+                for hooks in reversed(lingering):
+                    hooks._push()
+        if lingering:
+            _take_off_left()
+
+    saved_tensors_hooks.__exit__ = end_beneath_lingering  # type: ignore[method-assign]
