@@ -39,7 +39,9 @@ def _mark_phases(joint: JointGraph) -> None:
     needed_by_forward = {output for output in joint.forward_outputs if isinstance(output, fx.Node)}
     for node in reversed(list(joint.computed())):
         tag = node.meta.get("partitioner_tag")
-        if node in depends_on_tangent:
+        if not joint.gradients:
+            phase = Phase.FORWARD  # nothing is differentiated
+        elif node in depends_on_tangent:
             phase = Phase.BACKWARD
         elif Mark.PHASE in node.meta:
             phase = node.meta[Mark.PHASE]

@@ -45,6 +45,7 @@ __all__ = [
     "shape_env_of",
     "size_hint",
     "top_saved_tensor_hooks",
+    "traced_forward_call",
     "tracing_inside_checkpoint",
     "user_stack_text",
     "when_backward_ends",
@@ -197,12 +198,27 @@ def tracing_inside_checkpoint() -> bool:
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    tracer = InstructionTranslator.current_tx().output.current_tracer
+    tracer: Any = InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None:
         if tracer.source_target is torch.ops.higher_order.tag_activation_checkpoint:
             return True
         tracer = tracer.parent
     return False
+
+
+@torch._dynamo.assume_constant_result
+def traced_forward_call() -> int:
+    """While Dynamo traces: a number for the call of a module's ``forward`` that the place is in, counted in a graph.
+
+    Run by Dynamo at that place, its result is a constant of the graph.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    frame = InstructionTranslator.current_tx().output.current_tx
+    numbers = frame.output.__dict__.setdefault("roundpipe_fx_calls", {})
+    while frame.parent is not None and frame.f_code.co_name != "forward":
+        frame = frame.parent
+    return numbers.setdefault(frame, len(numbers))
 
 
 def boxed_codegen() -> Any:

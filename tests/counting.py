@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class _Mode(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self, ran: Counter[Any]) -> None:
         super().__init__()
         self.ran = ran

@@ -81,6 +81,8 @@ def checkpoint(
     if not early_stop:
         options["early_stop"] = False
     if torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
         return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
     if use_reentrant:
         warnings.warn(
@@ -160,10 +162,9 @@ def _name(function: Callable[..., Any]) -> str:
         if function.func is _run_chain:
             return f"a segment of {len(function.args[0])} functions that begins with {_name(function.args[0][0])}"
         return _name(function.func)
-    owner = getattr(function, "__self__", None)
-    if isinstance(function, nn.Module) or isinstance(owner, nn.Module):
-        module = function if isinstance(function, nn.Module) else owner
-        method = "" if isinstance(function, nn.Module) else f".{getattr(function, '__name__', '')}"
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(module, nn.Module):
+        method = "" if module is function else f".{getattr(function, '__name__', '')}"
         inside = ", ".join(f"{name}: {type(child).__name__}" for name, child in list(module.named_children())[:3])
         return f"{type(module).__name__}{method}({inside})"
     return getattr(function, "__qualname__", repr(function))

@@ -9,13 +9,21 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
-from roundpipe_fx.torch_private import PassedThrough, checkpoint_body, checkpoint_policy, module_path_text
+from roundpipe_fx.torch_private import (
+    PassedThrough,
+    checkpoint_body,
+    checkpoint_policy,
+    module_path_text,
+    traced_forward_call,
+)
 
 __all__ = [
     "RecomputeDataError",
@@ -38,12 +46,12 @@ class RecomputeDataError(PassedThrough, ValueError, RuntimeError):
 
 
 @torch.library.custom_op("roundpipe_fx::save_for_recompute", mutates_args=())
-def _save_for_recompute(data: list[torch.Tensor]) -> None:
-    """What a compiled model saves for recomputation; does nothing when it runs."""
+def _save_for_recompute(data: list[torch.Tensor], call: int) -> None:
+    """What a call of a module's ``forward`` saves for recomputation; does nothing when it runs."""
 
 
 @_save_for_recompute.register_fake
-def _(data: list[torch.Tensor]) -> None:
+def _(data: list[torch.Tensor], call: int) -> None:
     return None
 
 
@@ -55,7 +63,7 @@ fx.node.has_side_effect(_SAVE)
 def save_in_graph(tensors: Sequence[torch.Tensor]) -> None:
     """While a model is traced: note in the graph that these tensors are to be kept."""
     if len(tensors):
-        torch.ops.roundpipe_fx.save_for_recompute(list(tensors))
+        torch.ops.roundpipe_fx.save_for_recompute(list(tensors), traced_forward_call())
 
 
 def saves_for_recompute(node: fx.Node) -> bool:
@@ -77,14 +85,14 @@ def mark_checkpoints(module: fx.GraphModule) -> None:
     """Write into the bodies of checkpoints, of a graph of Dynamo's, which checkpoints each node is in.
 
     Raises:
-        RecomputeDataError: ``save_for_recompute`` is called twice in one forward of a layer, or with a tensor that
-            requires grad.
+        RecomputeDataError: gradients are on, and ``save_for_recompute`` is called twice in one forward of a layer, or
+            with a tensor that requires grad.
     """
     _mark(module, (), itertools.count())
 
 
 def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers: Iterator[int]) -> None:
-    saves: dict[Any, fx.Node] = {}
+    saves: set[Any] = set()
     for node in module.graph.nodes:
         if inside:
             node.meta["custom"] = {**(node.meta.get("custom") or {}), _CHECKPOINTS: inside}
@@ -92,22 +100,22 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
         if body is not None:
             preserve = bool(node.kwargs.get("preserve_rng_state", True))
             _mark(body, (*inside, (next(numbers), preserve)), numbers)
-        elif getattr(node.target, "_qualified_op_name", "") == "roundpipe_fx::save_for_recompute":
+        elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
             _check_saved(node)
             # A checkpointed function is a layer; outside any, a call of a module is one.
-            layer = None if inside else tuple(node.meta.get("nn_module_stack") or ())
+            layer = None if inside else node.args[1]
             if layer in saves:
                 raise RecomputeDataError(
                     f"save_for_recompute was called a second time in one forward of layer {_layer(node)}. Save "
                     f"everything in one call: save_for_recompute(a, b).\n{_where(node)}"
                 )
-            saves[layer] = node
+            saves.add(layer)
 
 
 def _check_saved(node: fx.Node) -> None:
     for source in node.all_input_nodes:
         value = source.meta.get("example_value")
-        if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        if isinstance(value, torch.Tensor) and value.requires_grad:
             raise RecomputeDataError(
                 f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
                 "grad. What is saved is not differentiated through; save tensor.detach(), or leave it to be computed "
@@ -125,8 +133,10 @@ def _layer(node: fx.Node) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    trace = (node.stack_trace or "").rstrip().splitlines()
-    return "\n".join(trace[-2:])
+    """The user's line: the innermost one that is not in this package."""
+    frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
+    own = str(Path(__file__).parent)
+    return next((frame.rstrip() for frame in reversed(frames) if frame.strip() and own not in frame), "")
 
 
 def checkpoints_of(node: fx.Node) -> tuple[int, ...]:

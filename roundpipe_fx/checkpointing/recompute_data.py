@@ -66,7 +66,7 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model: it traces first passes."""
+    """Whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model."""
     if torch.compiler.is_compiling():
         return False
     running_pass = current_pass()

@@ -193,7 +193,7 @@ class _Handle:
         return self._make_again() if value is None else value
 
     def _make_again(self) -> torch.Tensor:
-        """Make all tensors again that handles of the scope stand for; the others' wait for them until the backward ends."""
+        """Make again what all handles of the scope stand for; the others' values wait until the backward ends."""
         handles = [handle for handle in self._others if handle.value is None and handle is not self]
         if not torch_private.when_backward_ends(lambda: _drop(handles)):
             handles = []  # somebody looks at a saved tensor, outside of a backward

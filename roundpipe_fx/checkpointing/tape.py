@@ -41,7 +41,7 @@ class View:
     def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """The tensor, on a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=self.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)  # type: ignore[call-overload]
+        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +223,8 @@ class Tape:
         with _as_recorded({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
             for position, step in enumerate(steps):
                 self._run_again(step, live)
-                for number in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
-                    del live[number]
+                for done in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
+                    del live[done]
         return {number: live[number] for number in wanted}
 
     def _run_again(self, step: _Step, live: dict[int, torch.UntypedStorage]) -> None:
@@ -234,9 +234,9 @@ class Tape:
         args, kwargs = tree_unflatten(leaves, step.spec)
         with _drawing(step.states):
             results = tree_leaves(step.operator(*args, **kwargs))
-        for number, result in zip(step.makes, results, strict=True):
-            if number is not None:
-                live[number] = result.untyped_storage()
+        for made, result in zip(step.makes, results, strict=True):
+            if made is not None:
+                live[made] = result.untyped_storage()
 
     def _input_storage(self, number: int) -> torch.UntypedStorage:
         entry = self._inputs[number]

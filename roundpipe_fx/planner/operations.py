@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import os.path
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -281,7 +280,8 @@ def _hold_at(
         for storage in operation.reads:
             if storage in owner:
                 begins |= {storage} if len(path) > len(owner[storage]) else set()
-                owner[storage] = tuple(os.path.commonprefix([owner[storage], path]))
+                both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
+                owner[storage] = tuple(number for number, _ in both)
     wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
     found = {}
     for storage, path in owner.items():

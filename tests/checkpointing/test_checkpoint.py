@@ -337,7 +337,7 @@ def test_saved_tensors_must_not_require_grad() -> None:
     x = torch.randn(3, requires_grad=True)
     with pytest.raises(ValueError, match=r"shape \(3,\) requires grad"):
         checkpoint(function, x)
-    with pytest.raises(ValueError, match="outside any checkpointed layer.*requires grad"):
+    with pytest.raises(ValueError, match=r"outside any checkpointed layer.*requires grad"):
         function(x)
     with torch.no_grad():
         function(x)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,7 @@ class Asking(Checkpointed):
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         if not self.plain:
             inside = roundpipe_fx.is_checkpointing() or roundpipe_fx.is_recomputing()
-            x = x if inside else x * 1000  # never
+            x = x if inside == torch.is_grad_enabled() else x * 1000  # never
             x = x * 1000 if torch.compiler.is_compiling() and roundpipe_fx.is_recomputing() else x  # never
         return x + self.layers[index](x)
 
@@ -211,8 +212,8 @@ def kept_and_again(model: Model, **options: Any) -> tuple[set[str], set[str], ro
     torch._dynamo.reset()
     _, compiled = compiled_step(model, BATCH, **options)
     stages = compiled.plan.stages
-    kept = {value.name.rstrip("_0123456789") for stage in stages for value in (*stage.saved, *stage.hoisted)}
-    again = {value.name.rstrip("_0123456789") for stage in stages for value in stage.recomputed}
+    kept = {re.sub(r"_\d+", "", value.name) for stage in stages for value in (*stage.saved, *stage.hoisted)}
+    again = {re.sub(r"_\d+", "", value.name) for stage in stages for value in stage.recomputed}
     return kept, again, compiled.plan
 
 
@@ -265,14 +266,14 @@ def test_selective_policies(named: CheckpointPolicy, monkeypatch: pytest.MonkeyP
 
 
 def test_must_save_does_not_run_again() -> None:
-    for interface, expected in ((Selective, 0), (Checkpointed, 7)):
+    for interface, expected in ((Selective, 0), (Checkpointed, 4)):
         torch._dynamo.reset()
         compiled = roundpipe_fx.compile(interface())
         compiled(**BATCH).backward()
         loss = compiled(**BATCH)
         with count_operations() as ran:
             loss.backward()
-        assert ran[aten.addmm.default] + ran[aten.addmm.out] == expected, interface  # of 8, the last is not needed
+        assert ran[aten.addmm.default] + ran[aten.addmm.out] == expected  # the second of a layer is not needed
 
 
 def test_no_generator_state_is_saved_where_a_checkpoint_says_so() -> None:
@@ -358,8 +359,10 @@ def test_without_gradients() -> None:
         model = interface().eval()
         compiled = roundpipe_fx.compile(model, fullgraph=True)
         with torch.no_grad():
-            found, expected = compiled(**BATCH), model(**BATCH)
-            assert torch.allclose(found, expected) if interface is NoisyWeights else torch.equal(found, expected)
+            torch.manual_seed(0)
+            found = compiled(**BATCH)
+            torch.manual_seed(0)
+            assert torch.equal(found, model(**BATCH))
 
 
 class Misused(Model):
@@ -382,8 +385,8 @@ class Misused(Model):
 def test_misuse_is_an_error_that_names_the_layer() -> None:
     compiled_step(Misused("not"), BATCH)
     for how, message in (
-        ("twice", r"second time in one forward of layer the model \(Misused\)(.|\n)*test_compiled.py"),
-        ("requires grad", r"in layer the model \(Misused\)(.|\n)*of shape \(64, 16\) requires grad"),
+        ("twice", r"second time in one forward of layer the model(.|\n)*test_compiled.py"),
+        ("requires grad", r"in layer the model(.|\n)*of shape \(64, 16\) requires grad"),
     ):
         torch._dynamo.reset()
         with pytest.raises(RecomputeDataError, match=message):
@@ -406,8 +409,18 @@ class SavingLayer(nn.Module):
 
 def test_a_layer_outside_of_checkpoints_is_a_module_call() -> None:
     shared = SavingLayer(1)
-    model = nn.Sequential(shared, shared, SavingLayer(1))  # each call once
-    roundpipe_fx.compile(model, fullgraph=True)(BATCH["x"]).sum().backward()
+
+    class Calls(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shared, self.other = shared, nn.Sequential(shared, SavingLayer(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                x = self.shared(x)
+            return self.other(x)
+
+    roundpipe_fx.compile(Calls(), fullgraph=True)(BATCH["x"]).sum().backward()  # each call saves once
     torch._dynamo.reset()
     with pytest.raises(RecomputeDataError, match=r"layer 1 \(SavingLayer\)"):
         roundpipe_fx.compile(nn.Sequential(nn.Linear(WIDTH, WIDTH), SavingLayer(2)))(BATCH["x"])

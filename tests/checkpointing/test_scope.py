@@ -218,7 +218,7 @@ def test_an_update_after_saving_is_an_error() -> None:
         x = a * 2
         y = x * b
         x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation.*after it was saved"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*after it was saved"):
         y.sum().backward()
     a = torch.randn(8, requires_grad=True)
     scale = torch.ones(8)
