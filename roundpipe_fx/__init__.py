@@ -18,6 +18,7 @@ from roundpipe_fx.checkpointing import (
     save_for_recompute,
 )
 from roundpipe_fx.compiled_module import CompiledModule, compile
+from roundpipe_fx.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.planning import plan
@@ -30,6 +31,7 @@ __all__ = [
     "CompiledModule",
     "GraphBreakWarning",
     "InfeasibleBudgetError",
+    "OptimizerCtx",
     "Plan",
     "checkpoint",
     "checkpoint_sequential",

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.backend import make_backend
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
@@ -36,6 +37,7 @@ def compile(
     stage_compiler: str | Callable[..., Any] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
+    optim_dtype: torch.dtype | None = None,
 ) -> CompiledModule:
     """Compile a model for training, in pipeline stages.
 
@@ -61,6 +63,9 @@ def compile(
             ``None``: eager on the CPU, Inductor on CUDA.
         fullgraph: make a graph break an error, which names the user's line, instead of a warning.
         dynamic: as for ``torch.compile``.
+        optim_dtype: the optimizer works on copies of the parameters in this dtype (``torch.float32`` for a model in
+            bfloat16): see :meth:`CompiledModule.optim_parameters` and :meth:`CompiledModule.step`. ``None``: on the
+            parameters themselves.
 
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
@@ -81,16 +86,24 @@ def compile(
             "stage_compiler": stage_compiler,
         }
     )
-    return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic)
+    return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic, optim_dtype=optim_dtype)
 
 
-_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_assumptions", "_run", "forward")
+_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_assumptions", "_optimizer", "_run", "forward")
 
 
 class CompiledModule(nn.Module):
     """A model compiled by :func:`compile`. Everything but ``forward`` is the model's own."""
 
-    def __init__(self, original: nn.Module, options: Options, *, fullgraph: bool, dynamic: bool | None) -> None:
+    def __init__(
+        self,
+        original: nn.Module,
+        options: Options,
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+        optim_dtype: torch.dtype | None = None,
+    ) -> None:
         own = self.__dict__
         own["_original"] = original
         mode = original.training
@@ -104,6 +117,7 @@ class CompiledModule(nn.Module):
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[name] = getattr(original, name)
         own["_assumptions"] = Assumptions()
+        own["_optimizer"] = OptimizerParameters(original, optim_dtype)
         self._compile()
         own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, self))
 
@@ -177,13 +191,72 @@ class CompiledModule(nn.Module):
         return f"CompiledModule({self._original!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        return CompiledModule(copy.deepcopy(self._original, memo), **self._settings())
+        self._optimizer.synchronize()
+        return _rebuild(copy.deepcopy(self._original, memo), self._settings(), self._optimizer.state())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._original, self._settings())
+        self._optimizer.synchronize()
+        return _rebuild, (self._original, self._settings(), self._optimizer.state())
 
     def _settings(self) -> dict[str, Any]:
-        return {"options": self._options, "fullgraph": self._fullgraph, "dynamic": self._dynamic}
+        return {
+            "options": self._options,
+            "fullgraph": self._fullgraph,
+            "dynamic": self._dynamic,
+            "optim_dtype": self._optimizer.dtype,
+        }
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_named_parameters`."""
+        if in_optimizer_context() and recurse:
+            return self.optim_named_parameters(prefix, remove_duplicate)
+        return super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_parameters`."""
+        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
+
+    def optim_named_parameters(
+        self, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names and parameters for an optimizer: copies in ``optim_dtype``, of the parameters that require grad.
+
+        Without ``optim_dtype`` they are the model's own.
+        """
+        return self._optimizer.named(prefix, remove_duplicate)
+
+    def optim_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters for an optimizer: see :meth:`optim_named_parameters`."""
+        return (parameter for _, parameter in self.optim_named_parameters())
+
+    def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
+        """Run a step of an optimizer that was made from :meth:`optim_parameters`.
+
+        ::
+
+            model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+
+        The model's gradients are moved to the optimizer's parameters (added to what is there), ``step_fn`` is called,
+        and the results are copied back into the model. Without ``optim_dtype`` it is only called.
+
+        Args:
+            step_fn: called with the arguments that follow.
+            is_async: call it in a thread of its own and return at once. The model then has the parameters of one step
+                before, until the next ``step`` or :meth:`synchronize`, which also raise what ``step_fn`` raised.
+                RoundPipe does so unless told otherwise.
+            *args: for ``step_fn``.
+            **kwargs: for ``step_fn``.
+
+        Raises:
+            RuntimeError: a parameter has a gradient, and the optimizer was never given its copy.
+        """
+        self._optimizer.step(step_fn, is_async, *args, **kwargs)
+
+    def synchronize(self) -> None:
+        """Wait for a step that runs asynchronously, and copy the optimizer's parameters into the model."""
+        self._optimizer.synchronize()
 
     def train(self, mode: bool = True) -> CompiledModule:
         """As the model's own."""
@@ -205,13 +278,26 @@ class CompiledModule(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own."""
-        return self._original.state_dict(*args, **kwargs)
+        """As the model's own. With ``optim_dtype`` the optimizer's parameters go with it, as metadata.
+
+        ``torch.save`` and ``torch.load`` keep metadata; formats of tensors alone do not.
+        """
+        self._optimizer.synchronize()
+        state = self._original.state_dict(*args, **kwargs)
+        copies = self._optimizer.state()
+        if copies and hasattr(state, "_metadata"):
+            state._metadata[_OPTIMIZER] = copies
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the model's own."""
-        return self._original.load_state_dict(state_dict, *args, **kwargs)
+        """As the model's own. The optimizer's parameters are loaded too, or copied anew if ``state_dict`` has none."""
+        loaded = self._original.load_state_dict(state_dict, *args, **kwargs)
+        self._optimizer.load((getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {}))
+        return loaded
 
+
+_OPTIMIZER = "roundpipe_fx.optim_parameters"
+"""Where a state dict's metadata has the optimizer's parameters."""
 
 _SMALLER = 0.8
 """What is left of the budget after running out of memory."""
@@ -258,5 +344,7 @@ def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return outputs
 
 
-def _rebuild(original: nn.Module, settings: dict[str, Any]) -> CompiledModule:
-    return CompiledModule(original, **settings)
+def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:
+    model = CompiledModule(original, **settings)
+    model._optimizer.load(copies)
+    return model
