@@ -44,8 +44,12 @@ from roundpipe_fx.recomputation import selection
 __all__ = ["mark_recompute_regions", "region_bounds"]
 
 
-def mark_recompute_regions(joint: JointGraph) -> JointGraph:
+def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> JointGraph:
     """Mark what must and what must not be kept. After decisions; before anything cuts the graph.
+
+    Args:
+        joint: an annotated graph.
+        replays_random: whether random operations may be replayed at all; else what they draw is kept.
 
     Returns:
         the graph, with marks, and without the nodes that note what ``save_for_recompute`` was given.
@@ -55,7 +59,7 @@ def mark_recompute_regions(joint: JointGraph) -> JointGraph:
             _hoist_saved(node)
             joint.graph.erase_node(node)
     for node in joint.in_phase(Phase.FORWARD):
-        reason = _must_be_saved(node)
+        reason = _must_be_saved(node, replays_random)
         if reason is not None and Mark.HOISTED not in node.meta and not is_view(node) and tensor_values(node):
             node.meta[Mark.HOISTED] = reason
     for node in joint.in_phase(Phase.FORWARD):
@@ -94,11 +98,11 @@ def _hoist_saved(save: fx.Node) -> None:
             maker.meta.setdefault(Mark.HOISTED, "given to save_for_recompute")
 
 
-def _must_be_saved(node: fx.Node) -> str | None:
+def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
     if policy_of(node) is CheckpointPolicy.MUST_SAVE:
         return "its checkpoint's policy must save it"
-    if is_seeded(node) and not keeps_generator_state(node):
-        return "drawn in a checkpoint with preserve_rng_state=False"
+    if is_seeded(node) and not (replays_random and keeps_generator_state(node)):
+        return "drawn where preserve_rng_state=False"
     return None
 
 

@@ -25,14 +25,24 @@ from roundpipe_fx.planning import plan
 from roundpipe_fx.plotting import plot_frontier
 from roundpipe_fx.questions import count_questions
 from roundpipe_fx.region import memory_budget
+from roundpipe_fx.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
+from roundpipe_fx.rotor.checkpointable import Checkpointable
 from roundpipe_fx.sync_ops import register_sync_op
 
 __all__ = [
+    "Backward",
+    "Chain",
+    "Checkpointable",
     "CompiledModule",
+    "ForwardCheck",
+    "ForwardEnable",
+    "ForwardNograd",
     "GraphBreakWarning",
     "InfeasibleBudgetError",
+    "Loss",
     "OptimizerCtx",
     "Plan",
+    "Sequence",
     "checkpoint",
     "checkpoint_sequential",
     "compile",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InfeasibleBudgetError", "bytes_text", "default_budget", "limit_of", "parse_budget"]
+__all__ = ["InfeasibleBudgetError", "available_memory", "bytes_text", "default_budget", "limit_of", "parse_budget"]
 
 _UNITS = {
     "": 1,
@@ -83,6 +84,13 @@ def default_budget(device: torch.device) -> int:
     free, _ = torch.cuda.mem_get_info(device)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(_DEFAULT_SHARE * (free + unused))
+
+
+def available_memory(device: torch.device) -> int:
+    """90 % of the memory that is free on a device; of the CPU, of what the system has available."""
+    if device.type == "cuda":
+        return default_budget(device)
+    return int(_DEFAULT_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
 
 
 def limit_of(budget: int | float, lowest: int, highest: int) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -110,10 +111,15 @@ class _Compilation:
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
         labels: dict[fx.Node, str] = {}
         parameters = set()
+        names: set[str] = set()
         for node in module.graph.find_nodes(op="placeholder"):
             index = getattr(node.meta.get("desc"), "idx", None)
             if index is not None and index < len(self.labels):
-                labels[node], is_parameter = self.labels[index]
+                label, is_parameter = self.labels[index]
+                # Modules in a closure or a list all look like roots, with parameters of the same name.
+                repeated = next(n for n in itertools.count() if (f"{label}_{n}" if n else label) not in names)
+                labels[node] = f"{label}_{repeated}" if repeated else label
+                names.add(labels[node])
                 if is_parameter:
                     parameters.add(node)
         mutated = frozenset(torch_private.mutated_inputs(module))

@@ -124,6 +124,8 @@ class CompiledModule(nn.Module):
     def _compile(self) -> None:
         """Compile anew at the next call."""
         own = self.__dict__
+        if "_run" in own:
+            torch_private.forget_compiled(own["_original"])
         backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
         own["_run"] = torch.compile(
             own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]

@@ -30,6 +30,7 @@ from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.planner.choose import Chosen, choose
+from roundpipe_fx.planner.follow_sequence import fit_sequence
 from roundpipe_fx.planner.operations import read_operations
 from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.segment import Segment, StageCut
@@ -86,7 +87,7 @@ def lower(
     joint = expand_masks(joint)
     joint = annotate(joint, costs)
     joint = hoist_decisions(joint, registered_syncs)
-    joint = mark_recompute_regions(joint)
+    joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
     if compiler != "eager":
         joint = fuse_costs(joint, costs)
     bounds = region_bounds(joint)
@@ -121,6 +122,8 @@ class _Setting:
 
 def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
     """The budget to plan for; ``None``: as the option ``recompute`` says."""
+    if options.rotor is not None:
+        return options.rotor.limit
     if options.memory_budget is not None:
         return options.memory_budget
     forward = joint.in_phase(Phase.FORWARD)
@@ -140,7 +143,14 @@ def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowere
         spare = joint.copy()
         granularity = allocation_granularity(setting.device)
         operations = read_operations(joint, len(setting.segments), granularity, in_place)
-        chosen = choose(operations, budget, setting.share, margin)
+        rotor = setting.options.rotor
+        if rotor is None:
+            chosen = choose(operations, budget, setting.share, margin)
+        else:
+            limit = int(rotor.limit * setting.share)
+            fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
+            frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
+            chosen = Chosen(fitted.candidate, limit, operations, frontier)
         joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.costs)
         lowered = _emit(joint, setting, True, chosen)
         excess = lowered.plan.peak_bytes - chosen.limit

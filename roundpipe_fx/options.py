@@ -11,13 +11,32 @@ import torch
 
 from roundpipe_fx.budget import parse_budget
 
-__all__ = ["Options", "StageCompiler"]
+__all__ = ["Options", "RotorOptions", "StageCompiler"]
 
 StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
 _COSTS = ("roofline", "measured")
 _STAGE_COMPILERS = ("eager", "inductor")
+
+
+@dataclass(frozen=True)
+class RotorOptions:
+    """Follow a checkpointing sequence over the segments, instead of searching for a plan.
+
+    Attributes:
+        limit: bytes.
+        slots: how finely memory is counted.
+        algo: name of the algorithm that makes the sequence.
+        loss_temporary: bytes that are allocated between forward and backward.
+        preserve_rng_state: whether random operations are replayed; else what they drew is kept.
+    """
+
+    limit: int
+    slots: int
+    algo: str
+    loss_temporary: int
+    preserve_rng_state: bool
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,7 @@ class Options:
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         device_name: plan for a device of this name, not for the one at hand; not an option of the user's.
+        rotor: follow a checkpointing sequence; not an option of the user's.
     """
 
     stages: int | str | tuple[str, ...] = "auto"
@@ -45,6 +65,7 @@ class Options:
     cost: str = "roofline"
     stage_compiler: StageCompiler | None = None
     device_name: str | None = None
+    rotor: RotorOptions | None = None
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
         """The stage compiler on this device: the user's choice, or eager on the CPU and Inductor on CUDA."""
@@ -65,7 +86,7 @@ class Options:
             ValueError: an unknown option or value; the message lists the valid ones.
             TypeError: a value of a wrong type.
         """
-        known = [field.name for field in fields(cls) if field.name != "device_name"]
+        known = [field.name for field in fields(cls) if field.name not in ("device_name", "rotor")]
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)

@@ -7,6 +7,7 @@ release that moves something is answered here.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ __all__ = [
     "data_dependent_symbol",
     "detached_with_version",
     "dynamo_flags",
+    "forget_compiled",
     "forward_backend_context",
     "graph_break",
     "has_kernel",
@@ -204,6 +206,17 @@ def tracing_inside_checkpoint() -> bool:
             return True
         tracer = tracer.parent
     return False
+
+
+def forget_compiled(model: torch.nn.Module) -> None:
+    """Drop what was compiled of a model's ``forward``, so that compiling it anew counts as the first time.
+
+    Dynamo keeps what it compiled by code object, and compiles no more after eight. Other models of the same class are
+    compiled again at their next call.
+    """
+    code = getattr(inspect.unwrap(model.forward), "__code__", None)
+    if code is not None:
+        torch._dynamo.eval_frame.reset_code(code)
 
 
 @torch._dynamo.assume_constant_result

@@ -99,6 +99,7 @@ def _emit(
     values: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         values[source] = graph.placeholder(value_name(joint, source))
+        values[source].target = values[source].name
         values[source].meta = dict(source.meta)
     root = nn.Module()
     for call in calls:

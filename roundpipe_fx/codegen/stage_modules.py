@@ -92,6 +92,7 @@ def _graph_module(
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         copies[source] = graph.placeholder(value_name(joint, source))
+        copies[source].target = copies[source].name  # which differs where a user's name is also a node's
         copies[source].meta = _kept_meta(source)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 __all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
 
-_MOST_RETURNS = 24
-"""From one place at most so many later ones are looked at to come back from, evenly spread."""
+_MOST_PLACES = 24
+"""From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +114,12 @@ class Solution:
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
     _again: NDArray[np.float64] | None
+    _places: int | None = _MOST_PLACES
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
         found: list[Decision] = []
-        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None)
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None, self._places)
         tables.first, tables.again = self._first, self._again
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
@@ -138,7 +139,9 @@ class Solution:
         return found
 
 
-def solve_chain(chain: Chain, limit: int, slots: int = 500, nested: bool = True) -> Solution:
+def solve_chain(
+    chain: Chain, limit: int, slots: int = 500, nested: bool = True, places: int | None = _MOST_PLACES
+) -> Solution:
     """Solve a chain for every amount of memory up to a limit.
 
     Args:
@@ -147,18 +150,20 @@ def solve_chain(chain: Chain, limit: int, slots: int = 500, nested: bool = True)
         slots: how finely memory is counted.
         nested: whether the backward may come back to a place and run forward again from there. Without it time is
             linear in the length of the chain, else quadratic to cubic.
+        places: from one place at most so many later ones are looked at to come back from; ``None``: all.
     """
-    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested)
+    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, places)
     tables.solve()
-    return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again)
+    return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again, places)
 
 
 class _Tables:
-    def __init__(self, chain: Chain, slot: float, width: int, nested: bool) -> None:
+    def __init__(self, chain: Chain, slot: float, width: int, nested: bool, places: int | None) -> None:
         self.chain = chain
         self.slot = slot
         self.width = width
         self.nested = nested
+        self.most_places = places
         count = len(chain.links)
         self.first = np.full((count + 1, width), np.inf)
         self.again: NDArray[np.float64] | None = None
@@ -216,9 +221,9 @@ class _Tables:
         """Links to run on to from ``first``."""
         if self.again is None or first == end:
             return np.empty(0, dtype=np.int64)
-        if end - first <= _MOST_RETURNS:
+        if self.most_places is None or end - first <= self.most_places:
             return np.arange(first + 1, end + 1)
-        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, _MOST_RETURNS).astype(np.int64)])
+        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
 
     def _seconds(self, first: int, last: int | None) -> NDArray[np.float64]:
         """Seconds of every decision at a place, a row each, by memory."""

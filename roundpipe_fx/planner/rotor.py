@@ -16,14 +16,14 @@ from roundpipe_fx.planner.operations import Operation, OperationGraph, Way
 from roundpipe_fx.planner.schedule import Choice
 from roundpipe_fx.planner.search import Candidate, best_of, chain_of, choice_of, everything_kept, levels, work_out
 
-__all__ = ["rotor_candidates"]
+__all__ = ["as_autograd_runs", "rotor_candidates"]
 
 _SLOTS = 500
 
 
 def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
     """Candidates of rotor's kind of which none is better than another in peak and seconds, highest peak first."""
-    graph = _as_autograd_runs(graph)
+    graph = as_autograd_runs(graph)
     blocks = Blocks(graph, arrange=False)
     chain, keepings = chain_of(blocks)
     # Options come by seconds: the first recomputes nothing.
@@ -47,7 +47,7 @@ def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
     return best_of(found)
 
 
-def _as_autograd_runs(graph: OperationGraph) -> OperationGraph:
+def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
     """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
     plain = {operation: replace(operation, over=()) for operation in graph.forward}
 

@@ -29,6 +29,7 @@ __all__ = [
     "best_of",
     "chain_of",
     "choice_of",
+    "crossing_storages",
     "everything_kept",
     "levels",
     "search",
@@ -156,11 +157,11 @@ def choice_of(graph: OperationGraph, keepings: list[list[Keeping]], decisions: l
             target |= keeping.saved
             thrift[decision.link] = keeping.thrift
         if decision.until < graph.segments:
-            target |= _crossing(graph, decision.link, decision.until)
+            target |= crossing_storages(graph, decision.link, decision.until)
     return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()}, thrift)
 
 
-def _crossing(graph: OperationGraph, first: int, until: int) -> set[int]:
+def crossing_storages(graph: OperationGraph, first: int, until: int) -> set[int]:
     """Storages made by segments ``first`` up to ``until`` that ``until`` or a later one reads."""
     return {
         storage for segment in range(first, until) for storage, last in graph.crossers.get(segment, ()) if last >= until
@@ -190,7 +191,7 @@ def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
     frontiers = within_regions(graph, frontiers)
     available = set(graph.at_hand)
     for segment, savings in enumerate(frontiers):
-        leaving = _crossing(graph, segment, segment + 1)
+        leaving = crossing_storages(graph, segment, segment + 1)
         found: list[tuple[Keeping, LinkOption]] = []
         for index, saving in enumerate(savings):
             # Thrift matters where little is kept: there what a backward makes again decides the peak.
@@ -246,7 +247,7 @@ def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
 
 
 def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
-    """``[i, k]``: bytes of :func:`_crossing`."""
+    """``[i, k]``: bytes of :func:`crossing_storages`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)
     for made, storages in graph.crossers.items():
