@@ -249,7 +249,6 @@ def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:
     graph = blocks.graph
     available = choice.kept | graph.at_hand
     backward = []
-    seconds = 0.0
     for segment in range(graph.segments - 1, -1, -1):
         steps: list[Step] = []
         wanted = choice.held.get(segment)
@@ -257,9 +256,25 @@ def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:
             steps += just_in_time(graph, segment, available, wanted)
             available |= wanted
         steps += blocks.block(segment, available, choice.thrift.get(segment, 0)).steps
-        seconds += sum(step.seconds for step in steps)
-        backward.append((segment, tuple(steps)))
-    return Schedule(choice, tuple(backward), seconds)
+        backward.append((segment, steps))
+    live = _without_unread(backward)
+    return Schedule(choice, live, sum(step.seconds for _, steps in live for step in steps))
+
+
+def _without_unread(backward: Sequence[tuple[int, Sequence[Step]]]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+    """The steps without those that make again what nobody reads before it is made once more, if at all."""
+    read: set[int] = set()
+    found = []
+    for segment, steps in reversed(backward):
+        kept = []
+        for step in reversed(steps):
+            if step.way is not None and read.isdisjoint(step.makes):
+                continue
+            read.difference_update(step.makes)
+            read.update(step.reads)
+            kept.append(step)
+        found.append((segment, tuple(reversed(kept))))
+    return tuple(reversed(found))
 
 
 def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:

@@ -13,7 +13,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_fx.checkpointing import checkpoint
+from roundpipe_fx.checkpointing.checkpoint import checkpoint
 from roundpipe_fx.rotor.sequence import Backward, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Operation, Sequence
 
 __all__ = ["Kept", "Rerun", "nest", "run"]
@@ -115,8 +115,7 @@ def run(
     """
     for item in how:
         if isinstance(item, Kept):
-            layer: Callable[..., Any] = functions[item.index]
-            value = layer(value)
+            value = functions[item.index](value)
         else:
             value = checkpoint(
                 _Runner(functions, item.inside, preserve_rng_state), value, preserve_rng_state=preserve_rng_state
