@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import roundpipe_fx
+
 
 class DropoutMLP(nn.Module):
     """A chain of linear layers with dropout: replayed generator states."""
@@ -159,6 +161,42 @@ class ResidualChain(nn.Module):
         return x.square().mean()
 
 
+class CheckpointedMLP(nn.Module):
+    """A checkpoint inside of another, of which the outer one saves a value for its recomputation by hand."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.second(torch.sin(x)))
+
+    def outer(self, x: torch.Tensor) -> torch.Tensor:
+        if roundpipe_fx.doing_recompute():
+            (scale,) = roundpipe_fx.get_recompute_data()
+        else:
+            scale = x.detach().norm()
+            roundpipe_fx.save_for_recompute(scale)
+        return roundpipe_fx.checkpoint(self.inner, torch.tanh(self.first(x / scale)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return roundpipe_fx.checkpoint(self.outer, x).square().mean()
+
+
+class NoisyWeight(nn.Module):
+    """A gradient checkpoint scope: the noisy weight is read outside of it, and is made again for the backward."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        with roundpipe_fx.gradient_checkpoint_scope():
+            weight = self.linear.weight + torch.randn_like(self.linear.weight)
+        return F.linear(x, weight, self.linear.bias).square().mean()
+
+
 def _tokens(batch: int = 2, length: int = 4, vocabulary: int = 16) -> dict[str, Any]:
     tokens = torch.randint(vocabulary, (batch, length + 1))
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -177,8 +215,10 @@ GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], i
     ),
 }
 
-# name: (model, its inputs, options): programs within a byte budget.
+# name: (model, its inputs, options): programs within a byte budget, or with recompute regions of the user's.
 BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "nested_recomputation": (ResidualChain, lambda: {"x": torch.randn(64, 4)}, {"stages": 1, "memory_budget": 0.0}),
+    "checkpoints": (CheckpointedMLP, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
+    "gradient_checkpoint_scope": (NoisyWeight, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "budget": (lambda: TiedTransformer(depth=1), _tokens, {"stages": 1, "memory_budget": 0.3}),
 }

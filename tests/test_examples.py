@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import roundpipe_fx
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -25,10 +27,25 @@ def test_demo(tmp_path: Path) -> None:
     assert (tmp_path / "program.py").exists()
 
 
-def test_readme(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+def _run_page(page: str, folder: Path) -> str:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
-    script = tmp_path / "readme.py"
+    script = folder / "page.py"
     script.write_text("\n".join(blocks))
-    _run(str(script), cwd=tmp_path)
+    return _run(str(script), cwd=folder)
+
+
+def test_readme(tmp_path: Path) -> None:
+    _run_page("README.md", tmp_path)
     assert (tmp_path / "out" / "program.py").exists()
+
+
+def test_coming_from(tmp_path: Path) -> None:
+    printed = _run_page("docs/coming-from.md", tmp_path)
+    assert "operations (persistent for 1048576 bytes)" in printed and (tmp_path / "model.pt").exists()
+
+
+def test_coming_from_names_what_there_is() -> None:
+    page = (ROOT / "docs/coming-from.md").read_text()
+    for name in [*roundpipe_fx.checkpointing.__all__, "Chain", "Checkpointable", "OptimizerCtx", "Sequence"]:
+        assert name in page and hasattr(roundpipe_fx, name)
