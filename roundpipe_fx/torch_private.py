@@ -30,6 +30,7 @@ __all__ = [
     "checkpoint_policy",
     "data_dependent_symbol",
     "detached_with_version",
+    "dispatch_mode_flags",
     "dynamo_flags",
     "forget_compiled",
     "forward_backend_context",
@@ -44,6 +45,7 @@ __all__ = [
     "push_saved_tensor_hooks",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "set_dispatch_mode_flags",
     "shape_env_of",
     "size_hint",
     "top_saved_tensor_hooks",
@@ -435,6 +437,31 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
             torch.cuda.set_rng_state(state, device)
 
     yield restore
+
+
+_MODE_FLAGS = (
+    "_is_in_torch_dispatch_mode",
+    "_is_in_non_infra_torch_dispatch_mode",
+    "_is_in_any_mode_without_ignore_compile_internals",
+)
+
+
+def dispatch_mode_flags() -> tuple[bool, ...]:
+    """What Dynamo is told about dispatch modes being active: flags of the process, although modes are of a thread."""
+    from torch.utils import _python_dispatch
+
+    return tuple(getattr(_python_dispatch, name) for name in _MODE_FLAGS)
+
+
+def set_dispatch_mode_flags(flags: tuple[bool, ...]) -> None:
+    """Set what :func:`dispatch_mode_flags` tells."""
+    from torch.utils import _python_dispatch
+
+    for name, flag in zip(_MODE_FLAGS, flags, strict=True):
+        setattr(_python_dispatch, name, flag)
+    tell_guards = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)  # not in 2.11
+    if tell_guards is not None:
+        tell_guards(flags[-1])
 
 
 def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:

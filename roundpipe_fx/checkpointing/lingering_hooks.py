@@ -51,7 +51,6 @@ class LingeringHooks:
 
     def push(self) -> None:
         """Put the hooks on top of the thread's stack."""
-        _guard_other_hooks()
         _take_off_left()
         with _busy():
             self._push()
@@ -130,9 +129,11 @@ def _busy() -> Iterator[None]:
         _local.busy = False
 
 
-@functools.cache
 def _guard_other_hooks() -> None:
-    """From the first scope on: the end of other hooks leaves lingering ones in place."""
+    """Let the end of other hooks leave lingering ones in place.
+
+    When this module is imported, since a ``with`` statement looks up what ends it when it begins.
+    """
     end = saved_tensors_hooks.__exit__
 
     @functools.wraps(end)
@@ -151,3 +152,6 @@ def _guard_other_hooks() -> None:
             _take_off_left()
 
     saved_tensors_hooks.__exit__ = end_beneath_lingering  # type: ignore[method-assign]
+
+
+_guard_other_hooks()

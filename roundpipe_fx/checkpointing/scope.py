@@ -157,11 +157,35 @@ def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], No
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes the operations of its thread on a tape."""
+    """Writes the operations of its thread on a tape.
+
+    Modes of several threads that begin and end crosswise would leave PyTorch's flags for Dynamo, which are the
+    process's, as if one were still active; so the last recorder puts them back to what they were before the first.
+    """
+
+    _lock = threading.Lock()
+    _active = 0
+    _before: tuple[bool, ...] = ()
+    _meanwhile: tuple[bool, ...] = ()
 
     def __init__(self, tape: Tape) -> None:
         super().__init__()
         self._tape = tape
+
+    def __enter__(self) -> _Recorder:
+        with _Recorder._lock:
+            if not _Recorder._active:
+                _Recorder._before = torch_private.dispatch_mode_flags()
+            _Recorder._active += 1
+            super().__enter__()
+            _Recorder._meanwhile = torch_private.dispatch_mode_flags()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with _Recorder._lock:
+            super().__exit__(*error)
+            _Recorder._active -= 1
+            torch_private.set_dispatch_mode_flags(_Recorder._meanwhile if _Recorder._active else _Recorder._before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _local.making_again:
