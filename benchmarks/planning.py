@@ -1,0 +1,121 @@
+"""Seconds that planning within a byte budget takes, beside those of Dynamo and AOTAutograd, by depth.
+
+python -m benchmarks.planning
+
+Planning is reading the operations off the graph and searching; the budget is a share, so that the whole trade-off is
+searched. The graph of 10,000 forward nodes is a GPT-2 deep enough. The 8B Llama is planned on the meta device.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import roundpipe_fx
+from benchmarks.side_by_side import build, cases, fresh, report
+from roundpipe_fx import capture, lower
+from roundpipe_fx.joint_graph import JointGraph
+
+_SHALLOW = {"width": 32, "batch": 2, "length": 16}
+
+
+class _Spent:
+    """Seconds by part, of the functions that are wrapped."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.nodes = 0
+
+    def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(args[0], JointGraph) and part == "lower":
+                self.nodes = sum(node.meta.get("partitioner_tag") == "is_forward" for node in args[0].computed())
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds[part] += time.perf_counter() - start
+
+        return run
+
+
+def main() -> None:
+    spent = _Spent()
+    capture.lower = spent.timed("lower", capture.lower)
+    lower.read_operations = spent.timed("planning", lower.read_operations)
+    lower.choose = spent.timed("planning", lower.choose)
+    rows = []
+    _trace(spent, "warm-up", *_case("GPT-2", 2))
+    for name in ("GPT-2", "Llama", "T5"):
+        for layers in fresh([12, 24, 48]):
+            rows.append(_trace(spent, f"{name}, {layers} layers", *_case(name, layers)))
+    for layers in fresh([170]):
+        rows.append(_trace(spent, f"GPT-2, {layers} layers", *_case("GPT-2", layers)))
+    rows.append(_large(spent))
+    report("planning", "planning (targets: ratio at most 0.1 to 48 layers; 10,000 nodes 5 s; 8B 120 s in all)", rows)
+    torch._dynamo.reset()
+
+
+def _case(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
+    if name == "Llama":
+        config = transformers.LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=2, vocab_size=128, use_cache=False, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+        tokens = torch.randint(128, (2, 16))
+        return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
+    case = next(case for case in cases(layers=layers, **_SHALLOW) if case.name.startswith(name))
+    return build(case), case.make_batch()
+
+
+def _trace(spent: _Spent, name: str, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    compiled = roundpipe_fx.compile(model, memory_budget=0.3, fullgraph=True)
+    gc.collect()
+    spent.seconds.clear()
+    start = time.perf_counter()
+    compiled.trace(**batch)
+    return _row(spent, name, time.perf_counter() - start)
+
+
+def _row(spent: _Spent, name: str, total: float) -> dict[str, Any]:
+    captured = total - spent.seconds["lower"]
+    return {
+        "model": name,
+        "forward nodes": spent.nodes,
+        "Dynamo, AOTAutograd s": captured,
+        "planning s": spent.seconds["planning"],
+        "ratio": spent.seconds["planning"] / captured,
+        "planning ms per 1000 nodes": 1e6 * spent.seconds["planning"] / spent.nodes,
+        "in all s": total,
+    }
+
+
+def _large(spent: _Spent) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(
+                hidden_size=4096,
+                intermediate_size=14336,
+                num_hidden_layers=32,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                vocab_size=128256,
+                use_cache=False,
+            )  # fmt: skip
+        ).bfloat16()
+    tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
+    spent.seconds.clear()
+    start = time.perf_counter()
+    roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200", memory_budget=0.3)
+    return _row(spent, "Llama 8B on meta", time.perf_counter() - start)
+
+
+if __name__ == "__main__":
+    main()
