@@ -66,9 +66,16 @@ def main() -> None:
 def _case(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:
     if name == "Llama":
         config = transformers.LlamaConfig(
-            hidden_size=32, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
-            num_key_value_heads=2, vocab_size=128, use_cache=False, bos_token_id=None, eos_token_id=None,
-        )  # fmt: skip
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=128,
+            use_cache=False,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
         tokens = torch.randint(128, (2, 16))
         return transformers.LlamaForCausalLM(config).train(), {"input_ids": tokens, "labels": tokens}
     case = next(case for case in cases(layers=layers, **_SHALLOW) if case.name.startswith(name))
@@ -108,7 +115,7 @@ def _large(spent: _Spent) -> dict[str, Any]:
                 num_key_value_heads=8,
                 vocab_size=128256,
                 use_cache=False,
-            )  # fmt: skip
+            )
         ).bfloat16()
     tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
     spent.seconds.clear()
