@@ -17,7 +17,7 @@ Bytes are counted in slots; what is rounded is put right by the simulator, which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,36 @@ def solve_chain(
     return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again, places)
 
 
+def _repetitions(chain: Chain) -> list[tuple[int, int]]:
+    """By link, an earlier link from which on the chain is the same for a while, and for how many links.
+
+    With it a chain of layers that repeat is solved in time linear in how often they do.
+    """
+    links = chain.links
+    count = len(links)
+    kinds: dict[Any, int] = {}
+    # Only how what stands grows from link to link matters, not how much there is.
+    grows = np.diff([link.standing for link in links], append=0)
+    kind = np.array(
+        [
+            kinds.setdefault((replace(link, standing=0, standing_forward=0), int(grows[i])), len(kinds))
+            for i, link in enumerate(links)
+        ]
+    )
+    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from links i and j on, so many are of a kind
+    for i in range(count - 1, -1, -1):
+        same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
+    found = [(0, 0)]
+    for first in range(1, count):
+        root = int(same[first, :first].argmax())  # the earliest of the longest
+        length = int(same[first, root])
+        here = chain.crossing[first : first + length, first : first + length]
+        there = chain.crossing[root : root + length, root : root + length]
+        _, different = np.nonzero(np.triu(here != there, 1))
+        found.append((root, int(different.min(initial=length))))
+    return found
+
+
 class _Tables:
     def __init__(self, chain: Chain, slot: float, width: int, nested: bool, places: int | None) -> None:
         self.chain = chain
@@ -197,15 +227,29 @@ class _Tables:
         count = len(self.chain.links)
         if self.nested:
             self.again = np.full((count, count, self.width), np.inf)
+            repetitions = _repetitions(self.chain)
             for length in range(count):
                 for first in range(count - length):
-                    self._solve_again(first, first + length)
+                    earlier, same = repetitions[first]
+                    self._solve_again(first, first + length, earlier if same > length else first)
         for link in range(count - 1, -1, -1):
             self._solve_first(link)
 
-    def _solve_again(self, first: int, last: int) -> None:
+    def _solve_again(self, first: int, last: int, alike: int) -> None:
+        """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
         assert self.again is not None
-        self.again[first, last] = self._seconds(first, last).min(0)
+        if alike == first:
+            self.again[first, last] = self._seconds(first, last).min(0)
+            return
+        # What stands at the end of the range counts everywhere in it, and is all that is different.
+        links, end = self.chain.links, alike + last - first
+        more = self.slots(links[last].standing - links[end].standing)
+        known = self.again[alike, end]
+        if more >= 0:
+            self.again[first, last, more:] = known[: self.width - more]
+        else:
+            self.again[first, last, :more] = known[-more:]
+            self.again[first, last, more:] = known[-1]
 
     def _solve_first(self, link: int) -> None:
         self.first[link] = self._seconds(link, None).min(0)
