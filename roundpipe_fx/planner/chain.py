@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from roundpipe_fx.progress import progress
+
 __all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
 
 _MOST_PLACES = 24
@@ -228,7 +230,7 @@ class _Tables:
         if self.nested:
             self.again = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
-            for length in range(count):
+            for length in progress(range(count), "nested recomputation"):
                 for first in range(count - length):
                     earlier, same = repetitions[first]
                     self._solve_again(first, first + length, earlier if same > length else first)

@@ -22,6 +22,7 @@ from roundpipe_fx.planner.frontier import Known, Saving, frontier
 from roundpipe_fx.planner.operations import Operation, OperationGraph
 from roundpipe_fx.planner.regions import within_regions
 from roundpipe_fx.planner.schedule import Choice, Peak, Schedule, just_in_time, peak_of_forward, simulate
+from roundpipe_fx.progress import progress
 
 __all__ = [
     "Candidate",
@@ -87,10 +88,12 @@ def search(blocks: Blocks) -> list[Candidate]:
     kept = _most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     fine = solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False)
     found = [kept]
-    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, fine)]
+    choices = _choices(blocks.graph, keepings, fine)
+    found += [work_out(blocks, choice) for choice in progress(choices, "judging plans")]
     low = min(item.peak.bytes for item in found)
     nested = solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS)
-    found += [work_out(blocks, choice) for choice in _choices(blocks.graph, keepings, nested)]
+    choices = _choices(blocks.graph, keepings, nested)
+    found += [work_out(blocks, choice) for choice in progress(choices, "judging plans with nested recomputation")]
     return best_of(found)
 
 
@@ -184,13 +187,13 @@ def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
     known: Known = {}
     available: set[int] = set(graph.at_hand)
     frontiers: list[list[Saving]] = []
-    for segment in range(graph.segments):
+    for segment in progress(range(graph.segments), "what each segment may keep"):
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
         available |= made[segment]
     frontiers = within_regions(graph, frontiers)
     available = set(graph.at_hand)
-    for segment, savings in enumerate(frontiers):
+    for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
         leaving = crossing_storages(graph, segment, segment + 1)
         found: list[tuple[Keeping, LinkOption]] = []
         for index, saving in enumerate(savings):
