@@ -126,13 +126,14 @@ def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | 
         return options.rotor.limit
     if options.memory_budget is not None:
         return options.memory_budget
+    if options.recompute is None and options.device_name is None and device.type == "cuda":
+        return default_budget(device)
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
     if options.recompute != "full" and any(Mark.NOT_KEPT in node.meta for node in forward):
         return 1.0  # regions are recomputed just in time, which is the planner's work
-    at_hand = options.device_name is None and device.type == "cuda"
-    return default_budget(device) if options.recompute is None and at_hand else None
+    return None
 
 
 def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowered:

@@ -112,7 +112,7 @@ def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]
                 module_path(node, module_path_text),
                 type_text(node.meta.get("val")),
                 _bytes(node),
-                _hoist_reason(node),
+                _hoist_reason(node) or str(node.meta.get(Mark.NOT_KEPT, "")),
                 costs.seconds(node),
                 costs.times[name],
                 costs.again(node),

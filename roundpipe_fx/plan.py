@@ -32,7 +32,7 @@ class PlannedValue:
         module: path of the user's module that makes it.
         type: dtype and shape.
         bytes: its storage; upper bound where the size depends on data.
-        reason: why it was hoisted; empty otherwise.
+        reason: why it was hoisted, or must not be kept; empty otherwise.
         seconds: modelled; of making it once.
         times: how often the backward makes it again.
         again_seconds: modelled; what making it again takes, or would take if it were not kept, with all that has to
@@ -308,6 +308,7 @@ def _fate_text(stage: int, fate: str, value: PlannedValue) -> str:
         "hoisted": f"kept from forward to backward, {size}, and never made again: {value.reason}",
         "recomputed": (
             f"made again in the backward {_times(value.times)}, for {again}; kept instead it would hold {size}"
+            f"{', but must not be kept: ' if value.reason else ''}{value.reason}"
         ),
         "replayed": (
             f"drawn again in the backward {_times(value.times)} from its saved generator state, for {again}; kept "
