@@ -160,7 +160,7 @@ def solve_chain(
 
 
 def _repetitions(chain: Chain) -> list[tuple[int, int]]:
-    """By link, an earlier link from which on the chain is the same for a while, and for how many links.
+    """By link, the next link from which on the chain is the same for a while, and for how many links.
 
     With it a chain of layers that repeat is solved in time linear in how often they do.
     """
@@ -178,15 +178,15 @@ def _repetitions(chain: Chain) -> list[tuple[int, int]]:
     same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from links i and j on, so many are of a kind
     for i in range(count - 1, -1, -1):
         same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
-    found = [(0, 0)]
-    for first in range(1, count):
-        root = int(same[first, :first].argmax())  # the earliest of the longest
-        length = int(same[first, root])
+    found = []
+    for first in range(count - 1):
+        following = first + 1 + int(same[first, first + 1 : count].argmax())
+        length = int(same[first, following])
         here = chain.crossing[first : first + length, first : first + length]
-        there = chain.crossing[root : root + length, root : root + length]
+        there = chain.crossing[following : following + length, following : following + length]
         _, different = np.nonzero(np.triu(here != there, 1))
-        found.append((root, int(different.min(initial=length))))
-    return found
+        found.append((following, int(different.min(initial=length))))
+    return [*found, (count - 1, 0)]
 
 
 class _Tables:
@@ -231,27 +231,25 @@ class _Tables:
             self.again = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
             for length in progress(range(count), "nested recomputation"):
-                for first in range(count - length):
-                    earlier, same = repetitions[first]
-                    self._solve_again(first, first + length, earlier if same > length else first)
+                alike = list(range(count))  # by link, the last one from which on so many links are the same
+                for first in range(count - length - 1, -1, -1):
+                    following, same = repetitions[first]
+                    if same > length:
+                        alike[first] = alike[following]
+                    self._solve_again(first, first + length, alike[first])
         for link in range(count - 1, -1, -1):
             self._solve_first(link)
 
     def _solve_again(self, first: int, last: int, alike: int) -> None:
         """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
         assert self.again is not None
-        if alike == first:
-            self.again[first, last] = self._seconds(first, last).min(0)
-            return
         # What stands at the end of the range counts everywhere in it, and is all that is different.
-        links, end = self.chain.links, alike + last - first
-        more = self.slots(links[last].standing - links[end].standing)
-        known = self.again[alike, end]
-        if more >= 0:
-            self.again[first, last, more:] = known[: self.width - more]
+        end = alike + last - first
+        more = min(self.slots(self.chain.links[last].standing - self.chain.links[end].standing), self.width)
+        if alike == first or more < 0:
+            self.again[first, last] = self._seconds(first, last).min(0)
         else:
-            self.again[first, last, :more] = known[-more:]
-            self.again[first, last, more:] = known[-1]
+            self.again[first, last, more:] = self.again[alike, end, : self.width - more]
 
     def _solve_first(self, link: int) -> None:
         self.first[link] = self._seconds(link, None).min(0)

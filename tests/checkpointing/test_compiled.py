@@ -240,7 +240,7 @@ def test_a_plan_says_why_a_value_is_made_again() -> None:
     assert "made in a checkpoint" in str(plan)
     assert roundpipe_fx.Plan.from_json(plan.to_json()) == plan
     _, _, plan = kept_and_again(NoisyWeights())
-    assert "made in a gradient checkpoint scope" in plan.explain("randn_like_1")
+    assert "made in a gradient checkpoint scope" in str(plan)
 
 
 def test_memory_of_a_compiled_checkpointed_model() -> None:
