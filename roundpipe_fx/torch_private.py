@@ -7,7 +7,6 @@ release that moves something is answered here.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -216,9 +215,11 @@ def forget_compiled(model: torch.nn.Module) -> None:
     Dynamo keeps what it compiled by code object, and compiles no more after eight. Other models of the same class are
     compiled again at their next call.
     """
-    code = getattr(inspect.unwrap(model.forward), "__code__", None)
-    if code is not None:
-        torch._dynamo.eval_frame.reset_code(code)
+    function: Any = model.forward
+    while function is not None:
+        if hasattr(function, "__code__"):
+            torch._dynamo.eval_frame.reset_code(function.__code__)
+        function = getattr(function, "__wrapped__", None)  # decorators have code of their own
 
 
 @torch._dynamo.assume_constant_result
