@@ -92,7 +92,9 @@ class Checkpointable(nn.Module):
 
     @property
     def _layers(self) -> list[nn.Module] | None:
-        return list(self.model) if isinstance(self.model, nn.Sequential) else None
+        # A subclass with a forward of its own is like any other module.
+        plain = isinstance(self.model, nn.Sequential) and type(self.model).forward is nn.Sequential.forward
+        return list(self.model.children()) if plain else None
 
     @property
     def _device(self) -> torch.device:
@@ -158,8 +160,10 @@ class Checkpointable(nn.Module):
         """
         if algo not in ALGORITHMS:
             raise ValueError(f"algo={algo!r}: valid values are {', '.join(map(repr, ALGORITHMS))}.")
-        limit = custom_mem_limit_bytes or self.mem_limit or available_memory(self._device)
-        slots = mem_slots or self.mem_slots
+        limits = (custom_mem_limit_bytes, self.mem_limit)
+        limit = next((given for given in limits if given is not None), None)
+        limit = available_memory(self._device) if limit is None else limit
+        slots = self.mem_slots if mem_slots is None else mem_slots
         chain = self.build_chain(limit)
         layers = self._layers
         if layers is not None:

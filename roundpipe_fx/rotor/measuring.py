@@ -1,8 +1,9 @@
-"""The chain of a row of layers, measured by running each of them once forward and back, as rotor does."""
+"""The chain of a row of layers, measured by running each of them forward and back, as rotor does."""
 
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
@@ -21,7 +22,7 @@ __all__ = ["measure_layers"]
 
 
 def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.device) -> Chain:
-    """Measure layers.
+    """Measure layers, with a few runs of each.
 
     Buffers (statistics of batch norms), gradients and generators are afterwards as they were.
 
@@ -39,10 +40,10 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
         for layer in layers:
             value = _detached(value)
             with torch.enable_grad():
+                forward.append(_seconds(functools.partial(layer, value), device))
                 with measure_peak(device) as ran:
-                    seconds, result = _timed(functools.partial(layer, value), device)
+                    result = layer(value)
                 held = ran.current
-                forward.append(seconds)
                 saved.append(held)
                 temporary.append(ran.bytes - held)
                 boundary.append(_bytes(result))
@@ -50,13 +51,14 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
                 inputs = [leaf for leaf in _floats(value) if leaf.requires_grad]
                 parameters = [p for p in layer.parameters() if p.requires_grad]
                 seeds = [torch.ones_like(output) for output in outputs]
+                wanted = (*inputs, *parameters)
+                differentiate = functools.partial(torch.autograd.grad, outputs, wanted, seeds, allow_unused=True)
+                differentiable = bool(outputs and wanted)
+                again = functools.partial(differentiate, retain_graph=True)
+                backward.append(_seconds(again, device) if differentiable else 0.0)
                 with measure_peak(device) as ran:
-                    seconds = 0.0
-                    if outputs and (inputs or parameters):
-                        wanted = (*inputs, *parameters)
-                        call = functools.partial(torch.autograd.grad, outputs, wanted, seeds, allow_unused=True)
-                        seconds, _ = _timed(call, device)
-                backward.append(seconds)
+                    if differentiable:
+                        differentiate()
                 backward_temporary.append(max(ran.bytes - boundary[-2], 0))
             value = result
     gradients = [sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad) for layer in layers]
@@ -75,14 +77,22 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
     )
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begun = time.perf_counter()
-    result = call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - begun, result
+_TIMES = 3
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of some calls, after one to warm up."""
+    call()
+    found = []
+    for _ in range(_TIMES):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
 
 
 def _floats(value: Any) -> list[torch.Tensor]:

@@ -183,8 +183,27 @@ def test_misuse() -> None:
         wrapped(X)
     with pytest.raises(ValueError, match="valid values are 'persistent'"):
         wrapped.compute_sequence(1 << 20, algo="magic")
+    measured = Checkpointable(sequential(2), X)
+    with pytest.raises(ValueError, match="0 bytes is not positive"):
+        measured.compute_sequence(0)
+    with pytest.raises(TypeError, match="takes one positional input"):
+        measured.compute_sequence(1 << 30)
+        measured(X, X)
     with pytest.raises(ValueError, match="fits 100 bytes"):
         Checkpointable(sequential(2), X, mem_limit=100)
+
+
+def test_a_sequential_with_a_forward_of_its_own_is_traced() -> None:
+    class Doubled(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * 2
+
+    torch.manual_seed(0)
+    model = Doubled(layer(), layer())
+    plain, reference = step(model, X)
+    peak, gradients = step(Checkpointable(model, X, mem_limit=plain), X)
+    assert_same(gradients, reference)
+    assert peak <= plain
 
 
 def test_generator_states() -> None:
