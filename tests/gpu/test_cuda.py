@@ -75,3 +75,46 @@ def test_peak_is_the_allocators() -> None:
     with roundpipe_fx.measure_peak("cuda") as peak:
         torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
     assert peak.bytes == 1 << 20
+
+
+@pytest.mark.parametrize("wrap", ["checkpoint", "scope"])
+def test_eager_recomputation_draws_the_same_numbers(wrap: str) -> None:
+    """On CUDA the backward runs in a thread of autograd's, and dropout draws from the device's generator."""
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Dropout(0.3)).cuda()
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+
+    def gradient(how: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        if how == "checkpoint":
+            y = roundpipe_fx.checkpoint(layer, x)
+        elif how == "scope":
+            with roundpipe_fx.gradient_checkpoint_scope():
+                y = layer(x)
+        else:
+            y = layer(x)
+        state = torch.cuda.get_rng_state()
+        (found,) = torch.autograd.grad((y * y).sum(), x)
+        assert torch.equal(torch.cuda.get_rng_state(), state)
+        return found
+
+    assert torch.equal(gradient(wrap), gradient("plain"))
+
+
+def test_checkpointable_within_its_limit() -> None:
+    model = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 256))
+            for _ in range(8)
+        )
+    ).cuda()
+    x = torch.randn(4096, 256, device="cuda")
+
+    def peak_of(run: torch.nn.Module) -> int:
+        run.zero_grad(set_to_none=True)
+        with roundpipe_fx.measure_peak("cuda") as peak:
+            run(x).square().mean().backward()
+        return peak.bytes
+
+    peak_of(model)
+    limit = peak_of(model) // 2
+    assert peak_of(roundpipe_fx.Checkpointable(model, x, mem_limit=limit)) <= limit
