@@ -15,6 +15,7 @@ from the forward; the inner ones matter again when the outer one is recomputed.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 from torch import fx
@@ -92,8 +93,9 @@ def region_bounds(joint: JointGraph) -> list[int]:
 
 def _hoist_saved(save: fx.Node) -> None:
     for source in input_nodes(save):
-        base = viewed(source)
-        maker = input_nodes(base)[0] if base.op != "placeholder" and base not in node_outputs(base) else base
+        maker = viewed(source)
+        if maker.target is operator.getitem:  # one of several results: the operation is what must not run again
+            (maker,) = input_nodes(maker)
         if maker.op != "placeholder":
             maker.meta.setdefault(Mark.HOISTED, "given to save_for_recompute")
 

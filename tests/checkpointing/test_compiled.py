@@ -333,6 +333,31 @@ def test_saved_values_are_hoisted_with_the_reason() -> None:
     assert "save_for_recompute" not in "".join(compiled.plan.sources().values())
 
 
+class SavedPair(SavedFloats):
+    """Saves both results of one operation."""
+
+    def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        if roundpipe_fx.doing_recompute():
+            variance, mean = roundpipe_fx.get_recompute_data()
+        else:
+            variance, mean = torch.var_mean(x.detach(), -1, keepdim=True)
+            roundpipe_fx.save_for_recompute(variance, mean)
+        return x + self.layers[index]((x - mean) / variance)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}])
+def test_saved_results_of_one_operation_are_hoisted_with_it(options: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    step, compiled = compiled_step(SavedPair(), BATCH, **options)
+    assert_bitwise(step, eager_step(SavedPair()))
+    hoisted = [value for stage in compiled.plan.stages for value in stage.hoisted]
+    assert {value.reason for value in hoisted} == {"given to save_for_recompute"}
+    loss = compiled(**BATCH)
+    with count_operations() as ran:
+        loss.backward()
+    assert not [operator for operator in ran if "var_mean" in str(operator)]
+
+
 class Questions(Model):
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         rows = (x.detach().sum(-1) > 0).nonzero()[:, 0]
