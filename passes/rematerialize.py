@@ -16,7 +16,7 @@ Three things hold whatever the chooser says:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -34,7 +34,7 @@ from roundpipe_fx.joint_graph import (
 )
 from roundpipe_fx.recomputation import Form, Snapshots, repetition, selection
 
-__all__ = ["keep_all", "keep_stage_inputs", "rematerialize"]
+__all__ = ["keep_all", "keep_slot_inputs", "keep_stage_inputs", "rematerialize"]
 
 
 def keep_all(joint: JointGraph) -> set[fx.Node]:
@@ -48,6 +48,26 @@ def keep_stage_inputs(joint: JointGraph) -> set[fx.Node]:
     A value that enters several stages (a skip, a rotary table) is kept once. Constants (a causal mask made from
     nothing but sizes) are not kept: making them again reads nothing.
     """
+    return _entering(joint, lambda node: node.meta[Mark.STAGE])
+
+
+def keep_slot_inputs(joint: JointGraph) -> set[fx.Node]:
+    """Chooser where forward and backward are cut independently: each slot of the backward keeps what enters it.
+
+    The slot that runs the forward's end and the backward's beginning keeps all, since it runs both at once.
+    """
+    slot_of = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
+    fused = [node for node in joint.in_phase(Phase.FORWARD) if slot_of.get(node.meta[Mark.SEGMENT]) == _stage(node)]
+    entering = _entering(joint, lambda node: slot_of.get(node.meta[Mark.SEGMENT], -1))
+    return entering.union(output for node in fused for output in node_outputs(node))
+
+
+def _stage(node: fx.Node) -> int:
+    return int(node.meta[Mark.STAGE])
+
+
+def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node]:
+    """Forward values that cross from one group of nodes into another, constants left out."""
     constant: set[fx.Node] = set()
     entering: set[fx.Node] = set()
     forward = joint.in_phase(Phase.FORWARD)
@@ -56,7 +76,7 @@ def keep_stage_inputs(joint: JointGraph) -> set[fx.Node]:
         sources = input_nodes(node)
         if not is_seeded(node) and all(source in constant for source in sources):
             constant.add(node)
-        entering.update(s for s in sources if s in members and s.meta[Mark.STAGE] != node.meta[Mark.STAGE])
+        entering.update(s for s in sources if s in members and group(s) != group(node))
     return entering - constant
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from roundpipe_fx.balance import add_stage, partition
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, module_paths
 from roundpipe_fx.segment import Segment, StageCut
 
@@ -47,7 +48,7 @@ def cut_stages(
                 stacklevel=2,
             )
             count = len(segments)
-    starts = _partition(costs, [segment.entry_bytes for segment in segments], count)
+    starts = partition(costs, [segment.entry_bytes for segment in segments], count)
     return _mark(joint, starts, len(segments))
 
 
@@ -108,36 +109,8 @@ def _auto_count(costs: torch.Tensor) -> int:
     for stages in range(1, count):
         if best[count] <= _AUTO_SLACK * heaviest:
             return stages
-        best = _add_stage(best, costs)
+        best = add_stage(best, costs)
     return count
-
-
-def _add_stage(best: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    """Given the least slowest-stage cost of each prefix, the same with one stage more."""
-    count = costs.shape[0]
-    return torch.maximum(best[:count, None], costs).amin(0)
-
-
-def _partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[int]:
-    """First segment of each of exactly ``stages`` stages: least slowest stage, then least bytes across the cuts."""
-    count = costs.shape[0]
-    best = costs[0]
-    for _ in range(stages - 1):
-        best = _add_stage(best, costs)
-    slowest = best[count]
-    crossing = torch.tensor(entry_bytes, dtype=torch.float64)
-    allowed = torch.where(costs <= slowest, 0.0, torch.inf).to(torch.float64)
-    cheapest = allowed[0]
-    choices: list[torch.Tensor] = []
-    for _ in range(stages - 1):
-        cheapest, choice = (cheapest[:count, None] + crossing[:, None] + allowed).min(0)
-        choices.append(choice)
-    starts = []
-    end = count
-    for choice in reversed(choices):
-        end = int(choice[end])
-        starts.append(end)
-    return [0, *reversed(starts)]
 
 
 def _mark(joint: JointGraph, starts: list[int], count: int) -> tuple[JointGraph, list[StageCut]]:

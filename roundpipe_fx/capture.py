@@ -22,13 +22,17 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
+from roundpipe_fx.pipeline.graph import PipelinedGraph, pipelined_graph
+from roundpipe_fx.pipeline.lowering import lower_pipeline
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
+from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 
 __all__ = ["GraphBreakWarning", "capture"]
@@ -50,12 +54,16 @@ class _Compilation:
     on_plan: Callable[[Plan], None]
     lowered: Lowered | None = None
     compiled: dict[str, Boxed] = field(default_factory=dict)
+    pipelining: Pipelining | None = None
+    graph: PipelinedGraph | None = None
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         if not _is_outermost(joint):
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
+        if self.pipelining is not None:
+            return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
         torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
         with torch_private.without_modes(), _without_gc():
             view = self._view(joint, num_fwd_outputs)
@@ -64,8 +72,28 @@ class _Compilation:
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
 
+    def _partition_for_pipeline(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        mutations = torch_private.input_mutations(joint)
+        differentiated = torch_private.differentiated_outputs(joint)
+        torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
+        with torch_private.without_modes(), _without_gc():
+            view = self._view(joint, num_fwd_outputs)
+            pipeline = lower_pipeline(
+                view, self.options, pipelining, self.registered_syncs, share=self.assumptions.share
+            )
+        self.graph = pipelined_graph(pipeline, mutations, differentiated)
+        self.lowered = pipeline.main.lowered
+        self.on_plan(self.lowered.plan)
+        assert self.lowered.backward is not None
+        return self.lowered.forward.module, self.lowered.backward.module
+
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None
+        if self.graph is not None:
+            kept = self.lowered.forward.results[self.lowered.forward.outputs :]
+            return pipelined(self.graph, [_stand_in(node) for node in kept])
         plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
         return observed(
@@ -94,11 +122,18 @@ class _Compilation:
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
+        if self.graph is not None:
+            return _never_called  # the pipeline runs the backward
         return self._load(self.lowered, self.lowered.backward)
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
+        if self.pipelining is not None:
+            with torch_private.without_modes(), _without_gc():
+                pipeline = lower_pipeline(joint, self.options, self.pipelining, self.registered_syncs, training=False)
+            self.on_plan(pipeline.main.lowered.plan)
+            return pipelined(pipelined_graph(pipeline, torch_private.input_mutations(module), []), [])
         with torch_private.without_modes(), _without_gc():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
@@ -134,6 +169,7 @@ def capture(
     on_plan: Callable[[Plan], None],
     warned: set[str],
     assumptions: Assumptions | None = None,
+    pipelining: Pipelining | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's.
 
@@ -145,12 +181,15 @@ def capture(
         on_plan: called with each plan that is made.
         warned: graph breaks that the user was told of already; extended.
         assumptions: what plans assume about run time; steps extend it.
+        pipelining: how microbatches are pipelined; ``None``: they are not.
     """
     _warn_of_graph_break(module, warned)
     mark_checkpoints(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
-    compilation = _Compilation(options, registered_syncs, assumptions or Assumptions(), name, labels, on_plan)
+    compilation = _Compilation(
+        options, registered_syncs, assumptions or Assumptions(), name, labels, on_plan, pipelining=pipelining
+    )
     with torch_private.aot_flags(), opaque_backwards(module):
         return torch_private.aot_autograd(
             fw_compiler=compilation.forward,
@@ -170,6 +209,18 @@ def _without_gc() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _stand_in(node: Any) -> Any:
+    """What autograd gets for a value that the pipeline keeps itself."""
+    return torch.empty(0) if isinstance(node, fx.Node) and is_tensor(node) else 0
+
+
+def _never_called(arguments: list[Any]) -> Any:
+    raise RuntimeError("the backward of a pipelined graph runs in its pipeline.")
+
+
+_never_called._boxed_call = True  # type: ignore[attr-defined]
 
 
 def _is_outermost(joint: fx.GraphModule) -> bool:

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,11 @@ from roundpipe_fx.backend import make_backend
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
 from roundpipe_fx.options import Options
+from roundpipe_fx.pipeline.settings import Pipelining, parse_pipelining
+from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.schedules import Schedule
 
 __all__ = ["CompiledModule", "compile"]
 
@@ -38,6 +41,14 @@ def compile(
     fullgraph: bool = False,
     dynamic: bool | None = None,
     optim_dtype: torch.dtype | None = None,
+    devices: Sequence[torch.device | str] | None = None,
+    num_microbatches: int | None = None,
+    schedule: str | Schedule | None = None,
+    checkpoint: str | None = None,
+    split_input: Any = None,
+    split_label: Any = None,
+    merge_output: Any = None,
+    deferred_batch_norm: bool = False,
 ) -> CompiledModule:
     """Compile a model for training, in pipeline stages.
 
@@ -66,6 +77,22 @@ def compile(
         optim_dtype: the optimizer works on copies of the parameters in this dtype (``torch.float32`` for a model in
             bfloat16): see :meth:`CompiledModule.optim_parameters` and :meth:`CompiledModule.step`. ``None``: on the
             parameters themselves.
+        devices: run pipelined, one worker on each; a device may be named several times (``["cpu", "cpu"]`` are two
+            workers that divide the cores). The model stays where it is; stages get copies of their parameters.
+        num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
+        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"``,
+            ``"auto"`` (the one whose simulated step is shortest within the budget), or a
+            :class:`roundpipe_fx.Schedule`.
+        checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
+            last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget is then a device's.
+        split_input: how inputs are split into microbatches: ``None`` (tensors along dimension 0, all else is the same
+            for each), (specs of args, specs of kwargs) as of ``torch.distributed.pipelining``, or a callable
+            ``(args, kwargs, count) -> (list of args, list of kwargs)``.
+        split_label: the same for labels: a spec or a callable ``(labels, count) -> list``.
+        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses
+            summed), specs, or a callable that gets the list.
+        deferred_batch_norm: update the running statistics of batch norm once a step, from all microbatches, and not
+            once a microbatch.
 
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
@@ -86,10 +113,45 @@ def compile(
             "stage_compiler": stage_compiler,
         }
     )
-    return CompiledModule(model, options, fullgraph=fullgraph, dynamic=dynamic, optim_dtype=optim_dtype)
+    pipelining = parse_pipelining(
+        devices, num_microbatches, schedule, checkpoint, options.stages, options.recompute, options.memory_budget
+    )
+    splitting = Splitting(split_input, split_label, merge_output)
+    if pipelining is None and (splitting != Splitting() or deferred_batch_norm):
+        raise ValueError(
+            "split_input, split_label, merge_output and deferred_batch_norm are of microbatches: give num_microbatches "
+            "or devices too."
+        )
+    return CompiledModule(
+        model,
+        options,
+        fullgraph=fullgraph,
+        dynamic=dynamic,
+        optim_dtype=optim_dtype,
+        pipelining=pipelining,
+        splitting=splitting,
+        deferred_batch_norm=deferred_batch_norm,
+    )
 
 
-_OWN = ("_original", "_options", "_fullgraph", "_dynamic", "_plans", "_assumptions", "_optimizer", "_run", "forward")
+_OWN = (
+    "_original",
+    "_options",
+    "_fullgraph",
+    "_dynamic",
+    "_plans",
+    "_assumptions",
+    "_optimizer",
+    "_pipelining",
+    "_splitting",
+    "_deferred_batch_norm",
+    "_pipeline",
+    "_run",
+    "forward",
+)
+
+
+_BY_CONVENTION = Splitting()
 
 
 class CompiledModule(nn.Module):
@@ -103,6 +165,9 @@ class CompiledModule(nn.Module):
         fullgraph: bool,
         dynamic: bool | None,
         optim_dtype: torch.dtype | None = None,
+        pipelining: Pipelining | None = None,
+        splitting: Splitting = _BY_CONVENTION,
+        deferred_batch_norm: bool = False,
     ) -> None:
         own = self.__dict__
         own["_original"] = original
@@ -118,6 +183,10 @@ class CompiledModule(nn.Module):
             own[name] = getattr(original, name)
         own["_assumptions"] = Assumptions()
         own["_optimizer"] = OptimizerParameters(original, optim_dtype)
+        own["_pipelining"] = pipelining
+        own["_splitting"] = splitting
+        own["_deferred_batch_norm"] = deferred_batch_norm
+        own["_pipeline"] = None
         self._compile()
         own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, self))
 
@@ -126,10 +195,65 @@ class CompiledModule(nn.Module):
         own = self.__dict__
         if "_run" in own:
             torch_private.forget_compiled(own["_original"])
-        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
+        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"])
+        if own["_pipelining"] is not None:
+            self._compile_pipeline(backend)
+            return
         own["_run"] = torch.compile(
             own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
         )
+
+    def _compile_pipeline(self, backend: Callable[..., Any]) -> None:
+        own = self.__dict__
+        if own["_pipeline"] is not None:
+            own["_pipeline"].close()
+        own["_pipeline"] = Pipeline(
+            own["_original"],
+            own["_pipelining"],
+            lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=own["_dynamic"]),
+            own["_splitting"],
+            own["_deferred_batch_norm"],
+        )
+        own["_run"] = own["_pipeline"].compiled["model"]
+
+    def forward_backward(
+        self,
+        *args: Any,
+        labels: Any = None,
+        loss_fn: Callable[..., Any] | None = None,
+        return_outputs: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Run forward and backward of all microbatches, as scheduled, and add to the parameters' ``.grad``.
+
+        ::
+
+            loss = model.forward_backward(x, labels=y, loss_fn=loss_fn)
+            optimizer.step()
+
+        Args:
+            *args: for the model; split into microbatches.
+            labels: for ``loss_fn``; split likewise.
+            loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor of one number. Without
+                it the model's output is its loss, or has it as ``.loss`` or as its first item.
+            return_outputs: whether to return the model's outputs too, merged and detached.
+            **kwargs: for the model; split into microbatches.
+
+        Returns:
+            the sum of the microbatches' losses, detached; or (loss, outputs). Gradients are of that sum: of a loss that
+            is a mean over a microbatch, divide by the number of microbatches for the mean over the batch.
+
+        Raises:
+            RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
+                ``checkpoint``; or autograd is off.
+            ValueError: batch sizes differ, or the loss is not one number that can be differentiated.
+        """
+        if self._pipeline is None:
+            raise RuntimeError(
+                "forward_backward needs a model that is compiled for microbatches: "
+                "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
+            )
+        return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
 
     @property
     def training(self) -> bool:
@@ -164,6 +288,9 @@ class CompiledModule(nn.Module):
 
         Where the graph breaks only the part before the first break is compiled. No buffer and no generator changes.
         """
+        if self._pipeline is not None:
+            self._pipeline.trace(args, kwargs)
+            return self.plan
         try:
             with trace_only():
                 self._run(*args, **kwargs)
@@ -206,6 +333,9 @@ class CompiledModule(nn.Module):
             "fullgraph": self._fullgraph,
             "dynamic": self._dynamic,
             "optim_dtype": self._optimizer.dtype,
+            "pipelining": self._pipelining,
+            "splitting": self._splitting,
+            "deferred_batch_norm": self._deferred_batch_norm,
         }
 
     def named_parameters(
@@ -306,6 +436,8 @@ _SMALLER = 0.8
 
 
 def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
+    if model._pipeline is not None:
+        return model._pipeline.forward(args, kwargs)
     if model._assumptions.stale:
         model._assumptions.renew()
         log.info("planning anew with the data-dependent sizes that were seen: %s", model._assumptions.assumed)

@@ -47,6 +47,8 @@ class Phase(enum.StrEnum):
     RECOMPUTE = "recompute"
     """In the backward, but independent of the incoming gradients: may start before they arrive."""
     BACKWARD = "backward"
+    WEIGHT = "weight"
+    """In the backward, and leads to gradients of parameters only: may run any time later (split_backward)."""
 
 
 class Mark:
@@ -289,7 +291,7 @@ def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
 
 def saved_values(joint: JointGraph) -> list[fx.Node]:
     """What the forward must hand to the backward, in order: forward values and graph inputs that the backward reads."""
-    later = (Phase.RECOMPUTE, Phase.BACKWARD)
+    later = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
     tangents = set(joint.tangents)
     returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}
     return [

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
@@ -25,6 +26,7 @@ from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
@@ -37,11 +39,11 @@ from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "Prepared", "Setting", "cut_as_asked", "emit", "lower", "prepare"]
 
 log = logging.getLogger(__name__)
 
-_CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
+CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,14 @@ class Lowered:
         forward: the program that runs the forward.
         backward: the program that runs the backward; ``None`` for an inference graph.
         stage_compiler: what the stage modules were emitted for.
+        seconds: modelled, by stage and phase.
     """
 
     plan: Plan
     forward: Program
     backward: Program | None
     stage_compiler: StageCompiler
+    seconds: Mapping[tuple[int, Phase], float]
 
 
 def lower(
@@ -81,6 +85,33 @@ def lower(
         InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
+    prepared = prepare(joint, options, registered_syncs)
+    joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
+    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
+    budget = _budget(joint, options, prepared.device) if training else None
+    if budget is None:
+        chooser = CHOOSERS[options.recompute or "none"] if training else None
+        lowered = emit(joint, setting, chooser=chooser)
+    else:
+        lowered = _within(joint, setting, budget)
+    if isinstance(prepared.costs, MeasuredCosts):
+        prepared.costs.save()
+    log.info("%s", lowered.plan)
+    return lowered
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph that is ready to be cut, and what it was annotated with."""
+
+    joint: JointGraph
+    device: torch.device
+    compiler: StageCompiler
+    costs: CostModel
+
+
+def prepare(joint: JointGraph, options: Options, registered_syncs: Collection[Any]) -> Prepared:
+    """The passes up to segments: what every way of cutting a graph has in common."""
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
@@ -90,6 +121,13 @@ def lower(
     joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
     if compiler != "eager":
         joint = fuse_costs(joint, costs)
+    return Prepared(joint, device, compiler, costs)
+
+
+def cut_as_asked(
+    joint: JointGraph, options: Options, costs: CostModel
+) -> tuple[JointGraph, list[Segment], list[StageCut]]:
+    """Cut a graph into segments, and those into the stages that the user asked for."""
     bounds = region_bounds(joint)
     if isinstance(options.stages, tuple):
         positions = positions_of_names(joint, options.stages, module_path_text)
@@ -98,17 +136,11 @@ def lower(
     else:
         joint, segments = cut_segments(joint, bounds)
         joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
-    setting = _Setting(options, device, compiler, costs, segments, cuts, share)
-    budget = _budget(joint, options, device) if training else None
-    lowered = _emit(joint, setting, training, None) if budget is None else _within(joint, setting, budget)
-    if isinstance(costs, MeasuredCosts):
-        costs.save()
-    log.info("%s", lowered.plan)
-    return lowered
+    return joint, segments, cuts
 
 
 @dataclass(frozen=True)
-class _Setting:
+class Setting:
     """What emission knows beside the graph."""
 
     options: Options
@@ -136,7 +168,7 @@ def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | 
     return None
 
 
-def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowered:
+def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
     in_place = setting.compiler == "eager"
     margin = 0
@@ -153,7 +185,7 @@ def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowere
             frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
             chosen = Chosen(fitted.candidate, limit, operations, frontier)
         joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.costs)
-        lowered = _emit(joint, setting, True, chosen)
+        lowered = emit(joint, setting, chosen=chosen)
         excess = lowered.plan.peak_bytes - chosen.limit
         if excess <= 0:
             return lowered
@@ -162,15 +194,36 @@ def _within(joint: JointGraph, setting: _Setting, budget: int | float) -> Lowere
         joint = spare
 
 
-def _emit(joint: JointGraph, setting: _Setting, training: bool, chosen: Chosen | None) -> Lowered:
-    """Emit stage modules and programs, and read the plan off."""
-    recompute = setting.options.recompute or "none"
-    if training and chosen is None:
-        joint = rematerialize(joint, _CHOOSERS[recompute](joint), setting.costs)
+def emit(
+    joint: JointGraph,
+    setting: Setting,
+    *,
+    chooser: Callable[[JointGraph], Collection[fx.Node]] | None = None,
+    chosen: Chosen | None = None,
+    split: bool = False,
+) -> Lowered:
+    """Emit stage modules and programs, and read the plan off.
+
+    Args:
+        joint: a graph with stages; if a plan was chosen, one that follows it.
+        setting: what else there is to know.
+        chooser: says what is kept, where no plan was chosen.
+        chosen: the plan. Without both the graph is one of inference.
+        split: whether gradients of parameters are made in modules of their own.
+    """
+    training = chooser is not None or chosen is not None
+    if chooser is not None:
+        joint = rematerialize(joint, chooser(joint), setting.costs)
         joint = start_early(joint)
+    if split:
+        joint = split_backward(joint)
     if training:
         joint = replay_rng(joint, setting.costs)
     joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
+    seconds: dict[tuple[int, Phase], float] = {}
+    for node in joint.computed():
+        key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
+        seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
     modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
@@ -178,8 +231,9 @@ def _emit(joint: JointGraph, setting: _Setting, training: bool, chosen: Chosen |
         fork_recompute(backward.module.graph, _recomputing(joint))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     peak = simulate_programs(forward, backward, tangents, allocation_granularity(setting.device))
+    recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
-    return Lowered(plan, forward, backward, setting.compiler)
+    return Lowered(plan, forward, backward, setting.compiler, seconds)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

@@ -67,7 +67,7 @@ def make_plan(
                 seconds[Phase.FORWARD],
                 seconds[Phase.RECOMPUTE],
                 sum(node.meta[Mark.SECONDS] for node in nodes if Mark.ORIGIN in node.meta),
-                seconds[Phase.BACKWARD],
+                seconds[Phase.BACKWARD] + seconds[Phase.WEIGHT],
                 segments[cut.first].entry_bytes,
                 saved=_values(costs, (node for node in own_saved if not _hoist_reason(node))),
                 hoisted=_values(costs, (node for node in own_saved if _hoist_reason(node))),
@@ -173,7 +173,8 @@ def _hoist_reason(node: fx.Node) -> str:
 
 
 def _modules_text(nodes: Sequence[fx.Node]) -> str:
-    paths = [module_path(node, module_path_text) for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
+    forward = [node for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
+    paths = [module_path(node, module_path_text) for node in forward or nodes]
     paths = [path for path in paths if path] or [""]
     if paths[0] == paths[-1]:
         return paths[0] or "model"

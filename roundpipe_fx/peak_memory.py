@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -88,6 +89,8 @@ class _LiveStorages(TorchDispatchMode):
         super().__init__()
         self.live = 0
         self.peak = 0
+        # Workers of a pipeline run under the mode of their caller; a finalizer may run inside an addition.
+        self._lock = threading.RLock()
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,10 +112,12 @@ class _LiveStorages(TorchDispatchMode):
         if key in self._sizes or key in known or storage.device.type != "cpu":
             return
         size = storage.nbytes()
-        self._sizes[key] = size
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        with self._lock:
+            self._sizes[key] = size
+            self.live += size
+            self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        self.live -= self._sizes.pop(key, 0)
+        with self._lock:
+            self.live -= self._sizes.pop(key, 0)

@@ -26,7 +26,14 @@ from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["LiveValue", "PeakMoment", "allocation_granularity", "simulate_programs"]
+__all__ = [
+    "CallBytes",
+    "LiveValue",
+    "PeakMoment",
+    "allocation_granularity",
+    "simulate_calls",
+    "simulate_programs",
+]
 
 _SHOWN = 8
 
@@ -109,6 +116,59 @@ def simulate_programs(
     return PeakMoment(peak.bytes, call, name, module, live)
 
 
+@dataclass(frozen=True)
+class CallBytes:
+    """What a call of a stage module does to its device's memory, for one microbatch.
+
+    Attributes:
+        name: of the stage module.
+        held: bytes that it leaves allocated less those that it frees; without gradients of parameters, which are added
+            to what is there.
+        peak: most bytes that it allocates at one time beyond those that are there when it begins.
+        gradients: bytes of the gradients that it returns.
+    """
+
+    name: str
+    held: int
+    peak: int
+    gradients: int
+
+
+def simulate_calls(forward: Program, backward: Program | None, granularity: int = 1) -> list[CallBytes]:
+    """What each call of one microbatch's forward and backward does to memory, if it is the last to read what it reads.
+
+    Values are counted where they are made; those that other devices read count there until the last of all has read
+    them, which is at least as much as they hold.
+    """
+    run = _Run(granularity)
+    returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
+    gradients: set[int] = set()
+    if backward is not None:
+        given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
+        inputs = [
+            given[node] if node in given else [run.numbers.new_tangent(value, True) for value in tensor_values(node)]
+            for node in backward.inputs
+        ]
+        gradients = {storage for leaves in run.program(backward, inputs) for storage in leaves if storage != OUTSIDE}
+    lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
+    last_reader: dict[int, int] = {}
+    for index, (_, reads, _) in enumerate(run.calls):
+        last_reader.update(dict.fromkeys(reads, index))
+    found = []
+    for index, (name, reads, (start, end)) in enumerate(run.calls):
+        events = run.events[start:end]
+        made = {storage for event in events for storage in event.makes}
+        dying = {storage for storage in reads if last_reader[storage] == index and storage not in lasting}
+        own = made & gradients
+        outlive = {s for s in made if s in last_reader and last_reader[s] > index} | (made & lasting) | own
+        sizes = run.numbers.sizes
+        before = sum(sizes[storage] for storage in dying)
+        peak = peak_of(events, sizes, before=dying, lasting=outlive).bytes - before
+        held = sum(sizes[storage] for storage in outlive - own) - before
+        found.append(CallBytes(name, held, max(peak, 0), sum(sizes[storage] for storage in own)))
+    return found
+
+
 def _live(maker: fx.Node | None, size: int) -> LiveValue:
     if maker is None:
         return LiveValue("incoming gradient", "", size)
@@ -122,6 +182,8 @@ class _Run:
         self.numbers = StorageNumbers(granularity)
         self.events: list[Event] = []
         self.makers: dict[int, fx.Node] = {}
+        self.calls: list[tuple[str, set[int], tuple[int, int]]] = []
+        """Name, storages that come in, and range of events of each call."""
 
     def program(self, program: Program, inputs: list[list[int]]) -> list[list[int]]:
         """Run a program on inputs given by their storages; those of its results."""
@@ -141,11 +203,14 @@ class _Run:
 
     def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
         given = iter(arguments)
+        start = len(self.events)
+        reads = {storage for leaves in arguments for storage in leaves if storage != OUTSIDE}
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 self.numbers.give(node, next(given))
             elif node.op == "output":
                 returned: Any = node.args[0]
+                self.calls.append((name, reads, (start, len(self.events))))
                 return [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
             else:
                 made = self.numbers.follow(node)

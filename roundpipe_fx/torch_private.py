@@ -21,6 +21,7 @@ from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
 __all__ = [
     "PassedThrough",
+    "active_dispatch_modes",
     "aot_autograd",
     "assume_sizes",
     "assumed_sizes",
@@ -29,7 +30,9 @@ __all__ = [
     "checkpoint_policy",
     "data_dependent_symbol",
     "detached_with_version",
+    "differentiated_outputs",
     "dispatch_mode_flags",
+    "dispatch_modes",
     "dynamo_flags",
     "forget_compiled",
     "forward_backend_context",
@@ -37,6 +40,7 @@ __all__ = [
     "has_kernel",
     "in_backward",
     "inductor",
+    "input_mutations",
     "input_path",
     "module_path_text",
     "mutated_inputs",
@@ -175,6 +179,23 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
         if type(description).__name__ == "InputMutationAOTOutput"
     }
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
+def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
+    """Inputs that AOTAutograd's epilogue updates in place: number of the input by number of the output it copies."""
+    places = {node.meta.get("desc"): place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    return {
+        place: places[description.mutated_input]
+        for place, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
+        if type(description).__name__ == "InputMutationAOTOutput"
+    }
+
+
+def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
+    """For each incoming gradient of a joint graph the number of the forward output that it is the gradient of."""
+    places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
+    descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
+    return [places[d.output] for d in descriptions if type(d).__name__ == "TangentAOTInput"]
 
 
 def checkpoint_body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
@@ -463,6 +484,22 @@ def set_dispatch_mode_flags(flags: tuple[bool, ...]) -> None:
     tell_guards = getattr(_python_dispatch, "set_is_in_mode_without_ignore_compile_internals", None)  # not in 2.11
     if tell_guards is not None:
         tell_guards(flags[-1])
+
+
+def active_dispatch_modes() -> list[Any]:
+    """The dispatch modes that are active in this thread, outermost first."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return list(_get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Dispatch modes that another thread has active, active in this one too while that waits."""
+    with contextlib.ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
+        yield
 
 
 def push_saved_tensor_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
 """Programs: the order in which stage modules are called, as FX graphs of calls.
 
 The forward program runs each stage's forward, first to last, and returns the model's outputs and the saved values. The
-backward program visits the stages last to first and runs each one's recompute, then its backward. Both follow
-AOTAutograd's calling convention, so that its runtime can call them.
+backward program visits the stages last to first and runs each one's recompute, then its backward, whole or in two
+parts. Both follow AOTAutograd's calling convention, so that its runtime can call them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import networkx
 from torch import fx, nn
 
 from roundpipe_fx.codegen.stage_modules import StageModule, value_name
@@ -51,12 +52,30 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
 
 def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
     """The backward: inputs are saved symbolic scalars, saved tensors, tangents; outputs one gradient per primal."""
-    stages = sorted({stage for stage, _ in modules}, reverse=True)
-    order = [(stage, phase) for stage in stages for phase in (Phase.RECOMPUTE, Phase.BACKWARD)]
-    calls = [modules[key] for key in order if key in modules]
+    calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
     saved = _ordered_saved(joint)
     inputs = [*saved.scalars, *saved.tensors, *joint.tangents]
     return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients))
+
+
+_PHASES = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
+
+
+def _backward_order(modules: Sequence[StageModule]) -> list[StageModule]:
+    """Stage by stage as data flows, each whole before the next; of those that could be next, the last in the model."""
+    of_stage: dict[int, list[StageModule]] = {}
+    maker: dict[fx.Node, int] = {}
+    for module in modules:
+        of_stage.setdefault(module.stage, []).append(module)
+        maker.update(dict.fromkeys(module.outputs, module.stage))
+    flow: networkx.DiGraph[int] = networkx.DiGraph()
+    flow.add_nodes_from(of_stage)
+    for module in modules:
+        flow.add_edges_from(
+            (maker[s], module.stage) for s in module.inputs if maker.get(s, module.stage) != module.stage
+        )
+    stages = networkx.lexicographical_topological_sort(flow, key=lambda stage: -stage)
+    return [m for stage in stages for m in sorted(of_stage[stage], key=lambda m: _PHASES.index(m.phase))]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.options import StageCompiler
 
-__all__ = ["Boxed", "compile_stages"]
+__all__ = ["Boxed", "compile_stage", "compile_stages"]
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
 """Takes one list of arguments, which it clears."""
@@ -36,13 +36,13 @@ def compile_stages(
     ready = {}
     for module in modules:
         if module.fingerprint not in cache:
-            cache[module.fingerprint] = _compile(module, compiler)
+            cache[module.fingerprint] = compile_stage(module.module, compiler)
         ready[module.name] = cache[module.fingerprint]
     return ready
 
 
-def _compile(module: StageModule, compiler: StageCompiler) -> Boxed:
-    graph_module = module.module
+def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
+    """Make one stage module callable."""
     if compiler == "eager":
         return graph_module.forward
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,29 @@
+"""rounds: forward and backward cut into slots independently of each other, as RoundPipe's dispatch has it.
+
+Slots are counted in the order in which they run: the forward's, the fused one, the backward's.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.schedules.fit_rounds import Rounds
+from roundpipe_fx.segment import StageCut
+
+__all__ = ["cut_rounds"]
+
+
+def cut_rounds(joint: JointGraph, rounds: Rounds) -> tuple[JointGraph, list[StageCut]]:
+    """Mark every computing node with its slot.
+
+    Returns:
+        the graph, and the slots in the order in which they run.
+    """
+    ranges = [*rounds.forward, rounds.fused, *rounds.backward]
+    cuts = [StageCut(index, first, last) for index, (first, last) in enumerate(ranges)]
+    fused = len(rounds.forward)
+    forward = {segment: cut.index for cut in cuts[: fused + 1] for segment in range(cut.first, cut.last + 1)}
+    backward = {segment: cut.index for cut in cuts[fused:] for segment in range(cut.first, cut.last + 1)}
+    for node in joint.computed():
+        slots = forward if node.meta[Mark.PHASE] is Phase.FORWARD else backward
+        node.meta[Mark.STAGE] = slots[node.meta[Mark.SEGMENT]]
+    return joint, cuts

@@ -1,0 +1,50 @@
+"""split_backward: the gradients of inputs apart from the gradients of parameters.
+
+Another stage waits for the gradients of what a stage was given; for those of its parameters nobody waits. Each stage's
+backward is divided: what leads to the backward of an earlier stage stays, the rest gets a phase of its own and can be
+put off until the device would idle (Qi et al., "Zero bubble pipeline parallelism", 2024). The stage with which the
+backward ends has no earlier stage; there, what leads to an earlier segment stays.
+
+Seeded operations and those with side effects stay where they are.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded, is_view
+
+__all__ = ["split_backward"]
+
+
+def split_backward(joint: JointGraph) -> JointGraph:
+    """Mark the nodes of the backward that lead to gradients of parameters alone with phase weight.
+
+    Args:
+        joint: a graph whose recomputation has been decided.
+    """
+    backward = joint.in_phase(Phase.BACKWARD)
+    last_to_run = min((node.meta[Mark.STAGE] for node in backward), default=0)
+    waited_for = {node for node in backward if is_seeded(node) or has_side_effect(node)}
+    for node in reversed(backward):
+        for user in node.users:
+            if user.op == "output" or user.meta.get(Mark.PHASE) is not Phase.BACKWARD:
+                continue
+            stage, segment = node.meta[Mark.STAGE], node.meta[Mark.SEGMENT]
+            earlier_stage = user.meta[Mark.STAGE] != stage
+            earlier_segment = stage == last_to_run and user.meta[Mark.SEGMENT] < segment
+            if user in waited_for or earlier_stage or earlier_segment:
+                waited_for.add(node)
+    for node in backward:
+        if node not in waited_for:
+            node.meta[Mark.PHASE] = Phase.WEIGHT
+    _follow_views(joint)
+    return joint
+
+
+def _follow_views(joint: JointGraph) -> None:
+    """A view that only parameters' gradients need is made where it is read, not handed over."""
+    for node in reversed(joint.in_phase(Phase.BACKWARD)):
+        users = [user for user in node.users if user.op != "output"]
+        if is_view(node) and users and all(user.meta[Mark.PHASE] is Phase.WEIGHT for user in users):
+            stages = {user.meta[Mark.STAGE] for user in users}
+            if stages == {node.meta[Mark.STAGE]} and all(s.op != "placeholder" for s in input_nodes(node)):
+                node.meta[Mark.PHASE] = Phase.WEIGHT

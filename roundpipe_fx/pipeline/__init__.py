@@ -1,0 +1,1 @@
+"""Pipelining: one batch as microbatches, stages on several devices, one step as a schedule of actions."""

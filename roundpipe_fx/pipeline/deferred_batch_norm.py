@@ -1,0 +1,83 @@
+"""Deferred batch norm: running statistics of whole batches, though a step sees them as microbatches.
+
+As in torchgpipe (``DeferredBatchNorm``; Kim et al., "torchgpipe", 2020), each microbatch is normalized by its own
+statistics, but the running ones are updated once a step, from sums over all microbatches: they become what a step
+without microbatches makes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["deferred"]
+
+
+class _Sums:
+    """What a batch norm layer has seen in the step that runs."""
+
+    def __init__(self, layer: _BatchNorm) -> None:
+        assert layer.running_mean is not None and layer.running_var is not None
+        self.total = torch.zeros_like(layer.running_mean, dtype=torch.float32)
+        self.squares = torch.zeros_like(layer.running_var, dtype=torch.float32)
+        self.count = torch.zeros((), dtype=torch.long, device=self.total.device)
+
+
+_sums: weakref.WeakKeyDictionary[nn.Module, _Sums] = weakref.WeakKeyDictionary()
+
+
+def _forward(layer: _BatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
+    layer._check_input_dim(x)
+    if not layer.training:
+        return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps)
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    seen = x.detach().float()
+    sums.total.add_(seen.sum(dims))
+    sums.squares.add_(seen.square().sum(dims))
+    sums.count.add_(x.numel() // x.shape[1])
+    return F.batch_norm(x, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+
+
+@contextlib.contextmanager
+def deferred(model: nn.Module) -> Iterator[None]:
+    """While entered, batch norm layers of ``model`` gather sums; left without an error, they update statistics."""
+    layers = [
+        m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
+    ]
+    for layer in layers:
+        sums = _sums.get(layer)
+        assert layer.running_mean is not None
+        if sums is None or sums.total.device != layer.running_mean.device:
+            sums = _sums[layer] = _Sums(layer)
+        layer.__dict__["forward"] = functools.partial(_forward, layer, sums)
+    try:
+        yield
+        for layer in layers:
+            _update(layer, _sums[layer])
+    finally:
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+            sums = _sums[layer]
+            for value in (sums.total, sums.squares, sums.count):
+                value.zero_()
+
+
+@torch.no_grad()
+def _update(layer: _BatchNorm, sums: _Sums) -> None:
+    assert layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None
+    if not layer.training:
+        return
+    layer.num_batches_tracked.add_(1)
+    share = 1 / layer.num_batches_tracked.float() if layer.momentum is None else layer.momentum
+    mean = sums.total / sums.count
+    # Unbiased, as PyTorch has it for running statistics.
+    variance = (sums.squares / sums.count - mean.square()) * (sums.count / (sums.count - 1))
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), torch.as_tensor(share, device=mean.device))
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), torch.as_tensor(share, device=mean.device))

@@ -1,0 +1,127 @@
+"""A pipelined graph: what was lowered and compiled for microbatches of one shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.joint_graph import is_tensor
+from roundpipe_fx.lower import Lowered
+from roundpipe_fx.pipeline.lowering import LoweredPipeline, Variant
+from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode
+from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
+from roundpipe_fx.schedules import StageGraph, Step
+
+__all__ = ["PipelinedGraph", "pipelined_graph", "union"]
+
+
+@dataclass(frozen=True)
+class PipelinedGraph:
+    """What there is to run for microbatches of one shape.
+
+    Attributes:
+        pipeline: what was decided.
+        main: what most microbatches run.
+        last: what the last one runs.
+        outputs: fake values of the forward's results, by number.
+        tangents: fake values of the incoming gradients.
+        strided: whether stages insist on the strides that they were compiled for.
+    """
+
+    pipeline: LoweredPipeline
+    main: PipelineProgram
+    last: PipelineProgram
+    outputs: tuple[Any, ...]
+    tangents: tuple[torch.Tensor, ...]
+    strided: bool
+
+
+def pipelined_graph(
+    pipeline: LoweredPipeline, mutations: Mapping[int, int], differentiated: Sequence[int]
+) -> PipelinedGraph:
+    """Compile the stage modules of a lowered pipeline.
+
+    Args:
+        pipeline: what was lowered.
+        mutations: inputs that are updated in place, by the output that brings the new value.
+        differentiated: the output that each tangent is the gradient of.
+    """
+    cache: dict[str, tuple[Boxed, bool]] = {}
+    lowered = pipeline.main.lowered
+    main = _program(pipeline.main, mutations, differentiated, cache)
+    last = main
+    if pipeline.last is not pipeline.main:
+        last = _program(pipeline.last, mutations, differentiated, cache)
+    results = lowered.forward.results[: lowered.forward.outputs]
+    tangents = _tangents(lowered)
+    return PipelinedGraph(
+        pipeline,
+        main,
+        last,
+        tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
+        tuple(node.meta["val"] for node in tangents),
+        lowered.stage_compiler != "eager",
+    )
+
+
+def _tangents(lowered: Lowered) -> list[fx.Node]:
+    """Incoming gradients: what the backward gets that the forward does not return."""
+    if lowered.backward is None:
+        return []
+    returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
+    return [node for node in lowered.backward.inputs if node not in returned and is_tensor(node)]
+
+
+def _program(
+    variant: Variant,
+    mutations: Mapping[int, int],
+    differentiated: Sequence[int],
+    cache: dict[str, tuple[Boxed, bool]],
+) -> PipelineProgram:
+    lowered = variant.lowered
+    numbers = {node: index for index, node in enumerate(variant.steps.maker)}
+    known = {node: Source("value", number) for node, number in numbers.items()}
+    known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
+    known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
+
+    def code(module: StageModule) -> StepCode:
+        if module.fingerprint not in cache:
+            random = random_streams.draws(module.module)
+            cache[module.fingerprint] = _compiled(module, lowered, random), random
+        call, random = cache[module.fingerprint]
+        inputs = tuple(known[node] for node in module.inputs)
+        return StepCode(call, inputs, tuple(numbers[node] for node in module.outputs), random)
+
+    steps: dict[Step, StepCode] = {step: code(module) for step, module in variant.steps.modules.items()}
+    backward = lowered.backward.results if lowered.backward is not None else ()
+    return PipelineProgram(
+        steps,
+        variant.steps.graph,
+        tuple(known.get(node) for node in lowered.forward.results[: lowered.forward.outputs]),
+        tuple(known.get(node) for node in backward),
+        tuple(differentiated),
+        dict(mutations),
+    )
+
+
+def _compiled(module: StageModule, lowered: Lowered, random: bool) -> Boxed:
+    if not random:
+        return compile_stage(module.module, lowered.stage_compiler)
+    if lowered.stage_compiler == "eager":
+        return compile_stage(random_streams.with_streams(module.module), "eager")
+    return random_streams.whole(compile_stage(module.module, lowered.stage_compiler))
+
+
+def union(graphs: Sequence[StageGraph]) -> StageGraph:
+    """All steps of several graphs, each reading what it reads in any of them."""
+    reads: dict[Step, tuple[Step, ...]] = {}
+    for graph in graphs:
+        for step, sources in graph.reads.items():
+            reads[step] = tuple(dict.fromkeys((*reads.get(step, ()), *sources)))
+    return StageGraph(reads)

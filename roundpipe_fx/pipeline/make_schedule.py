@@ -1,0 +1,45 @@
+"""Making a schedule of a name for the steps that there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from roundpipe_fx.schedules import (
+    Kind,
+    Schedule,
+    StageGraph,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    round_robin,
+    with_recompute,
+    zero_bubble,
+)
+
+__all__ = ["make_schedule"]
+
+_BOUND: dict[str, Callable[[int, int, int], Schedule]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero_bubble": zero_bubble,
+}
+
+
+def make_schedule(name: str, graph: StageGraph, devices: int, microbatches: int) -> Schedule:
+    """A schedule that does all steps of a graph, each stage's recomputation ahead of the wait for its gradient.
+
+    Args:
+        name: of :data:`roundpipe_fx.pipeline.settings.SCHEDULES`.
+        graph: what there is to do; steps that the schedule knows and the graph does not (a stage without parameters has
+            no gradients of them) are left out.
+        devices: how many.
+        microbatches: how many.
+    """
+    stages = 1 + max(stage for kind, stage in graph.steps if kind is Kind.FORWARD)
+    if name == "roundpipe":
+        slots = 1 + max(stage for _, stage in graph.steps)
+        whole = round_robin(devices, stages - 1, slots, microbatches)
+    else:
+        whole = _BOUND[name](devices, stages, microbatches)
+    return with_recompute(whole.restricted(graph), graph)

@@ -1,0 +1,217 @@
+"""Microbatches: a batch split along its batch dimension, and outputs put together again.
+
+Without a specification every tensor is split along dimension 0; numbers, ``None``, zero-dimensional tensors and all
+else are the same for every microbatch. Specifications are those of ``torch.distributed.pipelining``: a tree like the
+value's, or a part of it that stands for all below it, of ``TensorChunkSpec(dim)`` (or just the ``int``) and
+``_Replicate`` (or just ``None``); in outputs also a reducer like ``sum_reducer``. A callable does it all itself, as
+in RoundPipe.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+
+__all__ = ["check_batch_sizes", "merge", "split_inputs", "split_labels"]
+
+
+def split_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any], count: int, spec: Any = None
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """(args, kwargs) of each microbatch.
+
+    Args:
+        args: positional inputs, any tree.
+        kwargs: keyword inputs, any tree.
+        count: how many microbatches. A batch that is not divisible gives some that are one larger; one that is smaller
+            than ``count`` gives fewer, with a warning.
+        spec: ``None``; (spec of args, spec of kwargs), where ``None`` means the convention; or a callable
+            ``(args, kwargs, count) -> (list of args, list of kwargs)``.
+
+    Raises:
+        ValueError: inputs have different batch sizes (the message names two), or none has one.
+        TypeError: the callable's result is no pair of lists.
+    """
+    if callable(spec):
+        try:
+            split_args, split_kwargs = spec(args, kwargs, count)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"split_input must return (list of args, list of kwargs): {error}") from error
+        if len(split_args) != len(split_kwargs):
+            raise ValueError(
+                f"split_input returned {len(split_args)} args and {len(split_kwargs)} kwargs; there must be one of "
+                "each for every microbatch."
+            )
+        return [(tuple(a), dict(k)) for a, k in zip(split_args, split_kwargs, strict=True)]
+    args_spec, kwargs_spec = (None, None) if spec is None else spec
+    args_leaves = _leaves(args, args_spec, "args")
+    kwargs_leaves = _leaves(kwargs, kwargs_spec, "")
+    pieces = _split([*args_leaves, *kwargs_leaves], count)
+    (_, args_tree), (_, kwargs_tree) = tree_flatten_with_path(args), tree_flatten_with_path(kwargs)
+    return [
+        (tree_unflatten(piece[: len(args_leaves)], args_tree), tree_unflatten(piece[len(args_leaves) :], kwargs_tree))
+        for piece in pieces
+    ]
+
+
+def split_labels(labels: Any, count: int, spec: Any = None) -> list[Any]:
+    """Labels of each microbatch.
+
+    Args:
+        labels: any tree.
+        count: into how many the inputs were split.
+        spec: ``None``, a spec, or a callable ``(labels, count) -> list``.
+
+    Raises:
+        ValueError: they cannot be split into as many microbatches as the inputs.
+    """
+    if callable(spec):
+        pieces = list(spec(labels, count))
+    else:
+        leaves = _leaves(labels, spec, "labels")
+        _, tree = tree_flatten_with_path(labels)
+        if not any(dim is not None for _, _, dim in leaves):
+            return [labels] * count
+        pieces = [tree_unflatten(piece, tree) for piece in _split(leaves, count)]
+    if len(pieces) != count:
+        raise ValueError(f"labels were split into {len(pieces)} microbatches, but the inputs into {count}.")
+    return pieces
+
+
+def check_batch_sizes(args: Any, kwargs: Any, labels: Any) -> None:
+    """Check that inputs and labels agree where both follow the convention."""
+    _sizes([*_leaves(args, None, "args"), *_leaves(kwargs, None, ""), *_leaves(labels, None, "labels")])
+
+
+def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
+    """Outputs of all microbatches as one.
+
+    Args:
+        outputs: trees of the same structure, in order.
+        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones (losses) summed, and all else
+            is the first microbatch's; a spec; or a callable that gets the list.
+
+    Raises:
+        ValueError: the microbatches' outputs have different structures.
+    """
+    if callable(spec) and not hasattr(spec, "reduce_fn"):
+        return spec(list(outputs))
+    flat = [tree_flatten_with_path(output) for output in outputs]
+    trees = {str(tree) for _, tree in flat}
+    if len(trees) > 1:
+        raise ValueError(f"microbatches returned outputs of different structures: {' and '.join(sorted(trees)[:2])}.")
+    (first, tree), specs = flat[0], _spread(spec, outputs[0])
+    merged = []
+    for index, (path, _) in enumerate(first):
+        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION)))
+    return tree_unflatten(merged, tree)
+
+
+_CONVENTION = object()
+
+
+def _merged(values: list[Any], spec: Any) -> Any:
+    if hasattr(spec, "reduce_fn"):
+        total = spec.init_value
+        for value in values:
+            total = spec.reduce_fn(total, value)
+        return total
+    if spec is _CONVENTION:
+        if not isinstance(values[0], torch.Tensor):
+            return values[0]
+        spec = 0 if values[0].dim() else "sum"
+    if spec == "sum":
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
+    dim = _dim(spec)
+    if dim is None:
+        return values[0]
+    return values[0] if len(values) == 1 else torch.cat(values, dim)
+
+
+def _leaves(value: Any, spec: Any, name: str) -> list[tuple[str, Any, int | None]]:
+    """Name, leaf, and dimension to split along (``None``: the same for all) of every leaf."""
+    specs = _spread(spec, value)
+    found = []
+    for path, leaf in tree_flatten_with_path(value)[0]:
+        given = specs.get(path, _CONVENTION)
+        by_convention = 0 if isinstance(leaf, torch.Tensor) and leaf.dim() else None
+        dim = by_convention if given is _CONVENTION else _dim(given)
+        where = keystr(path)
+        label = f"{name}{where}" if name else where.removeprefix("['").replace("']", "", 1)
+        if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
+            kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
+        found.append((label, leaf, dim))
+    return found
+
+
+def _spread(spec: Any, value: Any) -> dict[Any, Any]:
+    """A spec for every leaf below the places that it names."""
+    if spec is None:
+        return {}
+    is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
+    given = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    found = {}
+    for path, _ in tree_flatten_with_path(value)[0]:
+        above = [item for place, item in given if path[: len(place)] == place]
+        if above:
+            found[path] = above[0]
+    return found
+
+
+def _is_spec(item: Any) -> bool:
+    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or _replicates(item)
+
+
+def _replicates(item: Any) -> bool:
+    kind = item if isinstance(item, type) else type(item)
+    return kind.__name__ == "_Replicate"
+
+
+def _dim(spec: Any) -> int | None:
+    if spec is None or _replicates(spec):
+        return None
+    dim = getattr(spec, "split_dim", spec)
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(
+            f"{spec!r} does not say how to split: give a dimension (int), None to replicate, or torch.distributed."
+            "pipelining's TensorChunkSpec and _Replicate."
+        )
+    return dim
+
+
+def _sizes(leaves: Sequence[tuple[str, Any, int | None]]) -> int:
+    sizes = {label: int(leaf.shape[dim]) for label, leaf, dim in leaves if dim is not None}
+    if not sizes:
+        raise ValueError("no input is a tensor with a batch dimension, so there is nothing to split into microbatches.")
+    first = next(iter(sizes))
+    for label, size in sizes.items():
+        if size != sizes[first]:
+            raise ValueError(
+                f"batch sizes differ: {first} has {sizes[first]}, {label} has {size}. What is the same for every "
+                "microbatch needs a specification: split_input=(specs of args, specs of kwargs), None meaning the same."
+            )
+    if not sizes[first]:
+        raise ValueError(f"the batch is empty: {first} has no rows.")
+    return sizes[first]
+
+
+def _split(leaves: Sequence[tuple[str, Any, int | None]], count: int) -> list[list[Any]]:
+    size = _sizes(leaves)
+    if size < count:
+        warnings.warn(
+            f"roundpipe_fx: a batch of {size} cannot be split into {count} microbatches; using {size}.", stacklevel=4
+        )
+        count = size
+    columns = [
+        list(leaf.tensor_split(count, dim)) if dim is not None and count > 1 else [leaf] * count
+        for _, leaf, dim in leaves
+    ]
+    return [[column[index] for column in columns] for index in range(count)]

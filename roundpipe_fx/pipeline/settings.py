@@ -1,0 +1,120 @@
+"""What a user decides about pipelining, checked before anything is traced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from roundpipe_fx.schedules import Schedule
+
+__all__ = ["CHECKPOINTS", "SCHEDULES", "Pipelining", "parse_pipelining"]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
+CHECKPOINTS = ("always", "except_last", "never")
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """How a step is pipelined.
+
+    Attributes:
+        devices: one worker each; a device may be named several times. Empty: one worker, where the model is.
+        microbatches: into how many a batch is split.
+        schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule.
+        checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
+            ``"never"`` none.
+    """
+
+    devices: tuple[torch.device, ...]
+    microbatches: int
+    schedule: str | Schedule
+    checkpoint: str
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are: one, on the model's own device, where no devices were given."""
+        return max(1, len(self.devices))
+
+
+def parse_pipelining(
+    devices: Sequence[torch.device | str] | None,
+    num_microbatches: int | None,
+    schedule: str | Schedule | None,
+    checkpoint: str | None,
+    stages: int | str | tuple[str, ...],
+    recompute: str | None,
+    memory_budget: int | float | None,
+) -> Pipelining | None:
+    """Check what a user gave; ``None`` where nothing asks for pipelining.
+
+    Raises:
+        ValueError: a device that does not exist, fewer stages than devices, an unknown name, or options that contradict
+            each other.
+        TypeError: a value of a wrong type.
+    """
+    if devices is None and num_microbatches is None and schedule is None and checkpoint is None:
+        return None
+    if isinstance(devices, (str, torch.device)):
+        raise TypeError(f"devices={devices!r}: give a list, as devices=['cuda:0', 'cuda:1'].")
+    parsed = tuple(_device(device) for device in devices) if devices is not None else ()
+    if devices is not None and not parsed:
+        raise ValueError("devices=[]: there must be at least one device.")
+    if len({device.type for device in parsed}) > 1:
+        raise ValueError(
+            f"devices={list(map(str, parsed))}: all must be of one type, since the model is traced for it."
+        )
+    if num_microbatches is None:
+        num_microbatches = 2 * max(1, len(parsed))
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int):
+        raise TypeError(f"num_microbatches must be a positive int, not {num_microbatches!r}.")
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches={num_microbatches}: there must be at least one.")
+    schedule = "1f1b" if schedule is None else schedule
+    if isinstance(schedule, str) and schedule not in (*SCHEDULES, "auto"):
+        names = ", ".join(repr(name) for name in (*SCHEDULES, "auto"))
+        raise ValueError(f"schedule={schedule!r}: valid values are {names}, or a roundpipe_fx.Schedule.")
+    if not isinstance(schedule, (str, Schedule)):
+        raise TypeError(f"schedule must be a name or a roundpipe_fx.Schedule, not {type(schedule).__name__}.")
+    if checkpoint is not None and checkpoint not in CHECKPOINTS:
+        names = ", ".join(repr(name) for name in CHECKPOINTS)
+        raise ValueError(f"checkpoint={checkpoint!r}: valid values are {names}.")
+    if checkpoint is not None and (recompute is not None or memory_budget is not None):
+        raise ValueError(
+            f"checkpoint={checkpoint!r} says what is recomputed, and so does "
+            f"{'recompute' if recompute is not None else 'memory_budget'}. Give one of them."
+        )
+    if schedule == "roundpipe" and stages != "auto":
+        raise ValueError(
+            f"stages={stages!r}: the schedule 'roundpipe' cuts forward and backward itself, independently of each "
+            "other. Leave stages='auto'."
+        )
+    count = stages if isinstance(stages, int) else len(stages) + 1 if isinstance(stages, tuple) else None
+    if count is not None and count < len(parsed):
+        raise ValueError(
+            f"stages={stages!r} are fewer than the {len(parsed)} devices: a device without a stage would have nothing "
+            "to do. Use as many stages as devices, or more."
+        )
+    if checkpoint is None:
+        checkpoint = "always" if recompute == "full" else "never"
+    return Pipelining(parsed, num_microbatches, schedule, checkpoint)
+
+
+def _device(given: torch.device | str) -> torch.device:
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"devices: {given!r} is no device: {str(error).splitlines()[0]}") from None
+    if device.type == "cpu":
+        if device.index not in (None, 0):
+            raise ValueError(f"devices: {given!r} does not exist; the CPU is 'cpu', named once for each worker.")
+        return torch.device("cpu")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if not torch.cuda.is_available():
+            raise ValueError(f"devices: {given!r} does not exist: this machine has no CUDA device.")
+        if device.index is not None and device.index >= count:
+            raise ValueError(f"devices: {given!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
+        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+    raise ValueError(f"devices: {given!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")

@@ -1,0 +1,77 @@
+"""Steps: a lowered graph seen as what there is to do for one microbatch, with its order, seconds and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.cost.of_node import tensor_bytes
+from roundpipe_fx.joint_graph import Phase, tensor_values
+from roundpipe_fx.lower import Lowered
+from roundpipe_fx.schedules import Kind, StageGraph, Step, StepCosts
+from roundpipe_fx.simulator import simulate_calls
+
+__all__ = ["Steps", "step_costs", "steps_of"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The stage modules of a lowered graph as steps.
+
+    Attributes:
+        modules: the stage module of each step, in an order in which they can run.
+        graph: who reads whom.
+        maker: the step that makes a value of the joint graph.
+    """
+
+    modules: Mapping[Step, StageModule]
+    graph: StageGraph
+    maker: Mapping[fx.Node, Step]
+
+
+def steps_of(lowered: Lowered) -> Steps:
+    """The steps of a lowered graph."""
+    calls = [*lowered.forward.calls, *(lowered.backward.calls if lowered.backward is not None else ())]
+    split = any(call.phase is Phase.WEIGHT for call in calls)
+    kinds = {
+        Phase.FORWARD: Kind.FORWARD,
+        Phase.RECOMPUTE: Kind.RECOMPUTE,
+        Phase.BACKWARD: Kind.BACKWARD_INPUT if split else Kind.BACKWARD,
+        Phase.WEIGHT: Kind.BACKWARD_WEIGHT,
+    }
+    modules: dict[Step, StageModule] = {(kinds[call.phase], call.stage): call for call in calls}
+    maker = {node: step for step, call in modules.items() for node in call.outputs}
+    reads = {
+        step: tuple(dict.fromkeys(maker[node] for node in call.inputs if node in maker))
+        for step, call in modules.items()
+    }
+    return Steps(modules, StageGraph(reads), maker)
+
+
+def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int], float], granularity: int) -> StepCosts:
+    """Modelled seconds and bytes of each step, for one microbatch.
+
+    Args:
+        lowered: what was lowered.
+        steps: its steps.
+        transfer_seconds: of sending so many bytes to another device.
+        granularity: what the device's allocator rounds sizes up to, in bytes.
+    """
+    phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
+    travel: dict[tuple[Step, Step], float] = {}
+    for step, module in steps.modules.items():
+        for source in steps.graph.reads[step]:
+            sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
+            travel[source, step] = transfer_seconds(tensor_bytes(sent))
+    calls = {call.name: call for call in simulate_calls(lowered.forward, lowered.backward, granularity)}
+    of_step = {step: calls[module.name] for step, module in steps.modules.items()}
+    return StepCosts(
+        {step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
+        travel,
+        {step: call.held for step, call in of_step.items()},
+        {step: call.peak for step, call in of_step.items()},
+        {step: call.gradients for step, call in of_step.items()},
+    )

@@ -1,0 +1,194 @@
+"""Lanes: how a worker's device runs, sends and receives.
+
+On the CPU a lane is the thread itself: what is sent is the tensor. On an accelerator it is a compute stream with a copy
+stream for each direction: what is sent is copied on the copy streams while both devices compute, and an event tells the
+receiving compute stream when it is there. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["HostLane", "Lane", "Message", "lane_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Values on their way from one device to another.
+
+    Attributes:
+        numbers: which values.
+        values: on the receiver's device.
+        arrived: an event on an accelerator; ``None`` on the CPU.
+    """
+
+    numbers: tuple[int, ...]
+    values: tuple[Any, ...]
+    arrived: Any = None
+
+
+class Lane(Protocol):
+    """What a worker asks of its device."""
+
+    device: torch.device
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Around all that the worker does for a step."""
+
+    def local(self, value: Any, home: torch.device) -> Any:
+        """A tensor of the caller's, on this device."""
+
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+        """Start sending values."""
+
+    def receive(self, message: Message) -> tuple[Any, ...]:
+        """The values of a message, to be read from here on."""
+
+    def mark(self) -> Any:
+        """This moment, for :meth:`seconds`."""
+
+    def home(self, value: Any, device: torch.device) -> Any:
+        """A result, on the caller's device."""
+
+    def finish(self) -> None:
+        """Let the caller's stream wait for all that was issued."""
+
+
+class HostLane:
+    """A worker on the CPU."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all that the worker does for a step."""
+        yield
+
+    def local(self, value: Any, home: torch.device) -> Any:
+        """A tensor of the caller's: itself."""
+        return value
+
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+        """Values as they are."""
+        return Message(numbers, tuple(values))
+
+    def receive(self, message: Message) -> tuple[Any, ...]:
+        """The values of a message."""
+        return message.values
+
+    def mark(self) -> float:
+        """This moment, in seconds."""
+        return time.perf_counter()
+
+    def home(self, value: Any, device: torch.device) -> Any:
+        """A result: itself."""
+        return value
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+class AcceleratorLane:
+    """A worker on an accelerator: one compute stream, a copy stream for what goes out and one for what comes in."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.compute = torch.Stream(device)
+        self.outgoing = torch.Stream(device)
+        self.incoming = torch.Stream(device)
+        self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The compute stream is current and has waited for the caller's; copies of his tensors last as long."""
+        before = torch.accelerator.current_stream(self.device)
+        self.compute.wait_stream(before)
+        torch.accelerator.set_stream(self.compute)
+        try:
+            yield
+        finally:
+            self._copies.clear()
+            torch.accelerator.set_stream(before)
+
+    def local(self, value: Any, home: torch.device) -> Any:
+        """A tensor of the caller's on this device: itself, or a copy that is made once a step."""
+        if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
+            return value
+        if id(value) not in self._copies:
+            self._copies[id(value)] = (value, self._copy(value.detach()))
+        copy = self._copies[id(value)][1]
+        return copy
+
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+        """Copy values on the copy streams; several workers of one device share its memory."""
+        assert isinstance(to, AcceleratorLane)
+        ready = self.compute.record_event()
+        if to.device == self.device:
+            return Message(numbers, tuple(values), (ready, self.compute))
+        self.outgoing.wait_event(ready)
+        to.incoming.wait_event(ready)
+        with _current(self.outgoing), _current(to.incoming):
+            sent = tuple(
+                v.to(to.device, non_blocking=True) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
+                for v in values
+            )
+            for value in values:
+                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                    value.record_stream(self.outgoing)
+            arrived = to.incoming.record_event()
+        return Message(numbers, sent, (arrived, to.incoming))
+
+    def receive(self, message: Message) -> tuple[Any, ...]:
+        """The compute stream waits for the values; the host does not."""
+        arrived, _ = message.arrived
+        self.compute.wait_event(arrived)
+        for value in message.values:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                value.record_stream(self.compute)
+        return message.values
+
+    def mark(self) -> Any:
+        """An event on the compute stream."""
+        event = torch.Event(self.device, enable_timing=True)
+        event.record(self.compute)
+        return event
+
+    def home(self, value: Any, device: torch.device) -> Any:
+        """A result on the caller's device."""
+        if not isinstance(value, torch.Tensor) or value.device == device or value.device.type == "cpu":
+            return value
+        return value.to(device, non_blocking=True)
+
+    def finish(self) -> None:
+        """Called in the caller's thread: its stream waits for the compute stream."""
+        torch.accelerator.current_stream(self.device).wait_stream(self.compute)
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        with _current(self.incoming):
+            copy = value.to(self.device, non_blocking=True)
+            arrived = self.incoming.record_event()
+        self.compute.wait_event(arrived)
+        copy.record_stream(self.compute)
+        return copy
+
+
+@contextlib.contextmanager
+def _current(stream: torch.Stream) -> Iterator[None]:
+    before = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+
+
+def lane_of(device: torch.device) -> Lane:
+    """The lane of a device."""
+    return HostLane() if device.type == "cpu" else AcceleratorLane(device)

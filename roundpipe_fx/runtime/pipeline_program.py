@@ -1,0 +1,177 @@
+"""Pipeline programs: stage modules with the places that their arguments come from and their results go to.
+
+What the executor is for one microbatch on one device, this is for many on several: for a schedule it is worked out
+beforehand, device by device, what each action reads, what dies with it, what it sends to whom. Running is then a loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe_fx.runtime.stage_compiler import Boxed
+from roundpipe_fx.schedules import Action, Kind, Schedule, StageGraph, Step
+
+__all__ = ["Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where an argument comes from.
+
+    Attributes:
+        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient) or ``"value"`` (made by a step).
+        index: which; a value's number is the program's own.
+    """
+
+    kind: str
+    index: int
+
+
+@dataclass(frozen=True)
+class StepCode:
+    """A stage module, ready to run.
+
+    Attributes:
+        call: takes one list of arguments, returns a tuple of results.
+        inputs: where the arguments come from.
+        outputs: numbers of the values that it makes.
+        random: whether it draws random numbers.
+    """
+
+    call: Boxed
+    inputs: tuple[Source, ...]
+    outputs: tuple[int, ...]
+    random: bool = False
+
+
+@dataclass(frozen=True)
+class PipelineProgram:
+    """What there is to run for one microbatch.
+
+    Attributes:
+        steps: the code of each step.
+        graph: who reads whom.
+        outputs: where the forward's results come from; ``None`` for a constant ``None``.
+        gradients: where the gradient of each primal comes from; ``None`` where there is none.
+        tangents: the forward output that each tangent is the gradient of.
+        mutations: primals that the caller updates in place, by the number of the forward output that brings the new
+            value.
+    """
+
+    steps: Mapping[Step, StepCode]
+    graph: StageGraph
+    outputs: tuple[Source | None, ...]
+    gradients: tuple[Source | None, ...]
+    tangents: tuple[int, ...]
+    mutations: Mapping[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An action with everything around it.
+
+    Attributes:
+        action: what is done.
+        code: the stage module.
+        receives: steps whose results have to arrive first.
+        dying: for each argument whether it is a value that nothing on this device reads after.
+        kept: (position in the results, number) of values that are read on this device later.
+        sends: for each device that reads results: its number and (position, number) of the values.
+        results: (position in the results, number of the forward output).
+        gradients: (position in the results, number of the primal).
+    """
+
+    action: Action
+    code: StepCode
+    receives: tuple[Step, ...]
+    dying: tuple[bool, ...]
+    kept: tuple[tuple[int, int], ...]
+    sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    results: tuple[tuple[int, int], ...]
+    gradients: tuple[tuple[int, int], ...]
+
+
+def instructions_of(schedule: Schedule, programs: Sequence[PipelineProgram]) -> list[list[Instruction]]:
+    """What each device does.
+
+    Args:
+        schedule: a valid one, or the part of one that is of some kinds. What others read of its values is left for a
+            later run.
+        programs: of each microbatch. Actions whose step a microbatch's program has not are left out.
+    """
+    orders = [
+        [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
+        for device in range(schedule.devices)
+    ]
+    where: list[dict[Step, int]] = [{} for _ in programs]
+    sequences: list[list[list[Step]]] = [[[] for _ in programs] for _ in orders]
+    for device, order in enumerate(orders):
+        for action in order:
+            where[action.microbatch][action.step] = device
+            sequences[device][action.microbatch].append(action.step)
+    known: dict[tuple[object, ...], dict[Step, Instruction]] = {}
+    made: list[list[Instruction]] = []
+    for device, order in enumerate(orders):
+        own = []
+        for action in order:
+            batch = action.microbatch
+            places = tuple(where[batch].items())
+            key = (device, id(programs[batch]), places, tuple(sequences[device][batch]), batch)
+            if key not in known:
+                known[key] = _of_microbatch(device, batch, programs[batch], where[batch], sequences[device][batch])
+            own.append(known[key][action.step])
+        made.append(own)
+    return made
+
+
+def _of_microbatch(
+    device: int, batch: int, program: PipelineProgram, where: Mapping[Step, int], sequence: Sequence[Step]
+) -> dict[Step, Instruction]:
+    maker = {number: step for step, code in program.steps.items() for number in code.outputs}
+    last: dict[int, Step] = {}
+    for step in sequence:
+        last.update((s.index, step) for s in program.steps[step].inputs if s.kind == "value")
+    readers: dict[int, set[int]] = {}
+    for step, at in where.items():
+        for source in program.steps[step].inputs:
+            if source.kind == "value":
+                readers.setdefault(source.index, set()).add(at)
+    later = {
+        source.index
+        for step, code in program.steps.items()
+        for source in code.inputs
+        if step not in where and step[0] is not Kind.FORWARD and source.kind == "value"
+    }
+    outputs = _places(program.outputs)
+    gradients = _places(program.gradients)
+    instructions: dict[Step, Instruction] = {}
+    received: set[Step] = set()
+    for step in sequence:
+        code = program.steps[step]
+        foreign = [maker[s.index] for s in code.inputs if s.kind == "value"]
+        arriving = [s for s in dict.fromkeys(foreign) if where.get(s, device) != device and s not in received]
+        received.update(arriving)
+        sends = {
+            peer: tuple((i, number) for i, number in enumerate(code.outputs) if peer in readers.get(number, ()))
+            for peer in sorted({peer for number in code.outputs for peer in readers.get(number, ())} - {device})
+        }
+        instructions[step] = Instruction(
+            Action(step[0], step[1], batch),
+            code,
+            tuple(arriving),
+            tuple(s.kind == "value" and last[s.index] == step and s.index not in later for s in code.inputs),
+            tuple((i, number) for i, number in enumerate(code.outputs) if number in last or number in later),
+            tuple(sends.items()),
+            tuple((i, place) for i, number in enumerate(code.outputs) for place in outputs.get(number, ())),
+            tuple((i, place) for i, number in enumerate(code.outputs) for place in gradients.get(number, ())),
+        )
+    return instructions
+
+
+def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for place, source in enumerate(sources):
+        if source is not None and source.kind == "value":
+            found.setdefault(source.index, []).append(place)
+    return found

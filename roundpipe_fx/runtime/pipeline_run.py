@@ -1,0 +1,346 @@
+"""A run: all microbatches of a step, on all devices, by their instructions.
+
+Each worker goes through its instructions. It waits where something has to arrive from another device, in its mailbox,
+and nowhere else. If anything is raised, the others stop before their next action and the caller gets the exception as
+it was raised.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.runtime.lanes import Lane, Message
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
+from roundpipe_fx.runtime.random_streams import RandomStream, drawing
+from roundpipe_fx.runtime.worker import Workers
+from roundpipe_fx.schedules import Action, Step
+from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
+
+__all__ = ["Finished", "Span", "run_pipeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an action ran, as marks of its device's lane."""
+
+    action: Action
+    start: Any
+    end: Any
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run leaves.
+
+    Attributes:
+        outputs: for each microbatch the forward's results.
+        gradients: of primals, by identity of the tensor.
+        values: for each microbatch what was made for a later run, by number.
+        spans: for each device when its actions ran.
+    """
+
+    outputs: list[list[Any]]
+    gradients: dict[int, torch.Tensor]
+    values: list[dict[int, Any]]
+    spans: list[list[Span]]
+
+
+def run_pipeline(
+    workers: Workers,
+    instructions: Sequence[Sequence[Instruction]],
+    programs: Sequence[PipelineProgram],
+    primals: Sequence[Sequence[Any]],
+    tangents: Sequence[Sequence[Any]],
+    streams: Sequence[RandomStream],
+    given: Sequence[dict[int, Any]] = (),
+) -> Finished:
+    """Run instructions and wait until they are done.
+
+    Args:
+        workers: one for each list of instructions, or more.
+        instructions: of each device.
+        programs: of each microbatch.
+        primals: inputs of the forward, for each microbatch.
+        tangents: incoming gradients, for each microbatch.
+        streams: of random numbers, for each microbatch.
+        given: values that an earlier run has left, for each microbatch, by number. Emptied, so that they die as they
+            are read.
+
+    Raises:
+        BaseException: what a stage raised, with its traceback; no gradient has been handed out then.
+    """
+    run = _Run(workers, instructions, programs, primals, tangents, streams, given)
+    workers.submit(run.work)
+    try:
+        run.wait()
+    except BaseException:
+        run.stop()
+        run.wait()
+        raise
+    if run.failure is not None:
+        try:
+            raise run.failure
+        finally:
+            run.failure = None  # its traceback holds this frame
+    for lane in workers.lanes:
+        lane.finish()
+    return run.finished()
+
+
+class _Stopped(Exception):
+    """Somebody else has failed."""
+
+
+class _Mailbox:
+    """Where messages for one device arrive."""
+
+    def __init__(self) -> None:
+        self._messages: dict[tuple[Step, int], Message] = {}
+        self._arrived = threading.Condition()
+        self._stopped = False
+
+    def put(self, step: Step, microbatch: int, message: Message) -> None:
+        with self._arrived:
+            self._messages[step, microbatch] = message
+            self._arrived.notify()
+
+    def take(self, step: Step, microbatch: int) -> Message:
+        with self._arrived:
+            while (step, microbatch) not in self._messages:
+                if self._stopped:
+                    raise _Stopped
+                self._arrived.wait()
+            return self._messages.pop((step, microbatch))
+
+    def stop(self) -> None:
+        with self._arrived:
+            self._stopped = True
+            self._arrived.notify_all()
+
+
+class _States:
+    """Tensors that the caller updates in place: each microbatch reads what the one before it has made of them."""
+
+    def __init__(self, programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> None:
+        self._writers: dict[int, list[int]] = {}
+        for microbatch, program in enumerate(programs):
+            for place in program.mutations.values():
+                self._writers.setdefault(id(primals[microbatch][place]), []).append(microbatch)
+        self._made: dict[tuple[int, int], Any] = {}
+        self._changed = threading.Condition()
+        self._stopped = False
+
+    def is_state(self, value: Any) -> bool:
+        return id(value) in self._writers
+
+    def read(self, value: Any, microbatch: int) -> Any:
+        before = [writer for writer in self._writers[id(value)] if writer < microbatch]
+        if not before:
+            return value
+        key = (id(value), before[-1])
+        with self._changed:
+            while key not in self._made:
+                if self._stopped:
+                    raise _Stopped
+                self._changed.wait()
+            return self._made[key]
+
+    def write(self, value: Any, microbatch: int, made: Any) -> None:
+        with self._changed:
+            self._made[id(value), microbatch] = made
+            self._made.pop((id(value), microbatch - 2), None)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+
+
+class _Run:
+    def __init__(
+        self,
+        workers: Workers,
+        instructions: Sequence[Sequence[Instruction]],
+        programs: Sequence[PipelineProgram],
+        primals: Sequence[Sequence[Any]],
+        tangents: Sequence[Sequence[Any]],
+        streams: Sequence[RandomStream],
+        given: Sequence[dict[int, Any]],
+    ) -> None:
+        self._lanes = workers.lanes
+        self._instructions = instructions
+        self._programs = programs
+        self._primals = primals
+        self._tangents = tangents
+        self._streams = streams
+        self._home = _home_of(primals, workers)
+        self._modes = active_dispatch_modes()
+        self._states = _States(programs, primals) if any(program.mutations for program in programs) else None
+        self._mailboxes = [_Mailbox() for _ in workers.lanes]
+        self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.lanes]
+        self._has_given = bool(given)
+        if given:
+            self._hand_out(given)
+        self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
+        self._gradients: list[dict[int, Any]] = [{} for _ in workers.lanes]
+        self._added: list[set[int]] = [set() for _ in workers.lanes]
+        self._spans: list[list[Span]] = [[] for _ in workers.lanes]
+        self._running = len(workers.lanes)
+        self._done = threading.Condition()
+        self._stopping = False
+        self.failure: BaseException | None = None
+
+    def _hand_out(self, given: Sequence[dict[int, Any]]) -> None:
+        for own, instructions in zip(self._values, self._instructions, strict=False):
+            for instruction in instructions:
+                batch = instruction.action.microbatch
+                for source in instruction.code.inputs:
+                    if source.kind == "value" and source.index in given[batch]:
+                        own[batch][source.index] = given[batch][source.index]
+        for values in given:
+            values.clear()
+
+    def wait(self) -> None:
+        """Until every worker has left."""
+        with self._done:
+            while self._running:
+                self._done.wait()
+
+    def stop(self) -> None:
+        """Have the workers leave before their next action."""
+        self._stopping = True
+        for mailbox in self._mailboxes:
+            mailbox.stop()
+        if self._states is not None:
+            self._states.stop()
+
+    def work(self, device: int, lane: Lane) -> None:
+        """One worker's part. Never raises."""
+        try:
+            with dispatch_modes(self._modes), lane.running():
+                if device < len(self._instructions):
+                    self._go_through(device, lane)
+        except _Stopped:
+            pass
+        except BaseException as error:  # handed to the caller's thread
+            with self._done:
+                if self.failure is None:
+                    self.failure = error
+            self.stop()
+        finally:
+            if self._stopping:
+                self._values[device] = [{} for _ in self._programs]
+            with self._done:
+                self._running -= 1
+                self._done.notify_all()
+
+    def _go_through(self, device: int, lane: Lane) -> None:
+        values, spans = self._values[device], self._spans[device]
+        for instruction in self._instructions[device]:
+            if self._stopping:
+                raise _Stopped
+            batch = instruction.action.microbatch
+            own = values[batch]
+            for step in instruction.receives:
+                message = self._mailboxes[device].take(step, batch)
+                own.update(zip(message.numbers, lane.receive(message), strict=True))
+                del message
+            code = instruction.code
+            arguments = [
+                (own.pop(source.index) if dies else own[source.index])
+                if source.kind == "value"
+                else self._outside(source, batch, lane)
+                for source, dies in zip(code.inputs, instruction.dying, strict=True)
+            ]
+            if self._has_given:  # what an earlier run has left may lie on another device
+                arguments = [lane.local(argument, self._home) for argument in arguments]
+            start = lane.mark()
+            if code.random:
+                with drawing(self._streams[batch], lane.device):
+                    results = code.call(arguments)
+            else:
+                results = code.call(arguments)
+            spans.append(Span(instruction.action, start, lane.mark()))
+            self._deliver(device, lane, instruction, results)
+            del arguments, results
+
+    def _deliver(self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]) -> None:
+        action, batch = instruction.action, instruction.action.microbatch
+        for peer, places in instruction.sends:
+            numbers = tuple(number for _, number in places)
+            message = lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer])
+            self._mailboxes[peer].put(action.step, batch, message)
+        for place, number in instruction.kept:
+            self._values[device][batch][number] = results[place]
+        program = self._programs[batch]
+        for place, output in instruction.results:
+            value = lane.home(results[place], self._home)
+            self._outputs[batch][output] = value
+            if output in program.mutations and self._states is not None:
+                self._states.write(self._primals[batch][program.mutations[output]], batch, value)
+        gradients, added = self._gradients[device], self._added[device]
+        for place, primal in instruction.gradients:
+            key = id(self._primals[batch][primal])
+            if key not in gradients:
+                gradients[key] = results[place]
+            elif key in added:
+                gradients[key].add_(results[place])
+            else:
+                # The first gradient may be a view of something else, or a value that others read too.
+                gradients[key] = gradients[key] + results[place]
+                added.add(key)
+
+    def _outside(self, source: Source, batch: int, lane: Lane) -> Any:
+        if source.kind == "tangent":
+            return lane.local(self._tangents[batch][source.index], self._home)
+        value = self._primals[batch][source.index]
+        if self._states is not None and self._states.is_state(value):
+            value = self._states.read(value, batch)
+        return lane.local(value, self._home)
+
+    def finished(self) -> Finished:
+        """The results, once every worker has left."""
+        gradients: dict[int, torch.Tensor] = {}
+        owned: set[int] = set()
+        for device, (lane, own) in enumerate(zip(self._lanes, self._gradients, strict=True)):
+            for key, value in own.items():
+                at_home = lane.home(value, self._home)
+                if key not in gradients:
+                    gradients[key] = at_home
+                    if key in self._added[device]:
+                        owned.add(key)
+                elif key in owned:
+                    gradients[key].add_(at_home)
+                else:
+                    gradients[key] = gradients[key] + at_home
+                    owned.add(key)
+        for batch, program in enumerate(self._programs):
+            for place, source in enumerate(program.outputs):
+                if source is not None and source.kind == "primal":
+                    self._outputs[batch][place] = self._primals[batch][source.index]
+            for primal, source in enumerate(program.gradients):
+                if source is not None and source.kind != "value":
+                    outside = self._tangents if source.kind == "tangent" else self._primals
+                    key = id(self._primals[batch][primal])
+                    value = outside[batch][source.index]
+                    gradients[key] = gradients[key] + value if key in gradients else value
+        left: list[dict[int, Any]] = [{} for _ in self._programs]
+        for batches in self._values:
+            for batch, values in enumerate(batches):
+                left[batch].update(values)
+        return Finished(self._outputs, gradients, left, self._spans)
+
+
+def _home_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:
+    """The caller's device: that of the first tensor on the kind of device that the workers have."""
+    kind = workers.devices[0].type
+    for value in (value for values in primals for value in values):
+        if isinstance(value, torch.Tensor) and value.device.type == kind:
+            return value.device
+    return workers.devices[0]

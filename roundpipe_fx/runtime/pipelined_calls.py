@@ -1,0 +1,77 @@
+"""Pipelined calls: how a step gets at what Dynamo and AOTAutograd prepare for one microbatch, and hands back results.
+
+A microbatch is called twice. The first call is *taken*: guards are checked, inputs are flattened, the compiled
+forward gets its arguments and, instead of running, raises them to whoever takes them. When all microbatches have run,
+the second call is *answered*: the compiled forward returns what was computed elsewhere, so that AOTAutograd updates
+buffers and Dynamo puts the model's own outputs together.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["Taken", "answering", "pipelined", "take"]
+
+_local = threading.local()
+
+
+class Taken(BaseException):
+    """Carries a compiled forward's arguments to whoever takes them."""
+
+    def __init__(self, graph: Any, arguments: list[Any]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.arguments = arguments
+
+
+def take(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """The compiled graph behind a call, and its arguments; nothing runs.
+
+    Raises:
+        RuntimeError: the call ran no compiled graph.
+    """
+    _local.taking = True
+    try:
+        call()
+    except Taken as taken:
+        return taken.graph, taken.arguments
+    finally:
+        _local.taking = False
+    raise RuntimeError("the model computes nothing that could be compiled.")
+
+
+class answering:
+    """While entered, the next compiled forward of this thread returns these results."""
+
+    def __init__(self, results: Sequence[Any]) -> None:
+        self._results = list(results)
+
+    def __enter__(self) -> None:
+        _local.answer = self._results
+
+    def __exit__(self, *exc: object) -> None:
+        _local.answer = None
+
+
+def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """The compiled forward of a pipelined graph.
+
+    Args:
+        graph: what is raised with the arguments.
+        saved: stand-ins for what the forward keeps, appended to each answer.
+    """
+
+    def call(arguments: list[Any]) -> Any:
+        if getattr(_local, "taking", False):
+            raise Taken(graph, list(arguments))
+        answer = getattr(_local, "answer", None)
+        if answer is None:
+            raise RuntimeError("a pipelined graph was called from outside of its step.")
+        _local.answer = None
+        arguments.clear()
+        return (*answer, *saved)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call

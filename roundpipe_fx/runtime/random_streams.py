@@ -1,0 +1,126 @@
+"""Random streams: each microbatch draws its numbers from a stream of its own.
+
+Generators belong to the process (CPU) or the device, and several workers would draw from them in an order that nobody
+fixes. So every microbatch has the state of a generator to itself: it is put into place around each operation that
+draws, under a lock, and what was there is put back. What a step draws then depends on the seed and on the number of
+the microbatch, not on threads, devices or the schedule. The first microbatch goes on where the generator stands, so a
+step of one microbatch draws what a step without pipelining draws, and leaves the generator as that would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import is_seeded
+from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
+
+__all__ = ["RandomStream", "drawing", "draws", "finish", "random_streams", "whole", "with_streams"]
+
+_local = threading.local()
+_locks: dict[torch.device, threading.RLock] = {}
+_making = threading.Lock()
+
+
+class RandomStream:
+    """The state of one microbatch's generator."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+        self.drawn = False
+
+
+def random_streams(device: torch.device, microbatches: int) -> list[RandomStream]:
+    """A stream for each microbatch: the first from the device's generator, the others seeded by its state."""
+    first = _get(device)
+    digest = hashlib.sha256(first.numpy().tobytes()).digest()
+    streams = [RandomStream(first)]
+    for microbatch in range(1, microbatches):
+        seed = int.from_bytes(hashlib.sha256(digest + microbatch.to_bytes(8, "little")).digest()[:7], "little")
+        streams.append(RandomStream(torch.Generator(device).manual_seed(seed).get_state()))
+    return streams
+
+
+def finish(device: torch.device, streams: list[RandomStream]) -> None:
+    """Leave the device's generator as the first stream does."""
+    if any(stream.drawn for stream in streams):
+        _set(device, streams[0].state)
+
+
+class drawing:
+    """While entered, this thread draws from a stream, on a device."""
+
+    def __init__(self, stream: RandomStream, device: torch.device) -> None:
+        self._place = (stream, device)
+
+    def __enter__(self) -> None:
+        _local.place = self._place
+
+    def __exit__(self, *exc: object) -> None:
+        _local.place = None
+
+
+def draws(module: fx.GraphModule) -> bool:
+    """Whether a stage module draws random numbers, for the first time or again."""
+    return any(_is_random(node) for node in module.graph.nodes)
+
+
+def with_streams(module: fx.GraphModule) -> fx.GraphModule:
+    """The same module with every operation that draws doing so from the stream of its microbatch."""
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
+    for node in graph.nodes:
+        if _is_random(node):
+            node.target = _from_stream(node.target)
+    return fx.GraphModule(module, graph, class_name=module._get_name())
+
+
+def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """A compiled stage module all of whose drawing is from the stream of its microbatch."""
+    return _from_stream(call)
+
+
+def _is_random(node: fx.Node) -> bool:
+    return is_seeded(node) or node.target in (run_and_save_rng_state, run_with_rng_state)
+
+
+def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
+    def from_stream(*args: Any, **kwargs: Any) -> Any:
+        place = getattr(_local, "place", None)
+        if place is None:
+            return operation(*args, **kwargs)
+        stream, device = place
+        with _lock(device):
+            before = _get(device)
+            _set(device, stream.state)
+            try:
+                return operation(*args, **kwargs)
+            finally:
+                after = _get(device)
+                stream.drawn = stream.drawn or not torch.equal(after, stream.state)
+                stream.state = after
+                _set(device, before)
+
+    return from_stream
+
+
+def _lock(device: torch.device) -> threading.RLock:
+    with _making:
+        return _locks.setdefault(device, threading.RLock())
+
+
+def _get(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)

@@ -1,0 +1,78 @@
+"""Workers: one thread a device, which issues its actions.
+
+Workers on the CPU divide the cores among them, so that they truly run side by side. Threads end when the workers are
+closed, when nobody holds them any more, or with the process.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+
+from roundpipe_fx.runtime.lanes import Lane, lane_of
+
+__all__ = ["Workers"]
+
+Job = Callable[[int, Lane], None]
+
+
+class Workers:
+    """A worker for each of some devices.
+
+    Attributes:
+        devices: one for each worker.
+        lanes: likewise.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.devices = tuple(devices)
+        self.lanes = tuple(lane_of(device) for device in devices)
+        self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
+        cores = torch.get_num_threads()
+        sharing = sum(device.type == "cpu" for device in devices)
+        started = threading.Barrier(len(devices) + 1)
+        for index, (lane, jobs) in enumerate(zip(self.lanes, self._jobs, strict=True)):
+            threads = max(1, cores // sharing) if lane.device.type == "cpu" else None
+            # The thread holds nothing of this object, which may so be collected.
+            threading.Thread(
+                target=_work,
+                args=(index, lane, jobs, threads, started),
+                name=f"roundpipe_fx {lane.device} worker {index}",
+                daemon=True,
+            ).start()
+        started.wait()
+        torch.set_num_threads(cores)  # what threads of others start with; each worker has set its own
+        self.close = weakref.finalize(self, _stop, self._jobs)
+
+    def submit(self, job: Job) -> None:
+        """Have every worker call ``job`` with its number and lane. ``job`` must not raise."""
+        if not self.close.alive:
+            raise RuntimeError("the workers of this model have been closed.")
+        for jobs in self._jobs:
+            jobs.put(job)
+
+
+def _work(
+    index: int, lane: Lane, jobs: queue.SimpleQueue[Job | None], threads: int | None, started: threading.Barrier
+) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if lane.device.type != "cpu":
+        torch.accelerator.set_device_index(lane.device.index)
+    started.wait()
+    with torch.no_grad():
+        while True:
+            job = jobs.get()
+            if job is None:
+                return
+            job(index, lane)
+            del job  # what it holds must not live until the next one
+
+
+def _stop(jobs: list[queue.SimpleQueue[Job | None]]) -> None:
+    for one in jobs:
+        one.put(None)

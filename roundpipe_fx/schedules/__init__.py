@@ -1,0 +1,37 @@
+"""Schedules: which device does what for which microbatch, in which order, as data; and how long that takes."""
+
+from roundpipe_fx.schedules.action import Action, Kind, Step
+from roundpipe_fx.schedules.gpipe import gpipe
+from roundpipe_fx.schedules.interleaved import interleaved
+from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
+from roundpipe_fx.schedules.recompute_ahead import with_recompute
+from roundpipe_fx.schedules.round_robin import round_robin
+from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.stage_graph import StageGraph, chain, rounds
+from roundpipe_fx.schedules.timing import Deadlock, StepCosts, Timing, simulate_time
+from roundpipe_fx.schedules.transfers import with_transfers
+from roundpipe_fx.schedules.validate import InvalidScheduleError, validate
+from roundpipe_fx.schedules.zero_bubble import zero_bubble
+
+__all__ = [
+    "Action",
+    "Deadlock",
+    "InvalidScheduleError",
+    "Kind",
+    "Schedule",
+    "StageGraph",
+    "Step",
+    "StepCosts",
+    "Timing",
+    "chain",
+    "gpipe",
+    "interleaved",
+    "one_f_one_b",
+    "round_robin",
+    "rounds",
+    "simulate_time",
+    "validate",
+    "with_recompute",
+    "with_transfers",
+    "zero_bubble",
+]

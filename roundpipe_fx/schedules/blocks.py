@@ -1,0 +1,33 @@
+"""Runs of actions as arrays, of which schedules are put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.schedule import NUMBER
+
+__all__ = ["block_of", "pairs", "run_of"]
+
+
+def run_of(device: int, devices: int, stages: int) -> list[int]:
+    """The consecutive stages of a device, where each device has as equal a number as can be."""
+    return list(range(device * stages // devices, (device + 1) * stages // devices))
+
+
+def block_of(kind: Kind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
+    """Microbatches from ``start`` on, each through all of ``stages`` in turn; shape (actions, 3)."""
+    count = max(0, microbatches - start)
+    made = np.empty((count * len(stages), 3), dtype=np.int32)
+    made[:, 0] = NUMBER[kind]
+    made[:, 1] = np.tile(np.asarray(stages, dtype=np.int32), count)
+    made[:, 2] = np.repeat(np.arange(start, start + count, dtype=np.int32), len(stages))
+    return made
+
+
+def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:
+    """Alternately ``width`` actions of ``first`` and ``width`` of ``second``; both have the same length."""
+    both = np.stack([first.reshape(-1, width, 3), second.reshape(-1, width, 3)], axis=1)
+    return both.reshape(-1, 3)

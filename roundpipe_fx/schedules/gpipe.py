@@ -1,0 +1,31 @@
+"""GPipe: all forwards, then all backwards.
+
+Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. With equal stages
+the devices idle for (p - 1) / (m + p - 1) of the time; every microbatch is in flight at once.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.blocks import block_of, run_of
+from roundpipe_fx.schedules.schedule import Schedule
+
+__all__ = ["gpipe"]
+
+
+def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
+    """Each device has a run of consecutive stages, as equal in number as can be."""
+    orders = []
+    for device in range(devices):
+        own = run_of(device, devices, stages)
+        orders.append(
+            np.concatenate(
+                [
+                    block_of(Kind.FORWARD, own, microbatches),
+                    block_of(Kind.BACKWARD, own[::-1], microbatches),
+                ]
+            )
+        )
+    return Schedule("gpipe", tuple(orders))

@@ -1,0 +1,34 @@
+"""1F1B: as few microbatches in flight as keep all devices busy.
+
+Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019, in the flushing form of
+"Memory-efficient pipeline-parallel DNN training", 2021. With equal stages it idles as long as GPipe, but device d of p
+holds at most p - d microbatches.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.blocks import block_of, pairs, run_of
+from roundpipe_fx.schedules.schedule import Schedule
+
+__all__ = ["one_f_one_b"]
+
+
+def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
+    """Each device has a run of consecutive stages; it runs forwards ahead, then a forward and a backward in turn."""
+    orders = []
+    for device in range(devices):
+        own = run_of(device, devices, stages)
+        ahead = min(microbatches, devices - 1 - device)
+        forward = block_of(Kind.FORWARD, own, microbatches)
+        backward = block_of(Kind.BACKWARD, own[::-1], microbatches)
+        warm, width = ahead * len(own), len(own)
+        steady = len(forward) - warm
+        orders.append(
+            np.concatenate([forward[:warm], pairs(forward[warm:], backward[:steady], width), backward[steady:]])
+            if width
+            else forward
+        )
+    return Schedule("1f1b", tuple(orders))

@@ -1,0 +1,31 @@
+"""Recomputation before the gradient arrives: it stands just before the wait for the gradient, not after it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.schedule import NUMBER, Schedule
+from roundpipe_fx.schedules.stage_graph import StageGraph
+
+__all__ = ["with_recompute"]
+
+
+def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
+    """Put each stage's recomputation directly before its backward, where the schedule has none.
+
+    The backward waits for the gradient of the next stage; the recomputation does not, so it runs while the device
+    waits.
+    """
+    stages = [stage for kind, stage in graph.steps if kind is Kind.RECOMPUTE]
+    recompute = NUMBER[Kind.RECOMPUTE]
+    if not stages or any((order[:, 0] == recompute).any() for order in schedule.orders):
+        return schedule
+    backwards = [NUMBER[Kind.BACKWARD], NUMBER[Kind.BACKWARD_INPUT]]
+    orders = []
+    for order in schedule.orders:
+        places = np.flatnonzero(np.isin(order[:, 0], backwards) & np.isin(order[:, 1], stages))
+        added = order[places].copy()
+        added[:, 0] = recompute
+        orders.append(np.insert(order, places, added, axis=0))
+    return Schedule(schedule.name, tuple(orders))

@@ -1,0 +1,79 @@
+"""The stage graph: which step needs the results of which, for one and the same microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from roundpipe_fx.schedules.action import Kind, Step
+
+__all__ = ["StageGraph", "chain", "rounds"]
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What there is to do for a microbatch.
+
+    Attributes:
+        reads: for each step those whose results it reads.
+    """
+
+    reads: Mapping[Step, tuple[Step, ...]]
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps."""
+        return tuple(self.reads)
+
+    def has(self, kind: Kind, stage: int) -> bool:
+        """Whether there is such a step."""
+        return (kind, stage) in self.reads
+
+
+def chain(stages: int, *, split: bool = False, recompute: bool = False, training: bool = True) -> StageGraph:
+    """The graph of a pipeline in which each stage reads the one before.
+
+    Args:
+        stages: how many.
+        split: whether the gradients of inputs and of parameters are made in steps of their own.
+        recompute: whether stages have a recomputation.
+        training: whether there is a backward.
+    """
+    reads: dict[Step, tuple[Step, ...]] = {}
+    for stage in range(stages):
+        reads[Kind.FORWARD, stage] = ((Kind.FORWARD, stage - 1),) if stage else ()
+    if not training:
+        return StageGraph(reads)
+    backward = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+    for stage in range(stages):
+        sources: list[Step] = [(Kind.FORWARD, stage)]
+        if recompute:
+            reads[Kind.RECOMPUTE, stage] = ((Kind.FORWARD, stage),)
+            sources.append((Kind.RECOMPUTE, stage))
+        if stage + 1 < stages:
+            sources.append((backward, stage + 1))
+        reads[backward, stage] = tuple(sources)
+        if split:
+            reads[Kind.BACKWARD_WEIGHT, stage] = ((backward, stage),)
+    return StageGraph(reads)
+
+
+def rounds(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
+    """The graph of RoundPipe's dispatch: forward slots up to ``fused``, backward slots from there on.
+
+    Args:
+        fused: the slot that runs the forward's end and the backward's beginning.
+        slots: how many there are.
+        recompute: whether the backward slots after the fused one have a recomputation.
+    """
+    reads: dict[Step, tuple[Step, ...]] = {}
+    for slot in range(fused + 1):
+        reads[Kind.FORWARD, slot] = ((Kind.FORWARD, slot - 1),) if slot else ()
+    reads[Kind.BACKWARD, fused] = ((Kind.FORWARD, fused),)
+    for slot in range(fused + 1, slots):
+        sources: list[Step] = [(Kind.BACKWARD, slot - 1)]
+        if recompute:
+            reads[Kind.RECOMPUTE, slot] = ()
+            sources.append((Kind.RECOMPUTE, slot))
+        reads[Kind.BACKWARD, slot] = tuple(sources)
+    return StageGraph(reads)

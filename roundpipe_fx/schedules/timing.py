@@ -1,0 +1,197 @@
+"""The simulator of time: when each action of a schedule runs, given what the steps cost.
+
+An action starts when the device has done what stands before it and when all it reads has been made and, if another
+device made it, has travelled. Actions are run in waves: in each, every device runs its next action if that can start.
+A wave is a handful of array operations over the devices, so a thousand devices with ten thousand microbatches, twenty
+million actions, take seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Action, Step
+from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.stage_graph import StageGraph
+
+__all__ = ["Deadlock", "StepCosts", "Timing", "simulate_time"]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What steps cost.
+
+    Attributes:
+        seconds: of each step, for one microbatch.
+        transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
+        held_bytes: change of a device's memory by a step, for one microbatch: what it leaves less what it frees.
+        peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
+        base_bytes: bytes that are allocated once a step's device has run anything at all (gradients of parameters), by
+            step.
+    """
+
+    seconds: Mapping[Step, float]
+    transfer_seconds: Mapping[tuple[Step, Step], float] = field(default_factory=dict)
+    held_bytes: Mapping[Step, int] = field(default_factory=dict)
+    peak_bytes: Mapping[Step, int] = field(default_factory=dict)
+    base_bytes: Mapping[Step, int] = field(default_factory=dict)
+
+
+class Deadlock(ValueError):
+    """Devices wait for each other.
+
+    Attributes:
+        waiting: for each device that waits, (device, what it would do next, the step that it waits for).
+    """
+
+    def __init__(self, waiting: list[tuple[int, Action, Step]]) -> None:
+        device, action, (kind, stage) = waiting[0]
+        more = f"; {len(waiting) - 1} more devices wait" if len(waiting) > 1 else ""
+        super().__init__(
+            f"the schedule comes to a stop: device {device} waits at {action} for {kind}{stage}.{action.microbatch}, "
+            f"which does not run before it{more}."
+        )
+        self.waiting = waiting
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When the actions of a schedule run.
+
+    Attributes:
+        schedule: which.
+        starts: for each device the second at which each of its actions starts.
+        ends: likewise.
+        peak_bytes: for each device the most bytes at one time.
+    """
+
+    schedule: Schedule
+    starts: tuple[np.ndarray, ...] = field(repr=False)
+    ends: tuple[np.ndarray, ...] = field(repr=False)
+    peak_bytes: tuple[int, ...]
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the first start to the last end."""
+        ends = [end[-1] for end in self.ends if len(end)]
+        starts = [start[0] for start in self.starts if len(start)]
+        return float(max(ends) - min(starts)) if ends else 0.0
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each device works."""
+        return tuple(float((end - start).sum()) for start, end in zip(self.starts, self.ends, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """Share of the devices' time in which they wait, in [0, 1)."""
+        total = self.makespan * self.schedule.devices
+        return 1 - sum(self.busy) / total if total else 0.0
+
+
+def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Timing:
+    """Run a schedule on paper.
+
+    Args:
+        schedule: what runs where, in order.
+        graph: who reads whom.
+        costs: in seconds and bytes. A schedule of unequal microbatches takes those of a whole one.
+
+    Raises:
+        Deadlock: devices wait for each other, or for what nobody does.
+    """
+    steps = list(graph.steps)
+    number = {step: index for index, step in enumerate(steps)}
+    code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
+    for (kind, stage), index in number.items():
+        code[KINDS.index(kind), stage] = index
+    width = max((len(reads) for reads in graph.reads.values()), default=0)
+    reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
+    travel = np.zeros(reads.shape)
+    for step, sources in graph.reads.items():
+        for place, source in enumerate(sources):
+            reads[number[step], place] = number[source]
+            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
+    seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
+    codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
+    ends = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
+    starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
+    return Timing(schedule, starts, tuple(ends), tuple(_peak(own, steps, costs) for own in codes))
+
+
+def _run(
+    schedule: Schedule,
+    codes: list[np.ndarray],
+    steps: int,
+    reads: np.ndarray,
+    travel: np.ndarray,
+    seconds: np.ndarray,
+    names: list[Step],
+) -> list[np.ndarray]:
+    lengths = np.array([len(own) for own in codes])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
+    flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
+    microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
+    end_of = np.full((steps + 1, max(schedule.microbatches, 1)), np.nan)
+    end_of[steps] = -np.inf  # what is not read
+    maker = np.full(end_of.shape, -1, dtype=np.int32)
+    ends = np.empty(len(flat))
+    at = np.zeros(len(codes), dtype=np.intp)
+    clock = np.zeros(len(codes))
+    devices = np.flatnonzero(lengths > 0)
+    travels = bool(travel.any())
+    while len(devices):
+        place = offsets[devices] + at[devices]
+        own, batch = flat[place], microbatch[place]
+        sources = reads[own]
+        arrival = end_of[sources, batch[:, None]]
+        if travels:
+            arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
+        latest = arrival.max(axis=1)  # nan where something has not been made yet
+        ready = ~np.isnan(latest)
+        if not ready.any():
+            raise _deadlock(schedule, devices, at, end_of, reads, own, batch, names)
+        runs, place, own, batch = devices[ready], place[ready], own[ready], batch[ready]
+        end = np.maximum(clock[runs], latest[ready]) + seconds[own]
+        clock[runs] = end
+        ends[place] = end
+        end_of[own, batch] = end
+        if travels:
+            maker[own, batch] = runs
+        at[runs] += 1
+        if (at[runs] == lengths[runs]).any():
+            devices = devices[at[devices] < lengths[devices]]
+    return np.split(ends, offsets[1:])
+
+
+def _deadlock(
+    schedule: Schedule,
+    devices: np.ndarray,
+    at: np.ndarray,
+    end_of: np.ndarray,
+    reads: np.ndarray,
+    own: np.ndarray,
+    batch: np.ndarray,
+    names: list[Step],
+) -> Deadlock:
+    waiting = []
+    for device, step, microbatch in zip(devices.tolist(), own.tolist(), batch.tolist(), strict=True):
+        kind, stage, _ = schedule.orders[device][at[device]].tolist()
+        missing = next(source for source in reads[step].tolist() if np.isnan(end_of[source, microbatch]))
+        waiting.append((device, Action(KINDS[kind], stage, microbatch), names[missing]))
+    return Deadlock(waiting)
+
+
+def _peak(codes: np.ndarray, steps: list[Step], costs: StepCosts) -> int:
+    """Most bytes at one time on a device that runs these steps in this order."""
+    if not len(codes):
+        return 0
+    held = np.array([costs.held_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    present = np.unique(codes)
+    before = np.concatenate([[0], np.cumsum(held[codes])[:-1]])
+    base = sum(costs.base_bytes.get(steps[index], 0) for index in present.tolist())
+    return int(base + max(0, (before + peak[codes]).max()))

@@ -1,0 +1,91 @@
+"""Validation: a schedule is checked as a whole before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Action, Kind, Step
+from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.stage_graph import StageGraph
+from roundpipe_fx.schedules.timing import Deadlock, StepCosts, simulate_time
+from roundpipe_fx.torch_private import PassedThrough
+
+__all__ = ["InvalidScheduleError", "validate"]
+
+
+class InvalidScheduleError(PassedThrough, ValueError):
+    """A schedule that cannot run; the message names the action."""
+
+
+def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: int) -> None:
+    """Check that a schedule does everything once, in an order in which it can be done.
+
+    Args:
+        schedule: what is to be checked.
+        graph: what there is to do for each microbatch.
+        microbatches: how many there are.
+        devices: how many there are.
+
+    Raises:
+        InvalidScheduleError: an action is unknown, missing or there twice; a stage's microbatches are out of order
+            across its forwards, where statistics are updated; devices wait for each other; or there are too many.
+    """
+    if schedule.devices > devices:
+        raise InvalidScheduleError(f"the schedule is for {schedule.devices} devices, but there are {devices}.")
+    seen: dict[Step, np.ndarray] = {step: np.full(microbatches, -1) for step in graph.steps}
+    for device, order in enumerate(schedule.orders):
+        for code in np.unique(order[:, 0] * (1 << 20) + order[:, 1]).tolist():
+            kind, stage = KINDS[code >> 20], code & ((1 << 20) - 1)
+            batches = order[(order[:, 0] == code >> 20) & (order[:, 1] == stage), 2]
+            _check(device, kind, stage, batches, seen, graph, microbatches)
+    for (kind, stage), where in seen.items():
+        if (where < 0).any():
+            missing = Action(kind, stage, int(np.flatnonzero(where < 0)[0]))
+            raise InvalidScheduleError(f"{missing} is missing from the schedule.")
+    try:
+        simulate_time(schedule, graph, StepCosts(dict.fromkeys(graph.steps, 1.0)))
+    except Deadlock as error:
+        raise InvalidScheduleError(str(error)) from None
+
+
+def _check(
+    device: int,
+    kind: Kind,
+    stage: int,
+    batches: np.ndarray,
+    seen: dict[Step, np.ndarray],
+    graph: StageGraph,
+    microbatches: int,
+) -> None:
+    if not graph.has(kind, stage):
+        example = Action(kind, stage, int(batches[0]))
+        raise InvalidScheduleError(
+            f"{example} on device {device} is nothing that this model's stages do; they do {_steps_text(graph.steps)}."
+        )
+    if (batches >= microbatches).any() or (batches < 0).any():
+        wrong = Action(kind, stage, int(batches[(batches >= microbatches) | (batches < 0)][0]))
+        raise InvalidScheduleError(f"{wrong} on device {device}: there are {microbatches} microbatches.")
+    where = seen[kind, stage]
+    counts = np.bincount(batches, minlength=microbatches)
+    twice = np.flatnonzero((counts > 1) | ((counts > 0) & (where >= 0)))
+    if len(twice):
+        again = Action(kind, stage, int(twice[0]))
+        devices = sorted({device, *(int(where[b]) for b in twice[:1] if where[b] >= 0)})
+        places = "twice on device" if len(devices) == 1 else "on devices"
+        raise InvalidScheduleError(f"{again} is there more than once: {places} {', '.join(map(str, devices))}.")
+    if kind is Kind.FORWARD and (np.diff(batches) < 0).any():
+        late = int(batches[1:][np.diff(batches) < 0][0])
+        raise InvalidScheduleError(
+            f"{Action(kind, stage, late)} on device {device} comes after a later microbatch: a stage's forwards run in "
+            "the order of the microbatches, which update statistics one after another."
+        )
+    where[batches] = device
+
+
+def _steps_text(steps: Iterable[Step]) -> str:
+    by_kind: dict[Kind, list[int]] = {}
+    for kind, stage in steps:
+        by_kind.setdefault(kind, []).append(stage)
+    return ", ".join(f"{kind}{min(found)} to {kind}{max(found)}" for kind, found in by_kind.items())
