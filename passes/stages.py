@@ -17,7 +17,7 @@ from roundpipe_fx.balance import add_stage, partition
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, module_paths
 from roundpipe_fx.segment import Segment, StageCut
 
-__all__ = ["cut_stages", "positions_of_names", "stages_at_positions"]
+__all__ = ["cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]
 
 _AUTO_SLACK = 1.1
 
@@ -49,7 +49,7 @@ def cut_stages(
             )
             count = len(segments)
     starts = partition(costs, [segment.entry_bytes for segment in segments], count)
-    return _mark(joint, starts, len(segments))
+    return stages_of_starts(joint, starts, len(segments))
 
 
 def stages_at_positions(
@@ -58,7 +58,7 @@ def stages_at_positions(
     """Mark every computing node with its stage, where a stage begins at each given position of the forward order."""
     forward = joint.in_phase(Phase.FORWARD)
     starts = sorted({0, *(forward[position].meta[Mark.SEGMENT] for position in positions)})
-    return _mark(joint, starts, len(segments))
+    return stages_of_starts(joint, starts, len(segments))
 
 
 def positions_of_names(joint: JointGraph, names: Sequence[str], clean: Callable[[str], str]) -> list[int]:
@@ -113,7 +113,14 @@ def _auto_count(costs: torch.Tensor) -> int:
     return count
 
 
-def _mark(joint: JointGraph, starts: list[int], count: int) -> tuple[JointGraph, list[StageCut]]:
+def stages_of_starts(joint: JointGraph, starts: Sequence[int], count: int) -> tuple[JointGraph, list[StageCut]]:
+    """Mark every computing node with its stage.
+
+    Args:
+        joint: a graph with segments.
+        starts: the first segment of each stage.
+        count: how many segments there are.
+    """
     ends = [*starts[1:], count]
     cuts = [StageCut(index, start, end - 1) for index, (start, end) in enumerate(zip(starts, ends, strict=True))]
     of_segment = {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}

@@ -27,9 +27,12 @@ from roundpipe_fx.questions import count_questions
 from roundpipe_fx.region import memory_budget
 from roundpipe_fx.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 from roundpipe_fx.rotor.checkpointable import Checkpointable
+from roundpipe_fx.schedules import Action, InvalidScheduleError, Schedule
 from roundpipe_fx.sync_ops import register_sync_op
+from roundpipe_fx.timeline import Timeline
 
 __all__ = [
+    "Action",
     "Backward",
     "Chain",
     "Checkpointable",
@@ -39,10 +42,13 @@ __all__ = [
     "ForwardNograd",
     "GraphBreakWarning",
     "InfeasibleBudgetError",
+    "InvalidScheduleError",
     "Loss",
     "OptimizerCtx",
     "Plan",
+    "Schedule",
     "Sequence",
+    "Timeline",
     "checkpoint",
     "checkpoint_sequential",
     "compile",

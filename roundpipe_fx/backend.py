@@ -11,7 +11,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.capture import capture
 from roundpipe_fx.options import Options
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.sync_ops import registered_sync_ops
 
@@ -25,6 +25,7 @@ def make_backend(
     on_plan: Callable[[Plan], None],
     assumptions: Assumptions | None = None,
     pipelining: Pipelining | None = None,
+    likeness: Likeness | None = None,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -33,11 +34,14 @@ def make_backend(
         on_plan: called with each plan that is made.
         assumptions: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
+        likeness: how the first graph of the step at hand was cut.
     """
     warned: set[str] = set()
 
     def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return capture(module, example_inputs, options, registered_sync_ops(), on_plan, warned, assumptions, pipelining)
+        return capture(
+            module, example_inputs, options, registered_sync_ops(), on_plan, warned, assumptions, pipelining, likeness
+        )
 
     roundpipe_fx.backend_ctx_ctor = torch_private.dynamo_flags  # type: ignore[attr-defined]
     return roundpipe_fx

@@ -26,9 +26,9 @@ from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
-from roundpipe_fx.pipeline.graph import PipelinedGraph, pipelined_graph
+from roundpipe_fx.pipeline.graph import PipelinedGraph, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
@@ -55,6 +55,7 @@ class _Compilation:
     lowered: Lowered | None = None
     compiled: dict[str, Boxed] = field(default_factory=dict)
     pipelining: Pipelining | None = None
+    likeness: Likeness = field(default_factory=Likeness)
     graph: PipelinedGraph | None = None
 
     def partition(
@@ -81,11 +82,16 @@ class _Compilation:
         with torch_private.without_modes(), _without_gc():
             view = self._view(joint, num_fwd_outputs)
             pipeline = lower_pipeline(
-                view, self.options, pipelining, self.registered_syncs, share=self.assumptions.share
+                view,
+                self.options,
+                pipelining,
+                self.registered_syncs,
+                share=self.assumptions.share,
+                like=self.likeness.structure,
             )
         self.graph = pipelined_graph(pipeline, mutations, differentiated)
         self.lowered = pipeline.main.lowered
-        self.on_plan(self.lowered.plan)
+        self.on_plan(plan_of_pipeline(self.graph, pipelining))
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
 
@@ -131,9 +137,17 @@ class _Compilation:
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
         if self.pipelining is not None:
             with torch_private.without_modes(), _without_gc():
-                pipeline = lower_pipeline(joint, self.options, self.pipelining, self.registered_syncs, training=False)
-            self.on_plan(pipeline.main.lowered.plan)
-            return pipelined(pipelined_graph(pipeline, torch_private.input_mutations(module), []), [])
+                pipeline = lower_pipeline(
+                    joint,
+                    self.options,
+                    self.pipelining,
+                    self.registered_syncs,
+                    training=False,
+                    like=self.likeness.structure,
+                )
+            graph = pipelined_graph(pipeline, torch_private.input_mutations(module), [])
+            self.on_plan(plan_of_pipeline(graph, self.pipelining))
+            return pipelined(graph, [])
         with torch_private.without_modes(), _without_gc():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
@@ -170,6 +184,7 @@ def capture(
     warned: set[str],
     assumptions: Assumptions | None = None,
     pipelining: Pipelining | None = None,
+    likeness: Likeness | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's.
 
@@ -182,13 +197,21 @@ def capture(
         warned: graph breaks that the user was told of already; extended.
         assumptions: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
+        likeness: how the first graph of the step at hand was cut.
     """
     _warn_of_graph_break(module, warned)
     mark_checkpoints(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compilation = _Compilation(
-        options, registered_syncs, assumptions or Assumptions(), name, labels, on_plan, pipelining=pipelining
+        options,
+        registered_syncs,
+        assumptions or Assumptions(),
+        name,
+        labels,
+        on_plan,
+        pipelining=pipelining,
+        likeness=likeness or Likeness(),
     )
     with torch_private.aot_flags(), opaque_backwards(module):
         return torch_private.aot_autograd(

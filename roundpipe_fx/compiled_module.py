@@ -19,7 +19,7 @@ from roundpipe_fx.backend import make_backend
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
 from roundpipe_fx.options import Options
-from roundpipe_fx.pipeline.settings import Pipelining, parse_pipelining
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining, parse_pipelining
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
@@ -195,22 +195,25 @@ class CompiledModule(nn.Module):
         own = self.__dict__
         if "_run" in own:
             torch_private.forget_compiled(own["_original"])
-        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"])
         if own["_pipelining"] is not None:
-            self._compile_pipeline(backend)
+            self._compile_pipeline()
             return
+        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
         own["_run"] = torch.compile(
             own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
         )
 
-    def _compile_pipeline(self, backend: Callable[..., Any]) -> None:
+    def _compile_pipeline(self) -> None:
         own = self.__dict__
+        likeness = Likeness()
+        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"], likeness)
         if own["_pipeline"] is not None:
             own["_pipeline"].close()
         own["_pipeline"] = Pipeline(
             own["_original"],
             own["_pipelining"],
             lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=own["_dynamic"]),
+            likeness,
             own["_splitting"],
             own["_deferred_batch_norm"],
         )
@@ -233,7 +236,7 @@ class CompiledModule(nn.Module):
 
         Args:
             *args: for the model; split into microbatches.
-            labels: for ``loss_fn``; split likewise.
+            labels: for ``loss_fn``; split likewise. Without ``loss_fn`` they go to the model as its own ``labels``.
             loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor of one number. Without
                 it the model's output is its loss, or has it as ``.loss`` or as its first item.
             return_outputs: whether to return the model's outputs too, merged and detached.

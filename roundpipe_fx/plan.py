@@ -16,9 +16,12 @@ from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.search import search
+from roundpipe_fx.runtime.pipeline_run import Span
+from roundpipe_fx.schedules import Timing
 from roundpipe_fx.simulator import LiveValue, PeakMoment
+from roundpipe_fx.timeline import Timeline
 
-__all__ = ["Plan", "PlannedStage", "PlannedValue"]
+__all__ = ["Plan", "PlannedPipeline", "PlannedStage", "PlannedValue"]
 
 _SHOWN = 6
 
@@ -87,6 +90,32 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
+class PlannedPipeline:
+    """How a step is pipelined.
+
+    Attributes:
+        schedule: name of the schedule.
+        devices: one for each worker.
+        microbatches: how many, of a whole batch.
+        checkpoint: which microbatches are recomputed; empty where a byte budget decides.
+        makespan: modelled seconds of a step.
+        bubble: modelled share of the devices' time in which they wait.
+        peak_bytes: for each device the most bytes at one time, beyond those that were there when the step began:
+            values of the microbatches in flight, gradients, temporaries.
+        order: every device's actions with the transfers between them, one line a device.
+    """
+
+    schedule: str
+    devices: tuple[str, ...]
+    microbatches: int
+    checkpoint: str
+    makespan: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    order: str = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Plan:
     """All decisions of one compilation. ``print(plan)`` shows them; :meth:`write` writes the emitted code.
 
@@ -105,6 +134,9 @@ class Plan:
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         operations: what the plan was made from, for other planners; ``None`` without a budget.
+        pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
+        timing: when each action would run, if pipelined.
+        measured: when the actions of the latest step ran, once there was one, for each device.
     """
 
     stages: tuple[PlannedStage, ...]
@@ -120,6 +152,22 @@ class Plan:
     modules: tuple[StageModule, ...] = field(repr=False, compare=False)
     programs: tuple[Program, ...] = field(repr=False, compare=False)
     operations: OperationGraph | None = field(repr=False, compare=False, default=None)
+    pipeline: PlannedPipeline | None = None
+    timing: Timing | None = field(repr=False, compare=False, default=None)
+    measured: list[list[list[Span]]] = field(repr=False, compare=False, default_factory=list)
+
+    def timeline(self) -> Timeline:
+        """When each device does what: as predicted and, after a step, as measured in the latest.
+
+        Raises:
+            RuntimeError: the model is not pipelined, or the plan was read from JSON.
+        """
+        if self.timing is None:
+            raise RuntimeError(
+                "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
+                "of the compiled model."
+            )
+        return Timeline.of(self.timing, self.measured[-1] if self.measured else None)
 
     @property
     def saved_bytes(self) -> int:
@@ -161,6 +209,8 @@ class Plan:
             same = first.setdefault(module.fingerprint, name)
             texts[name] = stage_text(module) if same == name else f"# the same work on the same shapes as {same}\n"
         programs = [program_text(program, self._describe) for program in self.programs]
+        if self.pipeline is not None:
+            texts["schedule.txt"] = f"# {self.pipeline.schedule}\n{self.pipeline.order}\n"
         texts["program.py"] = "import torch\n\n\n" + "\n\n".join(programs)
         return texts
 
@@ -226,8 +276,9 @@ class Plan:
     def to_json(self) -> str:
         """The decisions as JSON, without the emitted code; :meth:`from_json` reads it back."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("modules", "programs", "operations"):
+        for name in ("modules", "programs", "operations", "timing", "measured"):
             del fields[name]
+        fields["pipeline"] = dataclasses.asdict(self.pipeline) if self.pipeline is not None else None
         fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         fields["peak"] = dataclasses.asdict(self.peak)
         return json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
@@ -248,6 +299,9 @@ class Plan:
             fields["peak"] = PeakMoment(**fields["peak"], live=live)
             fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
             fields["segments"] = tuple(fields["segments"])
+            if fields["pipeline"] is not None:
+                lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
+                fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
             fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
             return cls(**fields, modules=(), programs=())
         except (KeyError, TypeError, ValueError) as error:
@@ -264,9 +318,12 @@ class Plan:
         lines = [f"roundpipe_fx plan: {len(self.stages)} stages of {total} segments ({different} different), {kind}"]
         if self.budget is not None:
             lines.append(f"budget: {bytes_text(self.budget)} ({self.budget} bytes)")
+        if self.pipeline is not None:
+            lines += _pipeline_lines(self.pipeline)
         where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"
         module = f" of {self.peak.module}" if self.peak.module else ""
-        lines.append(f"predicted peak: {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes), {where}{module}")
+        what = "predicted peak" if self.pipeline is None else "of one microbatch alone, predicted peak"
+        lines.append(f"{what}: {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes), {where}{module}")
         if self.training:
             lines.append(
                 f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
@@ -289,7 +346,19 @@ class Plan:
         return "\n".join(lines)
 
 
-_FORMAT = "roundpipe_fx plan 1"
+_FORMAT = "roundpipe_fx plan 2"
+
+
+def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
+    again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
+    peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
+    more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
+    return [
+        f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
+        f"{len(pipeline.devices)} devices{again}",
+        f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
+        f"devices: {peaks}{more}",
+    ]
 
 
 def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,12 +14,15 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.joint_graph import is_tensor
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.pipeline.lowering import LoweredPipeline, Variant
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode
+from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.schedules import StageGraph, Step
+from roundpipe_fx.schedules import StageGraph, Step, with_transfers
 
-__all__ = ["PipelinedGraph", "pipelined_graph", "union"]
+__all__ = ["PipelinedGraph", "pipelined_graph", "plan_of_pipeline", "union"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class PipelinedGraph:
         outputs: fake values of the forward's results, by number.
         tangents: fake values of the incoming gradients.
         strided: whether stages insist on the strides that they were compiled for.
+        measured: when the actions of the latest run of them ran, for each device; empty before the first.
     """
 
     pipeline: LoweredPipeline
@@ -40,6 +45,27 @@ class PipelinedGraph:
     outputs: tuple[Any, ...]
     tangents: tuple[torch.Tensor, ...]
     strided: bool
+    measured: list[list[list[Span]]] = field(default_factory=list)
+
+
+def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
+    """The plan of one microbatch, with what there is to say about the pipeline."""
+    pipeline = graph.pipeline
+    timing = pipeline.predict(pipelining.microbatches)
+    order = with_transfers(timing.schedule, pipeline.main.steps.graph)
+    planned = PlannedPipeline(
+        pipeline.structure.name,
+        tuple(map(str, pipelining.devices)) or ("the model's",),
+        pipelining.microbatches,
+        "" if pipeline.budget is not None else pipelining.checkpoint,
+        timing.makespan,
+        timing.bubble,
+        timing.peak_bytes,
+        "\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
+    )
+    return dataclasses.replace(
+        pipeline.main.lowered.plan, budget=pipeline.budget, pipeline=planned, timing=timing, measured=graph.measured
+    )
 
 
 def pipelined_graph(

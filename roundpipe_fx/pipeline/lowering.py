@@ -23,6 +23,7 @@ from roundpipe_fx.passes.recompute_regions import region_bounds
 from roundpipe_fx.passes.rematerialize import keep_slot_inputs
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.stages import stages_of_starts
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
@@ -36,16 +37,15 @@ from roundpipe_fx.schedules import (
     StageGraph,
     StepCosts,
     Timing,
-    round_robin,
-    rounds,
     simulate_time,
     validate,
     with_recompute,
 )
 from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
+from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import allocation_granularity
 
-__all__ = ["LoweredPipeline", "Variant", "lower_pipeline"]
+__all__ = ["LoweredPipeline", "Structure", "Variant", "lower_pipeline"]
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +66,28 @@ class Variant:
 
 
 @dataclass(frozen=True)
+class Structure:
+    """How a graph was cut: microbatches of another shape in the same step are cut alike.
+
+    Attributes:
+        name: of the schedule.
+        segments: how many there were.
+        cut: RoundPipe's slots, or the first segment of each stage.
+    """
+
+    name: str
+    segments: int
+    cut: Rounds | tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class LoweredPipeline:
     """A graph that was lowered for a pipeline.
 
     Attributes:
         main: what most microbatches run.
         last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
-        name: of the schedule.
+        structure: how the graph was cut, and for which schedule.
         given: the user's schedule, if he gave one.
         devices: how many.
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
@@ -80,7 +95,7 @@ class LoweredPipeline:
 
     main: Variant
     last: Variant
-    name: str
+    structure: Structure
     given: Schedule | None
     devices: int
     budget: int | None = None
@@ -98,7 +113,7 @@ class LoweredPipeline:
         if self.given is not None:
             made = with_recompute(self.given, graph)
         else:
-            made = make_schedule(self.name, graph, self.devices, microbatches)
+            made = make_schedule(self.structure.name, graph, self.devices, microbatches)
         validate(made, graph, microbatches, self.devices)
         return made
 
@@ -115,6 +130,7 @@ def lower_pipeline(
     registered_syncs: Collection[Any] = (),
     training: bool = True,
     share: float = 1.0,
+    like: Structure | None = None,
 ) -> LoweredPipeline:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
 
@@ -125,6 +141,7 @@ def lower_pipeline(
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
         share: of the budget that may be used.
+        like: how the graph of another microbatch of the same step was cut.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
@@ -133,7 +150,9 @@ def lower_pipeline(
     """
     prepared = prepare(joint, options, registered_syncs)
     names = [pipelining.schedule] if isinstance(pipelining.schedule, str) else ["given"]
-    if names == ["auto"]:
+    if like is not None:
+        names = [like.name]
+    elif names == ["auto"]:
         names = (
             [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"] if training else ["gpipe"]
         )
@@ -142,7 +161,7 @@ def lower_pipeline(
     for name in names:
         spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(names) > 1 else prepared
         try:
-            tried = _lower_named(spare, options, pipelining, name, training, share)
+            tried = _lower_named(spare, options, pipelining, name, training, share, like)
         except InfeasibleBudgetError as error:
             refused = error if refused is None or error.minimum < refused.minimum else refused
             continue
@@ -160,7 +179,13 @@ def lower_pipeline(
 
 
 def _lower_named(
-    prepared: Prepared, options: Options, pipelining: Pipelining, name: str, training: bool, share: float
+    prepared: Prepared,
+    options: Options,
+    pipelining: Pipelining,
+    name: str,
+    training: bool,
+    share: float,
+    like: Structure | None,
 ) -> LoweredPipeline:
     given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
     if given is not None and training:
@@ -174,21 +199,25 @@ def _lower_named(
         stages = options.stages
     asked = dataclasses.replace(options, stages=stages)
     devices = pipelining.workers
-    if name == "roundpipe" and training:
-        joint, setting = _cut_rounds(prepared, asked, pipelining, share)
+    name = "gpipe" if not training else name
+    choosers = CHOOSERS
+    cut: Rounds | tuple[int, ...]
+    if name == "roundpipe":
+        joint, segments, cuts, cut = _cut_rounds(prepared.joint, pipelining, like)
         choosers = {**CHOOSERS, "full": keep_slot_inputs}
     else:
         joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs)
-        setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
-        choosers = CHOOSERS
+        if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
+            joint, cuts = stages_of_starts(joint, like.cut, len(segments))
+        cut = tuple(stage.first for stage in cuts)
+    structure = Structure(name, len(segments), cut)
+    setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
-    name = "gpipe" if name == "given" and not training else name
-    given = given if training else None
     if not training:
         only = _variant(emit(joint, setting), setting)
-        return LoweredPipeline(only, only, name, None, devices)
+        return LoweredPipeline(only, only, structure, None, devices)
     if options.memory_budget is not None:
-        return _within(joint, setting, split, name, given, pipelining, options.memory_budget)
+        return _within(joint, setting, split, structure, given, pipelining, options.memory_budget)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint]
     spare = joint.copy() if last != main else None
@@ -197,7 +226,7 @@ def _lower_named(
     other = first
     if spare is not None:
         other = _variant(emit(spare, setting, chooser=choosers[last], split=split), setting)
-    return LoweredPipeline(first, other, name, given, devices)
+    return LoweredPipeline(first, other, structure, given, devices)
 
 
 def _variant(lowered: Lowered, setting: Setting) -> Variant:
@@ -211,37 +240,28 @@ def _splits(schedule: Schedule) -> bool:
 
 
 def _cut_rounds(
-    prepared: Prepared, options: Options, pipelining: Pipelining, share: float
-) -> tuple[JointGraph, Setting]:
-    joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint))
-    devices = pipelining.workers
-
-    def makespan(tried: Rounds, forward: Any, backward: Any) -> float:
-        fused = len(tried.forward)
-        seconds = {(Kind.FORWARD, i): sum(forward[a : b + 1]) for i, (a, b) in enumerate(tried.forward)}
-        first, last = tried.fused
-        seconds[Kind.FORWARD, fused] = sum(forward[first : last + 1])
-        seconds[Kind.BACKWARD, fused] = sum(segment.backward_seconds for segment in segments[first : last + 1])
-        for index, (a, b) in enumerate(tried.backward):
-            seconds[Kind.BACKWARD, fused + 1 + index] = sum(backward[a : b + 1])
-        schedule = round_robin(devices, fused, tried.slots, pipelining.microbatches)
-        return simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds)).makespan
-
-    chosen = fit_rounds(
-        [segment.forward_seconds for segment in segments],
-        [segment.backward_seconds for segment in segments],
-        pipelining.checkpoint != "never",
-        makespan,
-    )
+    joint: JointGraph, pipelining: Pipelining, like: Structure | None
+) -> tuple[JointGraph, list[Segment], list[StageCut], Rounds]:
+    joint, segments = cut_segments(joint, region_bounds(joint))
+    if like is not None and like.segments == len(segments) and isinstance(like.cut, Rounds):
+        chosen = like.cut
+    else:
+        chosen = fit_rounds(
+            [segment.forward_seconds for segment in segments],
+            [segment.backward_seconds for segment in segments],
+            pipelining.checkpoint != "never",
+            pipelining.workers,
+            pipelining.microbatches,
+        )
     joint, cuts = cut_rounds(joint, chosen)
-    return joint, Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
+    return joint, segments, cuts, chosen
 
 
 def _within(
     joint: JointGraph,
     setting: Setting,
     split: bool,
-    name: str,
+    structure: Structure,
     given: Schedule | None,
     pipelining: Pipelining,
     budget: int | float,
@@ -267,7 +287,7 @@ def _within(
             own = follow_schedule(own, candidate.schedule.backward, setting.costs)
             chosen = Chosen(candidate, candidate.peak.bytes, mapped, frontier)
             only = _variant(emit(own, setting, chosen=chosen, split=split), setting)
-            pipeline = LoweredPipeline(only, only, name, given, pipelining.workers)
+            pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers)
             tried[index] = max(pipeline.predict(pipelining.microbatches).peak_bytes), pipeline
         return tried[index]
 
@@ -289,10 +309,10 @@ def _within(
         peak, pipeline = min(tried.values(), key=lambda item: item[0])
     if peak > limit and isinstance(budget, int):
         raise InfeasibleBudgetError(
-            f"memory_budget of {limit} bytes ({bytes_text(limit)}) a device cannot be met: with schedule {name!r}, "
-            f"{pipelining.workers} devices and {pipelining.microbatches} microbatches, the device that needs most "
-            f"needs at least {peak} bytes ({bytes_text(peak)}). Use more and smaller microbatches, more devices, "
-            "another schedule, or a budget of at least the minimum.",
+            f"memory_budget of {limit} bytes ({bytes_text(limit)}) a device cannot be met: with schedule "
+            f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the device "
+            f"that needs most needs at least {peak} bytes ({bytes_text(peak)}). Use more and smaller microbatches, "
+            "more devices, another schedule, or a budget of at least the minimum.",
             peak,
         )
     return dataclasses.replace(pipeline, budget=max(limit, peak))

@@ -36,9 +36,9 @@ def make_schedule(name: str, graph: StageGraph, devices: int, microbatches: int)
         devices: how many.
         microbatches: how many.
     """
-    stages = 1 + max(stage for kind, stage in graph.steps if kind is Kind.FORWARD)
+    stages = 1 + max((stage for kind, stage in graph.steps if kind is Kind.FORWARD), default=0)
     if name == "roundpipe":
-        slots = 1 + max(stage for _, stage in graph.steps)
+        slots = 1 + max((stage for _, stage in graph.steps), default=0)
         whole = round_robin(devices, stages - 1, slots, microbatches)
     else:
         whole = _BOUND[name](devices, stages, microbatches)

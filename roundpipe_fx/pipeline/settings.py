@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CHECKPOINTS", "SCHEDULES", "Pipelining", "parse_pipelining"]
+__all__ = ["CHECKPOINTS", "SCHEDULES", "Likeness", "Pipelining", "parse_pipelining"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
 CHECKPOINTS = ("always", "except_last", "never")
+
+
+@dataclass
+class Likeness:
+    """What the compilations of one step share: how its first graph was cut (a ``Structure``), once there is one."""
+
+    structure: Any = None
 
 
 @dataclass(frozen=True)

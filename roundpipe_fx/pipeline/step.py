@@ -9,6 +9,7 @@ that fails leaves no gradient behind.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import types
@@ -24,15 +25,15 @@ from torch.utils._pytree import tree_map
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
 from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
-from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
 from roundpipe_fx.runtime.pipelined_calls import answering, take
 from roundpipe_fx.runtime.worker import Workers
-from roundpipe_fx.schedules import Kind, Schedule
+from roundpipe_fx.schedules import Kind
 
-__all__ = ["Measured", "Pipeline", "Splitting"]
+__all__ = ["Pipeline", "Splitting"]
 
 _BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
@@ -55,21 +56,6 @@ class Splitting:
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What the latest run has shown.
-
-    Attributes:
-        graph: what was run.
-        schedule: in which order.
-        spans: for each device when its actions ran.
-    """
-
-    graph: PipelinedGraph
-    schedule: Schedule
-    spans: list[list[Span]]
-
-
-@dataclass(frozen=True)
 class _Taken:
     """The microbatches of a step, ready to run."""
 
@@ -84,7 +70,7 @@ class Pipeline:
 
     Attributes:
         settings: how.
-        measured: what the latest run has shown; ``None`` before the first.
+        compiled: the model, the model with its loss, and that with its outputs, compiled.
     """
 
     def __init__(
@@ -92,17 +78,18 @@ class Pipeline:
         model: nn.Module,
         settings: Pipelining,
         compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
+        likeness: Likeness,
         splitting: Splitting,
         deferred_batch_norm: bool,
     ) -> None:
         self.settings = settings
-        self.measured: Measured | None = None
         self._model = model
+        self._likeness = likeness
         self._splitting = splitting
         self._deferred = deferred_batch_norm
         self.compiled = {kind: compile_function(function) for kind, function in _functions(model).items()}
         self._workers: Workers | None = None
-        self._schedules: dict[Any, tuple[Schedule, list[list[Instruction]], Any]] = {}
+        self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
         self._lock = threading.RLock()
 
     def forward_backward(
@@ -119,7 +106,7 @@ class Pipeline:
                 "forward_backward computes gradients, but autograd is off here (no_grad); call the model."
             )
         if labels is not None and loss_fn is None:
-            raise ValueError("forward_backward: labels need a loss_fn(output, labels) that reads them.")
+            kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         run = self.compiled["outputs" if return_outputs else "loss"]
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         if self._splitting.inputs is None and self._splitting.labels is None:
@@ -181,11 +168,15 @@ class Pipeline:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
     def _take(self, calls: list[Callable[[], Any]]) -> _Taken:
-        graphs, primals = [], []
+        graphs: list[PipelinedGraph] = []
+        primals = []
+        self._likeness.structure = None
         for call in calls:
             graph, arguments = take(call)
             graphs.append(graph)
             primals.append(arguments)
+            self._likeness.structure = graphs[0].pipeline.structure
+            _check_alike(graphs[0], graph)
         programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
         return _Taken(calls, graphs, programs, primals)
 
@@ -208,17 +199,19 @@ class Pipeline:
         kinds: tuple[Kind, ...] | None,
         given: Sequence[dict[int, Any]],
     ) -> Finished:
-        schedule, instructions = self._instructions(taken, kinds)
+        instructions = self._instructions(taken, kinds)
         home = self._home(taken)
         streams = random_streams.random_streams(home, len(taken.programs))
         if self._workers is None:
             self._workers = Workers(self.settings.devices or (home,))
         finished = run_pipeline(self._workers, instructions, taken.programs, taken.primals, tangents, streams, given)
         random_streams.finish(home, streams)
-        self.measured = Measured(taken.graphs[0], schedule, finished.spans)
+        whole = kinds != _BACKWARD or not taken.graphs[0].measured
+        before = [] if whole else taken.graphs[0].measured[-1]
+        taken.graphs[0].measured[:] = [_joined(before, finished.spans)]
         return finished
 
-    def _instructions(self, taken: _Taken, kinds: tuple[Kind, ...] | None) -> tuple[Schedule, list[list[Instruction]]]:
+    def _instructions(self, taken: _Taken, kinds: tuple[Kind, ...] | None) -> list[list[Instruction]]:
         key = (kinds, *(id(program) for program in taken.programs))
         if key not in self._schedules:
             graph = union([program.graph for program in taken.programs])
@@ -227,9 +220,8 @@ class Pipeline:
             whole = pipeline.schedule(graph, count)
             schedule = whole if kinds is None else whole.only(*kinds)
             # The programs are held, so that their identities stay theirs.
-            self._schedules[key] = schedule, instructions_of(schedule, taken.programs), taken.programs
-        schedule, instructions, _ = self._schedules[key]
-        return schedule, instructions
+            self._schedules[key] = instructions_of(schedule, taken.programs), taken.programs
+        return self._schedules[key][0]
 
     def _home(self, taken: _Taken) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
@@ -360,6 +352,18 @@ def _replaced(own_of: dict[int, Any], value: Any) -> Any:
     return value
 
 
+def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:
+    """Microbatches of different shapes must have the same stages, since one schedule runs them all."""
+    if other is first:
+        return
+    own, others = ({s for s in g.main.steps if s[0] is not Kind.RECOMPUTE} for g in (first, other))
+    if own != others:
+        raise ValueError(
+            "microbatches of different shapes were cut into different stages, so no schedule fits both: use a batch "
+            "size that is divisible by num_microbatches."
+        )
+
+
 def _loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     """Number of the output that is the loss."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
@@ -397,6 +401,16 @@ def _tangent(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     if gradient.stride() == stride:
         return gradient
     return torch.empty_strided(shape, stride, dtype=like.dtype, device=gradient.device).copy_(gradient)
+
+
+def _joined(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
+    """The spans of a forward and of its backward, which ran later, as those of one step."""
+    if not before:
+        return after
+    return [
+        [*first, *(dataclasses.replace(span, base=first[0].base) if first else span for span in then)]
+        for first, then in zip(before, after, strict=True)
+    ]
 
 
 def _chunks(values: Sequence[Any], counts: Sequence[int]) -> Iterator[Sequence[Any]]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.cost.of_node import tensor_bytes
-from roundpipe_fx.joint_graph import Phase, tensor_values
+from roundpipe_fx.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.schedules import Kind, StageGraph, Step, StepCosts
 from roundpipe_fx.simulator import simulate_calls
+from roundpipe_fx.torch_private import run_and_save_rng_state
 
 __all__ = ["Steps", "step_costs", "steps_of"]
 
@@ -48,7 +50,17 @@ def steps_of(lowered: Lowered) -> Steps:
         step: tuple(dict.fromkeys(maker[node] for node in call.inputs if node in maker))
         for step, call in modules.items()
     }
+    # Two branches of a model may run at the same time, but random numbers are drawn in the order of the program.
+    drawing = [step for step, call in modules.items() if _draws(call)]
+    for before, step in pairwise(drawing):
+        if before not in reads[step]:
+            reads[step] = (*reads[step], before)
     return Steps(modules, StageGraph(reads), maker)
+
+
+def _draws(call: StageModule) -> bool:
+    """Whether a stage module draws new random numbers; drawing the same again changes no generator."""
+    return any(is_seeded(node) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
 
 def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int], float], granularity: int) -> StepCosts:

@@ -74,10 +74,11 @@ class Instruction:
     Attributes:
         action: what is done.
         code: the stage module.
-        receives: steps whose results have to arrive first.
+        receives: steps whose message has to arrive first.
         dying: for each argument whether it is a value that nothing on this device reads after.
         kept: (position in the results, number) of values that are read on this device later.
-        sends: for each device that reads results: its number and (position, number) of the values.
+        sends: for each device that reads results, or waits for their order: its number and (position, number) of the
+            values.
         results: (position in the results, number of the forward output).
         gradients: (position in the results, number of the primal).
     """
@@ -128,12 +129,14 @@ def instructions_of(schedule: Schedule, programs: Sequence[PipelineProgram]) -> 
 def _of_microbatch(
     device: int, batch: int, program: PipelineProgram, where: Mapping[Step, int], sequence: Sequence[Step]
 ) -> dict[Step, Instruction]:
-    maker = {number: step for step, code in program.steps.items() for number in code.outputs}
     last: dict[int, Step] = {}
     for step in sequence:
         last.update((s.index, step) for s in program.steps[step].inputs if s.kind == "value")
     readers: dict[int, set[int]] = {}
+    waiting: dict[Step, set[int]] = {}
     for step, at in where.items():
+        for source_step in program.graph.reads[step]:
+            waiting.setdefault(source_step, set()).add(at)
         for source in program.steps[step].inputs:
             if source.kind == "value":
                 readers.setdefault(source.index, set()).add(at)
@@ -149,12 +152,12 @@ def _of_microbatch(
     received: set[Step] = set()
     for step in sequence:
         code = program.steps[step]
-        foreign = [maker[s.index] for s in code.inputs if s.kind == "value"]
-        arriving = [s for s in dict.fromkeys(foreign) if where.get(s, device) != device and s not in received]
+        before = program.graph.reads[step]
+        arriving = [one for one in before if where.get(one, device) != device and one not in received]
         received.update(arriving)
         sends = {
             peer: tuple((i, number) for i, number in enumerate(code.outputs) if peer in readers.get(number, ()))
-            for peer in sorted({peer for number in code.outputs for peer in readers.get(number, ())} - {device})
+            for peer in sorted(waiting.get(step, set()) - {device})
         }
         instructions[step] = Instruction(
             Action(step[0], step[1], batch),

@@ -8,6 +8,7 @@ it was raised.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,11 +27,19 @@ __all__ = ["Finished", "Span", "run_pipeline"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action ran, as marks of its device's lane."""
+    """When an action ran, as marks of its device's lane; ``base`` marks the beginning of the run."""
 
     action: Action
+    base: Any
     start: Any
     end: Any
+
+    def seconds(self) -> tuple[float, float]:
+        """Start and end in seconds from the beginning of the run. On an accelerator it waits for the action's end."""
+        if isinstance(self.base, float):
+            return self.start - self.base, self.end - self.base
+        self.end.synchronize()
+        return self.base.elapsed_time(self.start) * 1e-3, self.base.elapsed_time(self.end) * 1e-3
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,7 @@ class _Run:
         self._gradients: list[dict[int, Any]] = [{} for _ in workers.lanes]
         self._added: list[set[int]] = [set() for _ in workers.lanes]
         self._spans: list[list[Span]] = [[] for _ in workers.lanes]
+        self._began = time.perf_counter()
         self._running = len(workers.lanes)
         self._done = threading.Condition()
         self._stopping = False
@@ -242,6 +252,7 @@ class _Run:
 
     def _go_through(self, device: int, lane: Lane) -> None:
         values, spans = self._values[device], self._spans[device]
+        base = self._began if lane.device.type == "cpu" else lane.mark()
         for instruction in self._instructions[device]:
             if self._stopping:
                 raise _Stopped
@@ -266,7 +277,7 @@ class _Run:
                     results = code.call(arguments)
             else:
                 results = code.call(arguments)
-            spans.append(Span(instruction.action, start, lane.mark()))
+            spans.append(Span(instruction.action, base, start, lane.mark()))
             self._deliver(device, lane, instruction, results)
             del arguments, results
 

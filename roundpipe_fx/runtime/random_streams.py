@@ -33,6 +33,7 @@ class RandomStream:
     def __init__(self, state: torch.Tensor) -> None:
         self.state = state
         self.drawn = False
+        self.lock = threading.RLock()
 
 
 def random_streams(device: torch.device, microbatches: int) -> list[RandomStream]:
@@ -96,7 +97,7 @@ def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
         if place is None:
             return operation(*args, **kwargs)
         stream, device = place
-        with _lock(device):
+        with stream.lock, _lock(device):
             before = _get(device)
             _set(device, stream.state)
             try:

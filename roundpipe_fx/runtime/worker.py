@@ -19,6 +19,9 @@ __all__ = ["Workers"]
 
 Job = Callable[[int, Lane], None]
 
+_PATIENCE = 5.0
+"""Seconds to wait for a thread to end; it ends after the operation that it is in."""
+
 
 class Workers:
     """A worker for each of some devices.
@@ -35,18 +38,21 @@ class Workers:
         cores = torch.get_num_threads()
         sharing = sum(device.type == "cpu" for device in devices)
         started = threading.Barrier(len(devices) + 1)
+        threads = []
         for index, (lane, jobs) in enumerate(zip(self.lanes, self._jobs, strict=True)):
-            threads = max(1, cores // sharing) if lane.device.type == "cpu" else None
+            own = max(1, cores // sharing) if lane.device.type == "cpu" else None
             # The thread holds nothing of this object, which may so be collected.
-            threading.Thread(
+            thread = threading.Thread(
                 target=_work,
-                args=(index, lane, jobs, threads, started),
+                args=(index, lane, jobs, own, started),
                 name=f"roundpipe_fx {lane.device} worker {index}",
                 daemon=True,
-            ).start()
+            )
+            thread.start()
+            threads.append(thread)
         started.wait()
         torch.set_num_threads(cores)  # what threads of others start with; each worker has set its own
-        self.close = weakref.finalize(self, _stop, self._jobs)
+        self.close = weakref.finalize(self, _stop, self._jobs, threads)
 
     def submit(self, job: Job) -> None:
         """Have every worker call ``job`` with its number and lane. ``job`` must not raise."""
@@ -73,6 +79,9 @@ def _work(
             del job  # what it holds must not live until the next one
 
 
-def _stop(jobs: list[queue.SimpleQueue[Job | None]]) -> None:
+def _stop(jobs: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
     for one in jobs:
         one.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(_PATIENCE)  # a thread that still runs when the interpreter goes down takes the process with it

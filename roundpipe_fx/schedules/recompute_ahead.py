@@ -21,10 +21,15 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
     recompute = NUMBER[Kind.RECOMPUTE]
     if not stages or any((order[:, 0] == recompute).any() for order in schedule.orders):
         return schedule
-    backwards = [NUMBER[Kind.BACKWARD], NUMBER[Kind.BACKWARD_INPUT]]
+    # The stage with which the backward ends may have gradients of parameters alone.
+    first = {
+        stage: next(k for k in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if graph.has(k, stage))
+        for stage in stages
+    }
+    before = np.array([NUMBER[kind] << 20 | stage for stage, kind in first.items()], dtype=np.int32)
     orders = []
     for order in schedule.orders:
-        places = np.flatnonzero(np.isin(order[:, 0], backwards) & np.isin(order[:, 1], stages))
+        places = np.flatnonzero(np.isin(order[:, 0] << 20 | order[:, 1], before))
         added = order[places].copy()
         added[:, 0] = recompute
         orders.append(np.insert(order, places, added, axis=0))

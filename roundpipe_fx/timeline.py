@@ -1,0 +1,123 @@
+"""Timelines: when each device of a pipeline does what, predicted and measured, to look at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roundpipe_fx.runtime.pipeline_run import Span
+from roundpipe_fx.schedules import Action, Kind, Timing
+
+__all__ = ["Bar", "Timeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """An action of a device: ``start`` and ``end`` in seconds from the beginning of the step."""
+
+    device: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each device does what.
+
+    Attributes:
+        predicted: as the simulator has it, with modelled costs.
+        measured: as the latest step ran; empty before the first.
+    """
+
+    predicted: tuple[Bar, ...]
+    measured: tuple[Bar, ...]
+
+    @classmethod
+    def of(cls, timing: Timing, spans: Sequence[Sequence[Span]] | None) -> Timeline:
+        """The timeline of a simulation and of a run."""
+        predicted = []
+        for device, (starts, ends) in enumerate(zip(timing.starts, timing.ends, strict=True)):
+            actions = timing.schedule.actions(device)
+            predicted += [
+                Bar(device, action, float(start), float(end))
+                for action, start, end in zip(actions, starts, ends, strict=True)
+            ]
+        measured = [Bar(device, span.action, *span.seconds()) for device, own in enumerate(spans or ()) for span in own]
+        return cls(tuple(predicted), tuple(measured))
+
+    def write(self, path: str | Path) -> Path:
+        """Write both as a Chrome trace (JSON), which ui.perfetto.dev opens: a process for each, a row for a device."""
+        events: list[dict[str, Any]] = []
+        for process, (name, bars) in enumerate((("predicted", self.predicted), ("measured", self.measured))):
+            if not bars:
+                continue
+            events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
+            for device in sorted({bar.device for bar in bars}):
+                label = {"name": f"device {device}"}
+                events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": device, "args": label})
+            events += [
+                {
+                    "ph": "X",
+                    "name": str(bar.action),
+                    "cat": _NAMES[bar.action.kind],
+                    "pid": process,
+                    "tid": bar.device,
+                    "ts": bar.start * 1e6,
+                    "dur": (bar.end - bar.start) * 1e6,
+                    "args": {"stage": bar.action.stage, "microbatch": bar.action.microbatch},
+                }
+                for bar in bars
+            ]
+        target = Path(path)
+        target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+        return target
+
+    def plot(self, path: str | Path) -> Path:
+        """Draw both; the ending of ``path`` gives the format (``.png``, ``.svg``, ``.pdf``).
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+            from matplotlib.patches import Patch
+        except ImportError as error:
+            raise ImportError("a timeline's picture needs matplotlib: pip install 'roundpipe_fx[plot]'") from error
+        shown = [(name, bars) for name, bars in (("predicted", self.predicted), ("measured", self.measured)) if bars]
+        devices = 1 + max(bar.device for _, bars in shown for bar in bars)
+        figure = Figure(figsize=(12, max(2.0, 0.5 * devices + 1) * len(shown)), layout="constrained")
+        every = figure.subplots(len(shown), 1, squeeze=False)[:, 0]
+        for axes, (name, bars) in zip(every, shown, strict=True):
+            for bar in bars:
+                width = (bar.end - bar.start) * 1e3
+                axes.barh(
+                    bar.device, width, left=bar.start * 1e3, color=_COLORS[bar.action.kind], edgecolor="white", lw=0.5
+                )
+            axes.set(xlabel="ms", ylabel="device", title=name, yticks=range(devices))
+            axes.invert_yaxis()
+        kinds = [kind for kind in _COLORS if any(bar.action.kind is kind for _, bars in shown for bar in bars)]
+        handles = [Patch(color=_COLORS[kind], label=_NAMES[kind]) for kind in kinds]
+        figure.legend(handles=handles, loc="outside upper right", ncols=len(handles))
+        target = Path(path)
+        figure.savefig(target, dpi=120)
+        return target
+
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.RECOMPUTE: "recompute",
+    Kind.BACKWARD: "backward",
+    Kind.BACKWARD_INPUT: "backward of inputs",
+    Kind.BACKWARD_WEIGHT: "backward of parameters",
+}
+_COLORS = {
+    Kind.FORWARD: "tab:blue",
+    Kind.RECOMPUTE: "tab:orange",
+    Kind.BACKWARD: "tab:green",
+    Kind.BACKWARD_INPUT: "tab:olive",
+    Kind.BACKWARD_WEIGHT: "tab:cyan",
+}

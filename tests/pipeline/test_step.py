@@ -1,0 +1,300 @@
+"""Pipelined steps compute what steps compute."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import roundpipe_fx
+from tests import hugging_face
+from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.golden_models import GOLDEN
+from tests.pipeline.steps import (
+    CPUS,
+    SCHEDULES,
+    Blocks,
+    assert_close,
+    batch_of,
+    left_behind,
+    pipelined_step,
+    squares,
+)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str) -> None:
+    """Skips (U-Net, encoder-decoder), tied weights, dropout, nonzero, batch norm: one property a model."""
+    make, make_batch, _ = GOLDEN[name]
+    model, batch = make(), make_batch()
+    reference = aot_eager_step(model, batch)
+    for checkpoint in ("never", "always"):
+        options: dict[str, Any] = {"num_microbatches": 1, "schedule": schedule, "checkpoint": checkpoint}
+        step, _ = pipelined_step(model, batch, **options)
+        assert_bitwise(step, reference)
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_through_autograd_too(name: str) -> None:
+    make, make_batch, _ = GOLDEN[name]
+    model, batch = make(), make_batch()
+    reference = aot_eager_step(model, batch)
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(own, devices=CPUS, num_microbatches=1, checkpoint="always")
+    assert_bitwise(train_step(compiled, own, batch), reference)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3_moe", "resnet"])
+def test_hugging_face_models(name: str) -> None:
+    make, make_batch = hugging_face.MODELS[name]
+    model, batch = make(), make_batch()
+    reference = aot_eager_step(model, batch)
+    for schedule in ("1f1b", "zero_bubble", "roundpipe"):
+        step, compiled = pipelined_step(model, batch, num_microbatches=1, schedule=schedule)
+        assert_bitwise(step, reference)
+    torch.manual_seed(0)
+    again = compiled.forward_backward(**batch)
+    assert torch.equal(again, reference.loss)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_schedules_devices_and_recomputation_change_no_bit(schedule: str, dropout: float) -> None:
+    model, (x, y) = Blocks(dropout=dropout), batch_of(8)
+    reference, _ = pipelined_step(
+        model, {"x": x}, labels=y, loss_fn=squares, num_microbatches=4, schedule="gpipe", devices=["cpu"]
+    )
+    for checkpoint in ("never", "except_last", "always"):
+        for devices in (["cpu"], CPUS, ["cpu"] * 3):
+            step, _ = pipelined_step(
+                model,
+                {"x": x},
+                labels=y,
+                loss_fn=squares,
+                num_microbatches=4,
+                schedule=schedule,
+                checkpoint=checkpoint,
+                devices=devices,
+            )
+            assert_bitwise(step, reference)
+
+
+@given(
+    rows=st.integers(2, 9),
+    microbatches=st.integers(1, 5),
+    schedule=st.sampled_from(SCHEDULES),
+    checkpoint=st.sampled_from(["never", "except_last", "always"]),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=12, deadline=None)
+@pytest.mark.filterwarnings("ignore:roundpipe_fx. a batch of")
+def test_microbatches_add_up_to_the_batch(
+    rows: int, microbatches: int, schedule: str, checkpoint: str, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    torch._dynamo.reset()
+    model, (x, y) = Blocks(depth=3), batch_of(rows)
+    own = copy.deepcopy(model)
+    loss = squares(own(x), y)
+    loss.backward()
+    step, _ = pipelined_step(
+        model,
+        {"x": x},
+        labels=y,
+        loss_fn=squares,
+        num_microbatches=microbatches,
+        schedule=schedule,
+        checkpoint=checkpoint,
+    )
+    assert_close(step, left_behind(own, loss))
+
+
+def test_through_autograd_microbatches_add_up_and_outputs_are_merged() -> None:
+    model, (x, y) = Blocks(), batch_of(7)
+    x.requires_grad_()
+    own, own_x = copy.deepcopy(model), x.detach().clone().requires_grad_()
+    output = own(own_x)
+    loss = squares(output, y)
+    loss.backward()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=3)
+    found = compiled(x)
+    torch.testing.assert_close(found, output)
+    found_loss = squares(found, y)
+    found_loss.backward()
+    assert_close(left_behind(model, found_loss), left_behind(own, loss))
+    torch.testing.assert_close(x.grad, own_x.grad)
+
+
+def test_gradients_of_inputs_reach_what_made_them() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    before = nn.Linear(16, 16)
+    squares(model(before(x)), y).backward()
+    expected = before.weight.grad.clone()
+    model.zero_grad()
+    before.zero_grad()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled.forward_backward(before(x), labels=y, loss_fn=squares)
+    torch.testing.assert_close(before.weight.grad, expected)
+
+
+def test_gradients_accumulate_and_hooks_run() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    seen: list[nn.Parameter] = []
+    parameter = model.layers[2][0].weight
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    compiled.forward_backward(x, labels=y, loss_fn=squares)
+    once = parameter.grad.clone()
+    compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert torch.equal(parameter.grad, 2 * once)
+    assert len(seen) == 2 and seen[0] is parameter
+
+
+def test_the_outputs_beside_the_loss() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    expected = model(x)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    loss, output = compiled.forward_backward(x, labels=y, loss_fn=squares, return_outputs=True)
+    torch.testing.assert_close(output, expected)
+    assert not output.requires_grad and not loss.requires_grad
+    torch.testing.assert_close(loss, squares(expected, y).detach())
+
+
+def test_the_models_own_outputs_come_back_as_its_own_type() -> None:
+    model, batch = hugging_face.gpt2(), hugging_face.language_batch(batch=4)
+    model.eval()
+    expected = model(**batch)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)
+    loss, output = compiled.forward_backward(**batch, return_outputs=True)
+    assert type(output) is type(expected)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss / 2, expected.loss, rtol=1e-4, atol=1e-5)
+    found = compiled(**batch)
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_new_loss_functions_of_the_same_code_do_not_recompile() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    for _ in range(3):
+        compiled.forward_backward(x, labels=y, loss_fn=lambda output, target: F.mse_loss(output, target))
+    assert len(compiled.plans) == 1
+
+
+def test_a_model_trains() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = Blocks(dropout=0.1), batch_of(16)
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, num_microbatches=4, schedule="zero_bubble", checkpoint="always"
+    )
+    optimizer = torch.optim.Adam(compiled.parameters(), 3e-3)
+    losses = []
+    for _ in range(20):
+        optimizer.zero_grad()
+        losses.append(compiled.forward_backward(x, labels=y, loss_fn=squares).item())
+        optimizer.step()
+    assert losses[-1] < losses[0] / 2
+
+
+class Mutating(nn.Module):
+    """Counts rows in a buffer, notes an attribute, and freezes a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.frozen, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.register_buffer("rows", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(8))
+        self.seen = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        x = torch.relu(self.first(x))
+        self.rows += x.shape[0]
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return self.last(torch.relu(self.frozen(x)))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+def test_buffers_are_updated_microbatch_by_microbatch(schedule: str) -> None:
+    model, (x, y) = Mutating(), batch_of(8, 8)
+    own = copy.deepcopy(model)
+    total = sum(squares(own(a), b) for a, b in zip(x.split(2), y.split(2), strict=True))
+    total.backward()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, schedule=schedule, checkpoint="always")
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert_close(left_behind(model, loss), left_behind(own, total))
+    assert torch.equal(model.rows, own.rows) and torch.equal(model.mean, own.mean)
+    assert model.seen == own.seen == 4
+    assert model.frozen.weight.grad is None
+    squares(compiled(x), y).backward()
+    for piece in x.split(2):
+        own(piece)
+    assert torch.equal(model.rows, own.rows) and torch.equal(model.mean, own.mean)
+
+
+def test_autocast() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = squares(model(x).float(), y)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = compiled.forward_backward(x, labels=y, loss_fn=lambda output, target: squares(output.float(), target))
+    assert torch.equal(loss, expected.detach())
+
+
+def test_eval_and_inference() -> None:
+    model, (x, y) = Blocks(dropout=0.3), batch_of(8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled.eval()
+    expected = model(x)
+    torch.testing.assert_close(compiled(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(compiled(x), expected)
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    torch.testing.assert_close(loss, squares(expected, y).detach())
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+
+
+def test_a_backward_that_uses_only_some_outputs() -> None:
+    class Two(Blocks):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+            y = super().forward(x)
+            return y, y.sum(1), 3
+
+    model, (x, _) = Two(), batch_of(8)
+    own = copy.deepcopy(model)
+    own(x)[1].sum().backward()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    _, sums, three = compiled(x)
+    assert three == 3
+    sums.sum().backward()
+    for found, expected in zip(model.parameters(), own.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_a_copy_and_a_pickle_are_pipelined_too(tmp_path) -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    torch.save(compiled, tmp_path / "model.pt")
+    for other in (copy.deepcopy(compiled), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other.forward_backward(x, labels=y, loss_fn=squares), loss)
+
+
+def test_trace_runs_nothing() -> None:
+    model, (x, _) = Mutating(), batch_of(8, 8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    plan = compiled.trace(x)
+    assert plan.pipeline is not None and len(plan.pipeline.peak_bytes) == 2
+    assert model.rows == 0

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import expecttest
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_fx.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    StageGraph,
+    StepCosts,
+    chain,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    round_robin,
+    rounds,
+    simulate_time,
+    validate,
+    with_recompute,
+    with_transfers,
+    zero_bubble,
+)
+from tests.schedules.paper import ends_on_paper
+
+_F = Kind.FORWARD
+
+
+def costs_of(graph: StageGraph, **seconds: float) -> StepCosts:
+    return StepCosts({step: seconds[step[0].value] for step in graph.steps})
+
+
+def test_text_of_small_schedules() -> None:
+    shown = "\n\n".join(
+        f"{schedule.name}\n{schedule}"
+        for schedule in (
+            gpipe(2, 2, 3),
+            one_f_one_b(3, 3, 4),
+            one_f_one_b(2, 4, 2),
+            interleaved(2, 4, 2),
+            zero_bubble(3, 3, 4),
+            round_robin(2, 1, 4, 2),
+        )
+    )
+    expecttest.assert_expected_inline(
+        shown,
+        """\
+gpipe
+0: F0.0 F0.1 F0.2 B0.0 B0.1 B0.2
+1: F1.0 F1.1 F1.2 B1.0 B1.1 B1.2
+
+1f1b
+0: F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3
+1: F1.0 F1.1 B1.0 F1.2 B1.1 F1.3 B1.2 B1.3
+2: F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 F2.3 B2.3
+
+1f1b
+0: F0.0 F1.0 F0.1 F1.1 B1.0 B0.0 B1.1 B0.1
+1: F2.0 F3.0 B3.0 B2.0 F2.1 F3.1 B3.1 B2.1
+
+interleaved
+0: F0.0 F0.1 F2.0 F2.1 B2.0 B2.1 B0.0 B0.1
+1: F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 B1.0 B1.1
+
+zero_bubble
+0: F0.0 F0.1 F0.2 I0.0 W0.0 F0.3 I0.1 W0.1 I0.2 W0.2 I0.3 W0.3
+1: F1.0 F1.1 I1.0 F1.2 I1.1 W1.0 F1.3 I1.2 W1.1 I1.3 W1.2 W1.3
+2: F2.0 I2.0 F2.1 I2.1 F2.2 I2.2 W2.0 F2.3 I2.3 W2.1 W2.2 W2.3
+
+roundpipe
+0: F0.0 F0.1 B2.0 B2.1
+1: F1.0 B1.0 F1.1 B1.1 B3.0 B3.1""",
+    )
+
+
+def test_text_reads_back() -> None:
+    made = zero_bubble(3, 3, 4)
+    assert Schedule.parse(str(made)) == made
+    assert Schedule.parse("F0.0 B0.0\n# a comment\nF1.0 B1.0").devices == 2
+    assert Schedule.of("given", [made.actions(device) for device in range(3)]) == made
+    assert hash(Schedule.parse(str(made))) == hash(made)
+    assert made != gpipe(3, 3, 4)
+
+
+@pytest.mark.parametrize("text", ["X0.1", "F0", "F0.1.2", "S:F0.1>1"])
+def test_what_is_no_action_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"action|transfers"):
+        Schedule.parse(f"0: {text}")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b])
+def test_bubble_has_the_closed_form(make, devices: int, microbatches: int) -> None:
+    graph = chain(devices)
+    timing = simulate_time(make(devices, devices, microbatches), graph, costs_of(graph, F=1.0, B=2.0))
+    assert timing.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1), abs=1e-12)
+    assert timing.makespan == pytest.approx(3 * (microbatches + devices - 1))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 8])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_interleaving_divides_the_bubble(devices: int, chunks: int) -> None:
+    microbatches = 2 * devices
+    graph = chain(devices * chunks)
+    timing = simulate_time(interleaved(devices, devices * chunks, microbatches), graph, costs_of(graph, F=1.0, B=2.0))
+    work = 3.0 * microbatches * chunks
+    assert timing.makespan == pytest.approx(work + 3.0 * (devices - 1))
+    assert timing.bubble == pytest.approx(3.0 * (devices - 1) / (work + 3.0 * (devices - 1)))
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("more", [0, 1, 5])
+def test_zero_bubble_hides_all_but_the_rest(devices: int, more: int) -> None:
+    """(p - 1)(F + I - W), as the paper has it for ZB-H1."""
+    microbatches = devices + more
+    graph = chain(devices, split=True)
+    timing = simulate_time(zero_bubble(devices, devices, microbatches), graph, costs_of(graph, F=1.0, I=1.0, W=1.0))
+    assert timing.makespan == pytest.approx(3.0 * microbatches + (devices - 1))
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_round_robin_waits_only_at_the_ends(devices: int) -> None:
+    fused, slots, microbatches = devices - 1, 2 * devices, 3 * devices
+    graph = rounds(fused, slots)
+    seconds = {step: (0.5 if step[1] == fused else 1.0) for step in graph.steps}
+    timing = simulate_time(round_robin(devices, fused, slots, microbatches), graph, StepCosts(seconds))
+    assert timing.makespan == pytest.approx(2.0 * microbatches + devices - 1)
+
+
+def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
+    devices, microbatches = 4, 12
+    graph = chain(devices)
+    held = {step: (1 if step[0] is _F else -1) for step in graph.steps}
+    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held_bytes=held, peak_bytes=dict.fromkeys(graph.steps, 1))
+    assert simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs).peak_bytes == (5, 4, 3, 2)
+    assert simulate_time(gpipe(devices, devices, microbatches), graph, costs).peak_bytes == (13,) * 4
+
+
+@given(devices=st.integers(1, 6), chunks=st.integers(1, 3), microbatches=st.integers(1, 14), recompute=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_every_schedule_is_valid(devices: int, chunks: int, microbatches: int, recompute: bool) -> None:
+    stages = devices * chunks
+    whole, split = chain(stages, recompute=recompute), chain(stages, split=True, recompute=recompute)
+    for make, graph in ((gpipe, whole), (one_f_one_b, whole), (interleaved, whole), (zero_bubble, split)):
+        made = with_recompute(make(devices, stages, microbatches), graph)
+        validate(made, graph, microbatches, devices)
+        assert made.size == microbatches * len(graph.steps)
+    graph = rounds(chunks, stages + chunks, recompute=recompute)
+    validate(
+        with_recompute(round_robin(devices, chunks, stages + chunks, microbatches), graph), graph, microbatches, devices
+    )
+
+
+@given(
+    devices=st.integers(1, 4),
+    microbatches=st.integers(1, 6),
+    which=st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_simulated_times_are_those_of_the_plain_simulator(
+    devices: int, microbatches: int, which: str, data: st.DataObject
+) -> None:
+    stages = devices * (2 if which == "interleaved" else 1)
+    graph = chain(stages, split=which == "zero_bubble", recompute=data.draw(st.booleans()))
+    make = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zero_bubble": zero_bubble}[which]
+    schedule = with_recompute(make(devices, stages, microbatches), graph)
+    seconds = {step: data.draw(st.floats(0.1, 5.0)) for step in graph.steps}
+    travel = {(s, step): data.draw(st.floats(0.0, 2.0)) for step, reads in graph.reads.items() for s in reads}
+    costs = StepCosts(seconds, travel)
+    timing = simulate_time(schedule, graph, costs)
+    expected = ends_on_paper(schedule, graph, costs)
+    for device in range(devices):
+        for action, end in zip(schedule.actions(device), timing.ends[device], strict=True):
+            assert end == pytest.approx(expected[action.step, action.microbatch])
+    assert timing.makespan == pytest.approx(max(expected.values()) - min(start[0] for start in timing.starts))
+
+
+def test_recompute_stands_before_the_wait_for_the_gradient() -> None:
+    graph = chain(2, recompute=True)
+    full = with_transfers(with_recompute(one_f_one_b(2, 2, 2), graph), graph)
+    assert [str(action) for action in full[0]] == (
+        ["F0.0", "S:F0.0>1", "F0.1", "S:F0.1>1", "R0.0", "V:B1.0<1", "B0.0", "R0.1", "V:B1.1<1", "B0.1"]
+    )
+    costs = costs_of(graph, F=1.0, R=1.0, B=2.0)
+    timing = simulate_time(with_recompute(one_f_one_b(2, 2, 1), graph), graph, costs)
+    assert timing.makespan == 1 + 1 + 1 + 2 + 2  # stage 0 recomputes while stage 1 does
+
+
+def test_a_skipping_value_travels_directly() -> None:
+    reads = dict(chain(3).reads)
+    reads[_F, 2] = ((_F, 1), (_F, 0))
+    full = with_transfers(one_f_one_b(3, 3, 1), StageGraph(reads))
+    assert "S:F0.0>1 S:F0.0>2" in " ".join(map(str, full[0]))
+    assert not any(action.of is _F and action.stage == 0 for action in full[1] if action.kind is Kind.SEND)
+    assert str(full[2][0]) == "V:F1.0<1" and str(full[2][1]) == "V:F0.0<0"
+
+
+def test_what_a_device_has_is_not_sent() -> None:
+    full = with_transfers(gpipe(1, 3, 2), chain(3))
+    assert all(action.of is None for action in full[0])
+
+
+def test_large_schedules_take_seconds() -> None:
+    devices, microbatches = 300, 1000
+    graph = chain(devices)
+    timing = simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs_of(graph, F=1.0, B=2.0))
+    assert timing.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1))
+
+
+def test_an_action_prints_and_reads_back() -> None:
+    for text in ("F2.5", "R0.0", "B1.3", "I1.3", "W0.2", "S:F2.5>3", "V:B2.5<1"):
+        assert str(Action.parse(text)) == text
