@@ -63,12 +63,14 @@ class Timing:
 
     Attributes:
         schedule: which.
+        graph: who reads whom.
         starts: for each device the second at which each of its actions starts.
         ends: likewise.
         peak_bytes: for each device the most bytes at one time.
     """
 
     schedule: Schedule
+    graph: StageGraph = field(repr=False)
     starts: tuple[np.ndarray, ...] = field(repr=False)
     ends: tuple[np.ndarray, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
@@ -119,7 +121,7 @@ def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Ti
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     ends = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    return Timing(schedule, starts, tuple(ends), tuple(_peak(own, steps, costs) for own in codes))
+    return Timing(schedule, graph, starts, tuple(ends), tuple(_peak(own, steps, costs) for own in codes))
 
 
 def _run(

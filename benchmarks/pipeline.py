@@ -1,0 +1,229 @@
+"""Pipelined execution: simulated bubbles, RoundPipe's dispatch beside 1F1B, and what the runtime makes of it.
+
+python -m benchmarks.pipeline [--device cpu|cuda] [--pairs 15]
+
+1. The simulator beside the closed forms, with equal stages, up to 1,000 devices and 10,000 microbatches.
+2. A language model whose head is as heavy as several layers, planned for 8 devices and 16 microbatches: 1F1B with the
+   best contiguous partition, and RoundPipe's dispatch; recomputation for both or for neither.
+3. Two workers with one core each beside one worker with one core, on four stages of 20 ms or more; and the measured
+   makespan beside the simulator's, which is fed with the medians of the measured actions.
+4. What the runtime itself costs for each action.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import roundpipe_fx
+from benchmarks.side_by_side import paired_ratio, report
+from roundpipe_fx.schedules import Kind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+
+_WIDTH, _DEPTH, _ROWS, _MICROBATCHES = 1024, 16, 256, 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--pairs", type=int, default=15)
+    options = parser.parse_args()
+    closed_forms()
+    heavy_head()
+    measured(options.device, options.pairs)
+    overhead(options.device)
+
+
+def closed_forms() -> None:
+    rows = []
+    for devices, microbatches in ((4, 8), (8, 16), (64, 512), (1000, 10_000)):
+        graph = chain(devices)
+        costs = StepCosts({step: 2.0 if step[0] is Kind.BACKWARD else 1.0 for step in graph.steps})
+        expected = (devices - 1) / (microbatches + devices - 1)
+        for make in (gpipe, one_f_one_b):
+            began = time.perf_counter()
+            schedule = make(devices, devices, microbatches)
+            bubble = simulate_time(schedule, graph, costs).bubble
+            rows.append(
+                {
+                    "schedule": schedule.name,
+                    "devices": devices,
+                    "microbatches": microbatches,
+                    "actions": schedule.size,
+                    "bubble": bubble,
+                    "closed form": expected,
+                    "difference": abs(bubble - expected),
+                    "s to simulate": time.perf_counter() - began,
+                }
+            )
+    report("pipeline_bubble", "simulated bubble beside the closed form, equal stages", rows)
+
+
+def heavy_head() -> None:
+    """Llama 3.2 1B on the meta device: a vocabulary of 128,256 on layers of width 2,048."""
+    rows = []
+    for checkpoint in ("always", "never"):
+        seconds: dict[str, float] = {}
+        for schedule in ("1f1b", "interleaved", "zero_bubble", "roundpipe"):
+            torch._dynamo.reset()
+            config = transformers.LlamaConfig(
+                hidden_size=2048,
+                intermediate_size=8192,
+                num_hidden_layers=16,
+                num_attention_heads=32,
+                num_key_value_heads=8,
+                head_dim=64,
+                vocab_size=128_256,
+                tie_word_embeddings=True,
+                use_cache=False,
+            )
+            with torch.device("meta"):
+                model = transformers.LlamaForCausalLM(config).train()
+                tokens = torch.zeros(16, 1024, dtype=torch.long)
+            compiled = roundpipe_fx.compile(
+                model, devices=["cpu"] * 8, num_microbatches=16, schedule=schedule, checkpoint=checkpoint
+            )
+            began = time.perf_counter()
+            plan = compiled.trace(input_ids=tokens, labels=tokens)
+            spent = time.perf_counter() - began
+            assert plan.pipeline is not None
+            seconds[schedule] = plan.pipeline.makespan
+            rows.append(
+                {
+                    "checkpoint": checkpoint,
+                    "schedule": schedule,
+                    "stages": len(plan.stages),
+                    "modelled s": plan.pipeline.makespan,
+                    "bubble": plan.pipeline.bubble,
+                    "highest peak GiB": max(plan.pipeline.peak_bytes) / 2**30,
+                    "1f1b / this": seconds["1f1b"] / plan.pipeline.makespan,
+                    "s to plan": spent,
+                }
+            )
+    report("pipeline_heavy_head", "Llama 3.2 1B, 8 devices, 16 microbatches (target: roundpipe 1.3)", rows)
+
+
+class _Layers(nn.Module):
+    def __init__(self, width: int = _WIDTH, depth: int = _DEPTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def _squares(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().sum()
+
+
+def measured(device: str, pairs: int) -> None:
+    cores = torch.get_num_threads()
+    if device == "cpu" and cores < 2:
+        raise SystemExit("two workers with one core each need two cores.")
+    torch.manual_seed(0)
+    rows = []
+    devices = [device] * 2 if device == "cpu" or torch.cuda.device_count() < 2 else ["cuda:0", "cuda:1"]
+    x = torch.randn(_ROWS * _MICROBATCHES, _WIDTH, device=device)
+    y = torch.randn(_ROWS * _MICROBATCHES, _WIDTH, device=device)
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe"):
+        stages: Any = "auto" if schedule == "roundpipe" else 4
+        options = {"num_microbatches": _MICROBATCHES, "schedule": schedule, "stages": stages, "cost": "measured"}
+        one = roundpipe_fx.compile(_Layers().to(device), devices=devices[:1], **options)
+        two = roundpipe_fx.compile(_Layers().to(device), devices=devices, **options)
+        torch.set_num_threads(1)  # one worker takes all cores there are, two divide them
+        _step(one, x, y)
+        torch.set_num_threads(min(2, cores))
+        _step(two, x, y)
+        ratio, parallel, alone = paired_ratio(lambda: _step(two, x, y), lambda: _step(one, x, y), pairs, 2)  # noqa: B023
+        makespans, predicted = _predicted(lambda: _step(two, x, y), two, runs=max(5, pairs // 2))  # noqa: B023
+        bars = two.plan.timeline().measured
+        stage_ms = [1e3 * (bar.end - bar.start) for bar in bars if bar.action.kind is Kind.FORWARD]
+        rows.append(
+            {
+                "schedule": schedule,
+                "forward of a stage ms": statistics.median(stage_ms),
+                "one worker s": alone,
+                "two workers s": parallel,
+                "speed-up": 1 / ratio,
+                "makespan s": makespans,
+                "simulated s": predicted,
+                "measured / simulated": makespans / predicted,
+            }
+        )
+        torch.set_num_threads(cores)
+    title = "4 stages, two workers with one core each (targets: speed-up 1.7, measured / simulated within 10 %)"
+    report(f"pipeline_measured_{device}", title, rows)
+
+
+def _step(model: roundpipe_fx.CompiledModule, x: torch.Tensor, y: torch.Tensor) -> None:
+    model.zero_grad()
+    model.forward_backward(x, labels=y, loss_fn=_squares)
+    if x.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _predicted(run: Callable[[], None], model: roundpipe_fx.CompiledModule, runs: int) -> tuple[float, float]:
+    """Median measured makespan, and the simulator's with the median seconds of each step's actions."""
+    spans: list[float] = []
+    seconds: dict[Any, list[float]] = defaultdict(list)
+    for _ in range(runs):
+        run()
+        bars = model.plan.timeline().measured
+        spans.append(max(bar.end for bar in bars) - min(bar.start for bar in bars))
+        for bar in bars:
+            seconds[bar.action.step].append(bar.end - bar.start)
+    timing = model.plan.timing
+    assert timing is not None
+    costs = StepCosts({step: statistics.median(found) for step, found in seconds.items()})
+    return statistics.median(spans), simulate_time(timing.schedule, timing.graph, costs).makespan
+
+
+def overhead(device: str) -> None:
+    """A model that computes next to nothing: what is left is the runtime."""
+    rows = []
+    for workers, schedule in ((1, "1f1b"), (2, "1f1b"), (2, "zero_bubble")):
+        model = roundpipe_fx.compile(
+            _Layers(4, 8).to(device), devices=[device] * workers, stages=4, num_microbatches=32, schedule=schedule
+        )
+        x, y = torch.randn(32, 4, device=device), torch.randn(32, 4, device=device)
+        for _ in range(10):
+            _step(model, x, y)
+        whole, inside, actions = [], [], 0
+        for _ in range(50):
+            began = time.perf_counter()
+            _step(model, x, y)
+            whole.append(time.perf_counter() - began)
+            bars = model.plan.timeline().measured
+            actions = len(bars)
+            busy = [sum(bar.end - bar.start for bar in bars if bar.device == own) for own in range(workers)]
+            last = [max(bar.end for bar in bars if bar.device == own) for own in range(workers)]
+            counts = [sum(bar.device == own for bar in bars) for own in range(workers)]
+            # One worker waits for nobody, so what is not in its actions is the runtime's own.
+            inside.append((last[0] - busy[0]) / counts[0])
+        computing = statistics.median(busy)
+        rows.append(
+            {
+                "workers": workers,
+                "schedule": schedule,
+                "actions": actions,
+                "step ms": 1e3 * statistics.median(whole),
+                "in actions ms": 1e3 * computing,
+                "between actions µs": 1e6 * statistics.median(inside),
+                "step / actions µs": 1e6 * statistics.median(whole) / actions,
+            }
+        )
+    title = "the runtime's own cost for each action (target: 100 µs; with two workers waits are in it)"
+    report(f"pipeline_overhead_{device}", title, rows)
+
+
+if __name__ == "__main__":
+    main()
