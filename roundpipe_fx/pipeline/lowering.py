@@ -113,7 +113,7 @@ class LoweredPipeline:
         if self.given is not None:
             made = with_recompute(self.given, graph)
         else:
-            made = make_schedule(self.structure.name, graph, self.devices, microbatches)
+            made = make_schedule(self.structure.name, graph, self.main.costs, self.devices, microbatches)
         validate(made, graph, microbatches, self.devices)
         return made
 

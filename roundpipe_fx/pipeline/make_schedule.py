@@ -8,6 +8,7 @@ from roundpipe_fx.schedules import (
     Kind,
     Schedule,
     StageGraph,
+    StepCosts,
     gpipe,
     interleaved,
     one_f_one_b,
@@ -26,20 +27,24 @@ _BOUND: dict[str, Callable[[int, int, int], Schedule]] = {
 }
 
 
-def make_schedule(name: str, graph: StageGraph, devices: int, microbatches: int) -> Schedule:
+def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, microbatches: int) -> Schedule:
     """A schedule that does all steps of a graph, each stage's recomputation ahead of the wait for its gradient.
 
     Args:
         name: of :data:`roundpipe_fx.pipeline.settings.SCHEDULES`.
         graph: what there is to do; steps that the schedule knows and the graph does not (a stage without parameters has
             no gradients of them) are left out.
+        costs: of the steps; RoundPipe's dispatch goes by them.
         devices: how many.
         microbatches: how many.
     """
     stages = 1 + max((stage for kind, stage in graph.steps if kind is Kind.FORWARD), default=0)
     if name == "roundpipe":
         slots = 1 + max((stage for _, stage in graph.steps), default=0)
-        whole = round_robin(devices, stages - 1, slots, microbatches)
+        seconds = [0.0] * slots
+        for (_, slot), own in costs.seconds.items():
+            seconds[slot] += own
+        whole = round_robin(devices, stages - 1, slots, microbatches, seconds)
     else:
         whole = _BOUND[name](devices, stages, microbatches)
     return with_recompute(whole.restricted(graph), graph)

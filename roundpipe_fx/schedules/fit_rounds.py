@@ -5,9 +5,8 @@ layers of a forward slot; and the model's end, whose head may be as heavy as sev
 after its forward, in one fused slot.
 
 Every number of forward slots and of backward slots is looked at, with every end of the model that may be fused; slots
-of one kind are balanced exactly. A bound tells which of these divisions may be good: a device cannot be done before
-the slots that come before its first, all its own for all microbatches, and the slots after its last. Those with the
-lowest bounds are simulated, and the one whose step is shortest is chosen.
+of one kind are balanced exactly. A slot must be a small part of the model. Those that promise the shortest step by
+their work and their longest slot are dispatched on paper, and the one whose step is shortest is chosen.
 """
 
 from __future__ import annotations
@@ -15,17 +14,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 from roundpipe_fx.balance import even_runs
-from roundpipe_fx.schedules.action import Kind, Step
-from roundpipe_fx.schedules.round_robin import round_robin
-from roundpipe_fx.schedules.stage_graph import rounds
-from roundpipe_fx.schedules.timing import StepCosts, simulate_time
+from roundpipe_fx.schedules.round_robin import dispatch
 
-__all__ = ["Rounds", "fit_rounds", "round_seconds"]
+__all__ = ["Rounds", "fit_rounds", "is_spread", "slot_seconds"]
 
-_SIMULATED = 24
+_DISPATCHED = 400
 _FUSED = 12
 _SLOTS_A_DEVICE = 5
 
@@ -68,35 +63,22 @@ def fit_rounds(
     """
     forward, backward = list(forward_seconds), list(backward_seconds)
     again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
-    bounds = sorted(
-        (
-            (_bound(_slot_seconds(tried, forward, backward, again), devices, microbatches), tried.slots, tried)
-            for tried in _divisions(forward, again, devices)
-        ),
-        key=lambda item: item[:2],
+    hopeful = sorted(
+        (_estimate(slot_seconds(tried, forward, backward, again), devices, microbatches), tried.slots, index, tried)
+        for index, tried in enumerate(_divisions(forward, again, devices))
+        if is_spread(tried, slot_seconds(tried, forward, backward, again), devices)
     )
-
-    def makespan(tried: Rounds) -> float:
-        fused = len(tried.forward)
-        costs = StepCosts(round_seconds(tried, forward, backward, again))
-        schedule = round_robin(devices, fused, tried.slots, microbatches)
-        return simulate_time(schedule, rounds(fused, tried.slots), costs).makespan
-
-    best: tuple[float, Rounds] | None = None
-    for bound, _, tried in bounds[:_SIMULATED]:
-        if best is not None and bound >= best[0]:
-            break
-        seconds = makespan(tried)
-        if best is None or seconds < best[0]:
-            best = (seconds, tried)
-    assert best is not None
-    return best[1]
+    best = min(
+        (dispatch(devices, slot_seconds(tried, forward, backward, again), microbatches).makespan, place)
+        for place, (*_, tried) in enumerate(hopeful[:_DISPATCHED])
+    )
+    return hopeful[best[1]][-1]
 
 
-def round_seconds(
+def slot_seconds(
     tried: Rounds, forward: Sequence[float], backward: Sequence[float], again: Sequence[float]
-) -> dict[Step, float]:
-    """Seconds of each slot's steps, for one microbatch.
+) -> list[float]:
+    """Seconds of each slot, for one microbatch.
 
     Args:
         tried: a division.
@@ -104,23 +86,24 @@ def round_seconds(
         backward: of its backward.
         again: of its backward with what is recomputed for it.
     """
-    fused = len(tried.forward)
-    seconds: dict[Step, float] = {(Kind.FORWARD, i): sum(forward[a : b + 1]) for i, (a, b) in enumerate(tried.forward)}
     first, last = tried.fused
-    seconds[Kind.FORWARD, fused] = sum(forward[first : last + 1])
-    seconds[Kind.BACKWARD, fused] = sum(backward[first : last + 1])
-    for index, (a, b) in enumerate(tried.backward):
-        seconds[Kind.BACKWARD, fused + 1 + index] = sum(again[a : b + 1])
-    return seconds
+    return [
+        *(sum(forward[a : b + 1]) for a, b in tried.forward),
+        sum(forward[first : last + 1]) + sum(backward[first : last + 1]),
+        *(sum(again[a : b + 1]) for a, b in tried.backward),
+    ]
 
 
-def _slot_seconds(
-    tried: Rounds, forward: Sequence[float], backward: Sequence[float], again: Sequence[float]
-) -> list[float]:
-    slots = [0.0] * tried.slots
-    for (_, slot), seconds in round_seconds(tried, forward, backward, again).items():
-        slots[slot] += seconds
-    return slots
+def is_spread(tried: Rounds, slots: list[float], devices: int) -> bool:
+    """Whether no slot is most of the model: one a device at least, and the fused one no longer than the others.
+
+    Else what fits no device would be handed to one as a whole, and the fused slot keeps what others recompute.
+    """
+    if tried.fused[0] == tried.fused[1]:
+        return tried.slots >= min(devices, 1 + 2 * tried.fused[0])
+    fused = len(tried.forward)
+    others = slots[:fused] + slots[fused + 1 :]
+    return tried.slots >= devices and slots[fused] <= max(others, default=0.0)
 
 
 def _divisions(forward: list[float], again: list[float], devices: int) -> Iterator[Rounds]:
@@ -143,12 +126,6 @@ def _divisions(forward: list[float], again: list[float], devices: int) -> Iterat
                 yield Rounds(ahead(first, ahead_slots), (first, count - 1), back(first, back_slots))
 
 
-def _bound(slots: list[float], devices: int, microbatches: int) -> float:
-    before = [0.0, *accumulate(slots)]
-    total = before[-1]
-    found = 0.0
-    for device in range(min(devices, len(slots))):
-        own = range(device, len(slots), devices)
-        work = microbatches * sum(slots[slot] for slot in own)
-        found = max(found, before[device] + work + total - before[own[-1] + 1])
-    return found
+def _estimate(slots: list[float], devices: int, microbatches: int) -> float:
+    """Seconds of a step with all workers busy but for the start and the end."""
+    return microbatches * sum(slots) / devices + (devices - 1) * max(slots)

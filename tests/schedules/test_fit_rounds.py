@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.balance import even_runs
-from roundpipe_fx.schedules import Kind, StepCosts, chain, one_f_one_b, round_robin, rounds, simulate_time
-from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds, round_seconds
+from roundpipe_fx.schedules import Kind, StepCosts, chain, one_f_one_b, round_robin, rounds, simulate_time, validate
+from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds, is_spread, slot_seconds
+from roundpipe_fx.schedules.round_robin import dispatch
 
 DEVICES, MICROBATCHES = 2, 4
 
@@ -21,11 +22,20 @@ def makespan(
     devices: int = DEVICES,
     microbatches: int = MICROBATCHES,
 ) -> float:
+    """As simulated, not as dispatched."""
     fused = len(tried.forward)
     again = [f + b for f, b in zip(forward, backward, strict=True)]
-    costs = StepCosts(round_seconds(tried, forward, backward, again))
-    schedule = round_robin(devices, fused, tried.slots, microbatches)
-    return simulate_time(schedule, rounds(fused, tried.slots), costs).makespan
+    slots = slot_seconds(tried, forward, backward, again)
+    first, last = tried.fused
+    seconds = {(Kind.FORWARD, slot): slots[slot] for slot in range(fused)}
+    seconds |= {(Kind.BACKWARD, slot): slots[slot] for slot in range(fused + 1, tried.slots)}
+    seconds[Kind.FORWARD, fused] = sum(forward[first : last + 1])
+    seconds[Kind.BACKWARD, fused] = slots[fused] - seconds[Kind.FORWARD, fused]
+    schedule = round_robin(devices, fused, tried.slots, microbatches, slots)
+    validate(schedule, rounds(fused, tried.slots), microbatches, devices)
+    found = simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds)).makespan
+    assert found == pytest.approx(dispatch(devices, slots, microbatches).makespan)
+    return found
 
 
 def every_division(count: int) -> Iterator[Rounds]:
@@ -50,7 +60,12 @@ def test_near_the_best_of_all_divisions(costs: list[tuple[int, int]]) -> None:
     """Slots of one kind are balanced among each other, so the best of all may be missed; never by much."""
     forward, backward = [float(f) for f, _ in costs], [float(b) for _, b in costs]
     found = fit_rounds(forward, backward, True, DEVICES, MICROBATCHES)
-    least = min(makespan(forward, backward, tried) for tried in every_division(len(costs)))
+    again = [f + b for f, b in zip(forward, backward, strict=True)]
+    least = min(
+        makespan(forward, backward, tried)
+        for tried in every_division(len(costs))
+        if is_spread(tried, slot_seconds(tried, forward, backward, again), DEVICES)
+    )
     covered = [segment for a, b in [*found.forward, found.fused] for segment in range(a, b + 1)]
     assert covered == list(range(len(costs)))
     back = [segment for a, b in [found.fused, *found.backward] for segment in range(b, a - 1, -1)]
@@ -69,7 +84,7 @@ def test_a_heavy_head_costs_less_than_by_the_best_bound_stages() -> None:
     seconds |= {(Kind.BACKWARD, i): sum(whole[a : b + 1]) - sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)}
     bound = simulate_time(one_f_one_b(devices, devices, microbatches), graph, StepCosts(seconds)).makespan
     assert bound >= 16.0 * microbatches  # the head's stage is never idle but at the ends
-    assert makespan(forward, backward, found, devices, microbatches) <= bound / 1.25
+    assert makespan(forward, backward, found, devices, microbatches) <= bound / 1.3
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
