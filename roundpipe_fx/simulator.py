@@ -126,12 +126,14 @@ class CallBytes:
             to what is there.
         peak: most bytes that it allocates at one time beyond those that are there when it begins.
         gradients: bytes of the gradients that it returns.
+        brought: bytes of incoming gradients that it is the last to read.
     """
 
     name: str
     held: int
     peak: int
     gradients: int
+    brought: int
 
 
 def simulate_calls(forward: Program, backward: Program | None, granularity: int = 1) -> list[CallBytes]:
@@ -143,12 +145,15 @@ def simulate_calls(forward: Program, backward: Program | None, granularity: int 
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     gradients: set[int] = set()
+    made_by_forward = len(run.numbers.sizes)
+    arrived: set[int] = set()
     if backward is not None:
         given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
         inputs = [
             given[node] if node in given else [run.numbers.new_tangent(value, True) for value in tensor_values(node)]
             for node in backward.inputs
         ]
+        arrived = set(range(made_by_forward, len(run.numbers.sizes)))
         gradients = {storage for leaves in run.program(backward, inputs) for storage in leaves if storage != OUTSIDE}
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
     last_reader: dict[int, int] = {}
@@ -158,14 +163,17 @@ def simulate_calls(forward: Program, backward: Program | None, granularity: int 
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        dying = {storage for storage in reads if last_reader[storage] == index and storage not in lasting}
+        dying = {storage for storage in reads if last_reader[storage] == index and storage not in lasting | arrived}
         own = made & gradients
         outlive = {s for s in made if s in last_reader and last_reader[s] > index} | (made & lasting) | own
         sizes = run.numbers.sizes
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive).bytes - before
+        # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
+        grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)
         held = sum(sizes[storage] for storage in outlive - own) - before
-        found.append(CallBytes(name, held, max(peak, 0), sum(sizes[storage] for storage in own)))
+        brought = sum(sizes[storage] for storage in arrived if last_reader.get(storage) == index)
+        found.append(CallBytes(name, held, max(peak, held + grown, 0), sum(sizes[s] for s in own), brought))
     return found
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,7 +127,7 @@ class Pipeline:
             ]
             finished = self._run(taken, tangents, None, [])
             outputs = self._answer(taken, finished.outputs)
-            _hand_to_autograd(taken.primals, finished.gradients)
+            _hand_to_autograd(taken, finished.outputs, finished.gradients)
         total = None
         for own, place in zip(finished.outputs, losses, strict=True):
             total = own[place] if total is None else total + own[place]
@@ -381,11 +382,31 @@ def _loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     return place
 
 
-def _hand_to_autograd(primals: Sequence[Sequence[Any]], gradients: dict[int, torch.Tensor]) -> None:
-    found = {id(value): value for own in primals for value in own if id(value) in gradients}
-    wanted = {key: value for key, value in found.items() if value.requires_grad}
-    if wanted:
-        torch.autograd.backward(list(wanted.values()), [gradients[key] for key in wanted])
+def _hand_to_autograd(taken: _Taken, outputs: Sequence[Sequence[Any]], gradients: dict[int, torch.Tensor]) -> None:
+    """Add gradients to ``.grad`` and to what inputs were made from. ``gradients`` is emptied.
+
+    Autograd copies the gradient that it is given for a leaf without one, so what is the step's own becomes ``.grad`` as
+    it is, unless somebody listens.
+    """
+    found = {id(value): value for own in taken.primals for value in own if id(value) in gradients}
+    others = [value for values in (*taken.primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
+    shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
+    shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
+    leaves, rest = [], []
+    for key, value in found.items():
+        if not value.requires_grad:
+            continue
+        gradient = gradients.pop(key)
+        storage = gradient.untyped_storage()
+        listens = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
+        own = shared[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
+        if value.is_leaf and value.grad is None and not listens and own and gradient.stride() == value.stride():
+            value.grad = gradient
+        else:
+            leaves.append(value)
+            rest.append(gradient)
+    if leaves:
+        torch.autograd.backward(leaves, rest)
 
 
 def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:

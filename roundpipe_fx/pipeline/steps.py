@@ -86,4 +86,5 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         {step: call.held for step, call in of_step.items()},
         {step: call.peak for step, call in of_step.items()},
         {step: call.gradients for step, call in of_step.items()},
+        {step: call.brought for step, call in of_step.items()},
     )

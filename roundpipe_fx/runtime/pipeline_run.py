@@ -320,8 +320,10 @@ class _Run:
         gradients: dict[int, torch.Tensor] = {}
         owned: set[int] = set()
         for device, (lane, own) in enumerate(zip(self._lanes, self._gradients, strict=True)):
-            for key, value in own.items():
+            while own:
+                key, value = own.popitem()
                 at_home = lane.home(value, self._home)
+                del value
                 if key not in gradients:
                     gradients[key] = at_home
                     if key in self._added[device]:

@@ -31,6 +31,8 @@ class StepCosts:
         peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
         base_bytes: bytes that are allocated once a step's device has run anything at all (gradients of parameters), by
             step.
+        brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
+            that reads them.
     """
 
     seconds: Mapping[Step, float]
@@ -38,6 +40,7 @@ class StepCosts:
     held_bytes: Mapping[Step, int] = field(default_factory=dict)
     peak_bytes: Mapping[Step, int] = field(default_factory=dict)
     base_bytes: Mapping[Step, int] = field(default_factory=dict)
+    brought_bytes: Mapping[Step, int] = field(default_factory=dict)
 
 
 class Deadlock(ValueError):
@@ -193,7 +196,11 @@ def _peak(codes: np.ndarray, steps: list[Step], costs: StepCosts) -> int:
         return 0
     held = np.array([costs.held_bytes.get(step, 0) for step in steps], dtype=np.int64)
     peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
-    present = np.unique(codes)
+    present, counts = np.unique(codes, return_counts=True)
     before = np.concatenate([[0], np.cumsum(held[codes])[:-1]])
     base = sum(costs.base_bytes.get(steps[index], 0) for index in present.tolist())
+    base += sum(
+        costs.brought_bytes.get(steps[index], 0) * count
+        for index, count in zip(present.tolist(), counts.tolist(), strict=True)
+    )
     return int(base + max(0, (before + peak[codes]).max()))
