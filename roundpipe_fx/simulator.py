@@ -13,6 +13,7 @@ with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,14 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.joint_graph import module_path, tensor_values
+from roundpipe_fx.joint_graph import Phase, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = [
     "CallBytes",
+    "HeldBytes",
     "LiveValue",
     "PeakMoment",
     "allocation_granularity",
@@ -122,30 +124,43 @@ class CallBytes:
 
     Attributes:
         name: of the stage module.
-        held: bytes that it leaves allocated less those that it frees; without gradients of parameters, which are added
-            to what is there.
         peak: most bytes that it allocates at one time beyond those that are there when it begins.
         gradients: bytes of the gradients that it returns.
         brought: bytes of incoming gradients that it is the last to read.
     """
 
     name: str
-    held: int
     peak: int
     gradients: int
     brought: int
 
 
-def simulate_calls(forward: Program, backward: Program | None, granularity: int = 1) -> list[CallBytes]:
-    """What each call of one microbatch's forward and backward does to memory, if it is the last to read what it reads.
+@dataclass(frozen=True)
+class HeldBytes:
+    """What outlives the call that makes it.
 
-    Values are counted where they are made; those that other devices read count there until the last of all has read
-    them, which is at least as much as they hold.
+    Attributes:
+        bytes: how many.
+        maker: name of the stage module that makes it.
+        readers: names of those that read it; empty for what the caller gets and keeps.
+    """
+
+    bytes: int
+    maker: str
+    readers: tuple[str, ...]
+
+
+def simulate_calls(
+    forward: Program, backward: Program | None, granularity: int = 1
+) -> tuple[list[CallBytes], list[HeldBytes]]:
+    """What each call of one microbatch's forward and backward does to memory, and what stays from one to another.
+
+    Gradients of parameters are not held: they are added to those of earlier microbatches.
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     gradients: set[int] = set()
-    made_by_forward = len(run.numbers.sizes)
+    before_backward = len(run.numbers.sizes)
     arrived: set[int] = set()
     if backward is not None:
         given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
@@ -153,28 +168,38 @@ def simulate_calls(forward: Program, backward: Program | None, granularity: int 
             given[node] if node in given else [run.numbers.new_tangent(value, True) for value in tensor_values(node)]
             for node in backward.inputs
         ]
-        arrived = set(range(made_by_forward, len(run.numbers.sizes)))
+        arrived = set(range(before_backward, len(run.numbers.sizes)))
         gradients = {storage for leaves in run.program(backward, inputs) for storage in leaves if storage != OUTSIDE}
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
-    last_reader: dict[int, int] = {}
+    readers: dict[int, list[int]] = {}
     for index, (_, reads, _) in enumerate(run.calls):
-        last_reader.update(dict.fromkeys(reads, index))
-    found = []
+        for storage in reads:
+            readers.setdefault(storage, []).append(index)
+    sizes = run.numbers.sizes
+    calls, held = [], Counter[tuple[str, tuple[str, ...]]]()
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        dying = {storage for storage in reads if last_reader[storage] == index and storage not in lasting | arrived}
         own = made & gradients
-        outlive = {s for s in made if s in last_reader and last_reader[s] > index} | (made & lasting) | own
-        sizes = run.numbers.sizes
+        dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
+        outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
+        for storage in outlive - own:
+            by = () if storage in lasting else tuple(run.calls[reader][0] for reader in readers[storage])
+            held[name, by] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
-        peak = peak_of(events, sizes, before=dying, lasting=outlive).bytes - before
+        peak = peak_of(events, sizes, before=dying, lasting=outlive | own).bytes - before
         # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
         grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)
-        held = sum(sizes[storage] for storage in outlive - own) - before
-        brought = sum(sizes[storage] for storage in arrived if last_reader.get(storage) == index)
-        found.append(CallBytes(name, held, max(peak, held + grown, 0), sum(sizes[s] for s in own), brought))
-    return found
+        left = sum(sizes[storage] for storage in outlive - own) - before
+        brought = sum(sizes[storage] for storage in arrived if readers.get(storage, [-1])[-1] == index)
+        calls.append(CallBytes(name, max(peak, left + grown, 0), sum(sizes[storage] for storage in own), brought))
+    return calls, [HeldBytes(size, maker, by) for (maker, by), size in held.items()]
+
+
+def _contested(run: _Run, readers: list[int]) -> bool:
+    """Whether it depends on the schedule who is the last to read: a gradient of parameters may be put off."""
+    names = [run.calls[reader][0] for reader in readers]
+    return len(names) > 1 and any(name.endswith(Phase.WEIGHT) for name in names)
 
 
 def _live(maker: fx.Node | None, size: int) -> LiveValue:

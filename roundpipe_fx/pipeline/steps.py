@@ -12,7 +12,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.cost.of_node import tensor_bytes
 from roundpipe_fx.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.lower import Lowered
-from roundpipe_fx.schedules import Kind, StageGraph, Step, StepCosts
+from roundpipe_fx.schedules import Held, Kind, StageGraph, Step, StepCosts
 from roundpipe_fx.simulator import simulate_calls
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
@@ -78,12 +78,14 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         for source in steps.graph.reads[step]:
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
             travel[source, step] = transfer_seconds(tensor_bytes(sent))
-    calls = {call.name: call for call in simulate_calls(lowered.forward, lowered.backward, granularity)}
+    simulated, held = simulate_calls(lowered.forward, lowered.backward, granularity)
+    calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}
+    step_of = {module.name: step for step, module in steps.modules.items()}
     return StepCosts(
         {step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
         travel,
-        {step: call.held for step, call in of_step.items()},
+        tuple(Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers)) for own in held),
         {step: call.peak for step, call in of_step.items()},
         {step: call.gradients for step, call in of_step.items()},
         {step: call.brought for step, call in of_step.items()},

@@ -3,12 +3,13 @@
 from roundpipe_fx.schedules.action import Action, Kind, Step
 from roundpipe_fx.schedules.gpipe import gpipe
 from roundpipe_fx.schedules.interleaved import interleaved
+from roundpipe_fx.schedules.memory import Held, StepCosts
 from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
 from roundpipe_fx.schedules.recompute_ahead import with_recompute
 from roundpipe_fx.schedules.round_robin import round_robin
 from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph, chain, rounds
-from roundpipe_fx.schedules.timing import Deadlock, StepCosts, Timing, simulate_time
+from roundpipe_fx.schedules.timing import Deadlock, Timing, simulate_time
 from roundpipe_fx.schedules.transfers import with_transfers
 from roundpipe_fx.schedules.validate import InvalidScheduleError, validate
 from roundpipe_fx.schedules.zero_bubble import zero_bubble
@@ -16,6 +17,7 @@ from roundpipe_fx.schedules.zero_bubble import zero_bubble
 __all__ = [
     "Action",
     "Deadlock",
+    "Held",
     "InvalidScheduleError",
     "Kind",
     "Schedule",

@@ -8,39 +8,16 @@ million actions, take seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, Step
+from roundpipe_fx.schedules.memory import StepCosts, peaks_of
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
-__all__ = ["Deadlock", "StepCosts", "Timing", "simulate_time"]
-
-
-@dataclass(frozen=True)
-class StepCosts:
-    """What steps cost.
-
-    Attributes:
-        seconds: of each step, for one microbatch.
-        transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
-        held_bytes: change of a device's memory by a step, for one microbatch: what it leaves less what it frees.
-        peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
-        base_bytes: bytes that are allocated once a step's device has run anything at all (gradients of parameters), by
-            step.
-        brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
-            that reads them.
-    """
-
-    seconds: Mapping[Step, float]
-    transfer_seconds: Mapping[tuple[Step, Step], float] = field(default_factory=dict)
-    held_bytes: Mapping[Step, int] = field(default_factory=dict)
-    peak_bytes: Mapping[Step, int] = field(default_factory=dict)
-    base_bytes: Mapping[Step, int] = field(default_factory=dict)
-    brought_bytes: Mapping[Step, int] = field(default_factory=dict)
+__all__ = ["Deadlock", "Timing", "simulate_time"]
 
 
 class Deadlock(ValueError):
@@ -124,7 +101,7 @@ def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Ti
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     ends = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    return Timing(schedule, graph, starts, tuple(ends), tuple(_peak(own, steps, costs) for own in codes))
+    return Timing(schedule, graph, starts, tuple(ends), peaks_of(schedule, codes, ends, steps, costs))
 
 
 def _run(
@@ -188,19 +165,3 @@ def _deadlock(
         missing = next(source for source in reads[step].tolist() if np.isnan(end_of[source, microbatch]))
         waiting.append((device, Action(KINDS[kind], stage, microbatch), names[missing]))
     return Deadlock(waiting)
-
-
-def _peak(codes: np.ndarray, steps: list[Step], costs: StepCosts) -> int:
-    """Most bytes at one time on a device that runs these steps in this order."""
-    if not len(codes):
-        return 0
-    held = np.array([costs.held_bytes.get(step, 0) for step in steps], dtype=np.int64)
-    peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
-    present, counts = np.unique(codes, return_counts=True)
-    before = np.concatenate([[0], np.cumsum(held[codes])[:-1]])
-    base = sum(costs.base_bytes.get(steps[index], 0) for index in present.tolist())
-    base += sum(
-        costs.brought_bytes.get(steps[index], 0) * count
-        for index, count in zip(present.tolist(), counts.tolist(), strict=True)
-    )
-    return int(base + max(0, (before + peak[codes]).max()))

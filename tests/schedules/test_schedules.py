@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.schedules import (
     Action,
+    Held,
     Kind,
     Schedule,
     StageGraph,
@@ -133,10 +134,31 @@ def test_round_robin_waits_only_at_the_ends(devices: int) -> None:
 def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
     devices, microbatches = 4, 12
     graph = chain(devices)
-    held = {step: (1 if step[0] is _F else -1) for step in graph.steps}
-    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held_bytes=held, peak_bytes=dict.fromkeys(graph.steps, 1))
-    assert simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs).peak_bytes == (5, 4, 3, 2)
-    assert simulate_time(gpipe(devices, devices, microbatches), graph, costs).peak_bytes == (13,) * 4
+    held = tuple(Held(10, (_F, stage), ((Kind.BACKWARD, stage),)) for stage in range(devices))
+    peaks = {step: (10 if step[0] is _F else 3) for step in graph.steps}
+    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held, peak_bytes=peaks)
+    assert simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs).peak_bytes == (43, 33, 23, 13)
+    assert simulate_time(gpipe(devices, devices, microbatches), graph, costs).peak_bytes == (123,) * 4
+
+
+def test_what_arrives_early_is_held_until_it_is_read() -> None:
+    """Stage 1 takes ten times as long, so what stage 0 has made waits there."""
+    graph = chain(2, training=False)
+    seconds = {(_F, 0): 1.0, (_F, 1): 10.0}
+    costs = StepCosts(seconds, held=(Held(7, (_F, 0), ((_F, 1),)),), peak_bytes={(_F, 0): 7, (_F, 1): 1})
+    timing = simulate_time(gpipe(2, 2, 4).restricted(graph), graph, costs)
+    assert timing.peak_bytes == (7, 4 * 7 + 1)  # all four have arrived while the first is read
+
+
+def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
+    graph = chain(1)
+    costs = StepCosts(
+        dict.fromkeys(graph.steps, 1.0),
+        held=(Held(2, (_F, 0), ()),),
+        base_bytes={(Kind.BACKWARD, 0): 100},
+        brought_bytes={(Kind.BACKWARD, 0): 5},
+    )
+    assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2,)
 
 
 @given(devices=st.integers(1, 6), chunks=st.integers(1, 3), microbatches=st.integers(1, 14), recompute=st.booleans())

@@ -1,0 +1,148 @@
+"""What steps cost, and the memory that a device needs for its part of a schedule.
+
+A value is on the device that makes it until the last step there that reads it. A device that reads what another has
+made has it from the moment it was made, whether it waits for it or not, until its own last reader. Between its
+actions a device holds such values; in an action it needs what the stage module needs beyond them. Gradients of
+parameters are there from a step's first microbatch to the end.
+
+When something arrives is what the simulation of time says. On one device nothing arrives, and the peak is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import Step
+from roundpipe_fx.schedules.schedule import Schedule
+
+__all__ = ["Held", "StepCosts", "peaks_of"]
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that outlive the step that makes them.
+
+    Attributes:
+        bytes: how many, for one microbatch.
+        maker: the step.
+        readers: steps that read them; empty for what stays to the end.
+    """
+
+    bytes: int
+    maker: Step
+    readers: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """What steps cost.
+
+    Attributes:
+        seconds: of each step, for one microbatch.
+        transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
+        held: what outlives the step that makes it, for one microbatch.
+        peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
+        base_bytes: bytes that are allocated once a step's device has run anything at all (gradients of parameters), by
+            step.
+        brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
+            that reads them.
+    """
+
+    seconds: Mapping[Step, float]
+    transfer_seconds: Mapping[tuple[Step, Step], float] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
+    peak_bytes: Mapping[Step, int] = field(default_factory=dict)
+    base_bytes: Mapping[Step, int] = field(default_factory=dict)
+    brought_bytes: Mapping[Step, int] = field(default_factory=dict)
+
+
+def peaks_of(
+    schedule: Schedule, codes: Sequence[np.ndarray], ends: Sequence[np.ndarray], steps: Sequence[Step], costs: StepCosts
+) -> tuple[int, ...]:
+    """For each device the most bytes at one time.
+
+    Args:
+        schedule: in which order devices run their actions.
+        codes: for each device the number of each action's step.
+        ends: for each device when its actions end.
+        steps: by number.
+        costs: of the steps.
+    """
+    number = {step: index for index, step in enumerate(steps)}
+    places = _Places(schedule, codes)
+    peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    base = np.array([costs.base_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    brought = np.array([costs.brought_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
+    for held in costs.held:
+        maker = number[held.maker]
+        for device, at, batches in places.of(maker):
+            until = places.last(device, [number[reader] for reader in held.readers], batches)
+            if not held.readers:
+                until = np.full(len(at), len(codes[device]))
+            here = until >= 0
+            np.add.at(changes[device], at[here] + 1, held.bytes)
+            np.add.at(changes[device], until[here] + 1, -held.bytes)
+            made = ends[device][at]
+            for other in {d for reader in held.readers for d in places.devices(number[reader])} - {device}:
+                until = places.last(other, [number[reader] for reader in held.readers], batches)
+                there = until >= 0
+                arrives = np.searchsorted(ends[other], made[there], side="right")
+                np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
+                np.add.at(changes[other], until[there] + 1, -held.bytes)
+    found = []
+    for own, change in zip(codes, changes, strict=True):
+        if not len(own):
+            found.append(0)
+            continue
+        before = np.cumsum(change)[: len(own)]
+        present, counts = np.unique(own, return_counts=True)
+        fixed = base[present].sum() + (brought[present] * counts).sum()
+        found.append(int(fixed + max(0, (before + peak[own]).max())))
+    return tuple(found)
+
+
+class _Places:
+    """Where in a device's order each step runs, by microbatch."""
+
+    def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
+        self._at: list[dict[int, np.ndarray]] = []
+        count = max(schedule.microbatches, 1)
+        for order, own in zip(schedule.orders, codes, strict=True):
+            found: dict[int, np.ndarray] = {}
+            sorting = np.argsort(own, kind="stable")
+            values, starts = np.unique(own[sorting], return_index=True)
+            for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
+                at = np.full(count, -1, dtype=np.int64)
+                at[order[places, 2]] = places
+                found[value] = at
+            self._at.append(found)
+        self._devices: dict[int, list[int]] = {}
+        for device, found in enumerate(self._at):
+            for step in found:
+                self._devices.setdefault(step, []).append(device)
+
+    def devices(self, step: int) -> list[int]:
+        """The devices that run a step."""
+        return self._devices.get(step, [])
+
+    def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """For each device that runs a step: its number, the places, and the microbatches."""
+        found = []
+        for device in self.devices(step):
+            at = self._at[device][step]
+            batches = np.flatnonzero(at >= 0)
+            found.append((device, at[batches], batches))
+        return found
+
+    def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
+        """The last place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
+        latest = np.full(len(batches), -1, dtype=np.int64)
+        for reader in readers:
+            at = self._at[device].get(reader)
+            if at is not None:
+                latest = np.maximum(latest, at[batches])
+        return latest

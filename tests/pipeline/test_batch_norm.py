@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from tests.pipeline.steps import CPUS, assert_close, left_behind
+
+
+class Normed(nn.Module):
+    def __init__(self, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        self.first, self.norm1 = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum)
+        self.second, self.norm2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4, momentum=momentum, affine=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm1(self.first(x)))
+        return self.norm2(self.second(x)).square().sum((1, 2, 3))
+
+
+def total(output: torch.Tensor) -> torch.Tensor:
+    return (output * output).sum()
+
+
+def test_by_default_statistics_are_of_microbatches() -> None:
+    model, x = Normed(), torch.randn(8, 3, 6, 6)
+    own = copy.deepcopy(model)
+    loss = sum(total(own(piece)) for piece in x.split(2))
+    loss.backward()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    found = left_behind(model, compiled.forward_backward(x, loss_fn=total))
+    assert_close(found, left_behind(own, loss), 1e-4)
+    for name, buffer in own.named_buffers():
+        torch.testing.assert_close(found.buffers[name], buffer)
+    assert model.norm1.num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_deferred_they_are_of_the_batch(momentum: float | None, checkpoint: str) -> None:
+    """The first layer sees what it sees without microbatches, so its statistics are those of a step without."""
+    model, x = Normed(momentum), torch.randn(8, 3, 6, 6)
+    own, plain = copy.deepcopy(model), copy.deepcopy(model)
+    loss = sum(total(own(piece)) for piece in x.split(2))
+    loss.backward()
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, num_microbatches=4, deferred_batch_norm=True, checkpoint=checkpoint
+    )
+    for _ in range(2):
+        model.zero_grad()
+        step = left_behind(model, compiled.forward_backward(x, loss_fn=total))
+        plain(x)
+        assert_close(step, left_behind(own, loss), 1e-4)  # gradients are those of microbatches
+        torch.testing.assert_close(model.norm1.running_mean, plain.norm1.running_mean)
+        torch.testing.assert_close(model.norm1.running_var, plain.norm1.running_var)
+        assert model.norm1.num_batches_tracked == plain.norm1.num_batches_tracked
+    assert "forward" not in model.norm1.__dict__
+    assert model.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_deferred_in_eval_and_through_autograd() -> None:
+    model, x = Normed(), torch.randn(8, 3, 6, 6)
+    plain = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, deferred_batch_norm=True)
+    total(compiled(x)).backward()
+    plain(x)
+    torch.testing.assert_close(model.norm1.running_mean, plain.norm1.running_mean)
+    compiled.eval()
+    before = copy.deepcopy(model.state_dict())
+    torch.testing.assert_close(compiled(x), model(x))
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_a_failed_step_leaves_the_layers_as_they_were() -> None:
+    model = Normed()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, deferred_batch_norm=True)
+    with pytest.raises(ValueError, match="single number"):
+        compiled.forward_backward(torch.randn(8, 3, 6, 6), loss_fn=lambda output: output)
+    assert "forward" not in model.norm1.__dict__
+    assert model.norm1.num_batches_tracked == 0

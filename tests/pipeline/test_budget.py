@@ -1,0 +1,97 @@
+"""A byte budget of a pipeline is a device's; on one device the prediction is what is measured."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+import roundpipe_fx
+from tests import hugging_face
+from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, batch_of, squares
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -> None:
+    x, y = batch_of(32, 32)
+    for devices in (["cpu"], CPUS):
+        compiled = roundpipe_fx.compile(
+            Blocks(32), devices=devices, num_microbatches=4, schedule=schedule, checkpoint=checkpoint
+        )
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+        planned = compiled.plan.pipeline
+        assert planned is not None and len(planned.peak_bytes) == len(devices)
+        assert peak.bytes <= sum(planned.peak_bytes) <= 1.5 * peak.bytes
+
+
+def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
+    model, batch = hugging_face.gpt2(layers=2), hugging_face.language_batch(batch=8, length=32)
+    peaks = []
+    for budget in (1.0, 0.4, 0.0):
+        compiled = roundpipe_fx.compile(
+            copy.deepcopy(model), devices=["cpu"], stages=2, num_microbatches=4, memory_budget=budget, schedule="gpipe"
+        )
+        compiled.forward_backward(**batch)
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled.forward_backward(**batch)
+        plan = compiled.plan
+        assert plan.budget is not None and plan.pipeline is not None
+        assert peak.bytes <= plan.pipeline.peak_bytes[0] <= plan.budget
+        peaks.append(plan.pipeline.peak_bytes[0])
+        assert (plan.recompute_seconds == 0) == (budget == 1.0)
+    assert peaks[0] > peaks[1] > peaks[2]
+    again = roundpipe_fx.compile(
+        copy.deepcopy(model), devices=["cpu"], stages=2, num_microbatches=4, memory_budget=peaks[1], schedule="gpipe"
+    )
+    again.trace(**batch)
+    assert again.plan.pipeline is not None and again.plan.pipeline.peak_bytes[0] <= peaks[1]
+
+
+def test_a_budget_changes_no_bit() -> None:
+    import torch
+
+    x, y = batch_of(8)
+    model = Blocks(dropout=0.1)
+    losses = []
+    for budget in (1.0, 0.0):
+        own = copy.deepcopy(model)
+        compiled = roundpipe_fx.compile(own, devices=CPUS, num_microbatches=4, memory_budget=budget)
+        torch.manual_seed(3)
+        loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+        losses.append((loss, [parameter.grad for parameter in own.parameters()]))
+    assert torch.equal(losses[0][0], losses[1][0])
+    assert all(torch.equal(a, b) for a, b in zip(losses[0][1], losses[1][1], strict=True))
+
+
+def test_a_budget_that_no_plan_meets() -> None:
+    x, y = batch_of(8)
+    compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, memory_budget=1000)
+    with pytest.raises(
+        roundpipe_fx.InfeasibleBudgetError, match="schedule '1f1b', 2 devices and 4 microbatches"
+    ) as caught:
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
+    least = caught.value.minimum
+    compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, memory_budget=least)
+    compiled.forward_backward(x, labels=y, loss_fn=squares)
+
+
+def test_auto_takes_the_shortest_step_that_fits() -> None:
+    x, _ = batch_of(16, 64)
+    model = Blocks(64, 8)
+    seconds, peaks = {}, {}
+    for schedule in SCHEDULES:
+        plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule=schedule).trace(x)
+        assert plan.pipeline is not None
+        seconds[schedule], peaks[schedule] = plan.pipeline.makespan, max(plan.pipeline.peak_bytes)
+    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto").trace(x)
+    assert plan.pipeline is not None
+    assert plan.pipeline.makespan == pytest.approx(min(seconds.values()))
+    assert plan.pipeline.schedule == min(seconds, key=lambda name: seconds[name])
+    budget = sorted(peaks.values())[1]
+    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto", memory_budget=budget).trace(x)
+    assert plan.pipeline is not None and max(plan.pipeline.peak_bytes) <= budget

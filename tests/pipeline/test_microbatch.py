@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _Replicate, sum_reducer
+
+import roundpipe_fx
+from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
+from tests.pipeline.steps import CPUS, Blocks, batch_of, squares
+
+
+def rows(count: int, *shape: int) -> torch.Tensor:
+    return torch.arange(count * torch.Size(shape).numel()).reshape(count, *shape).float()
+
+
+def test_by_convention_tensors_are_split_and_the_rest_is_the_same() -> None:
+    args = (rows(5, 2), 3, None, torch.tensor(7), {"a": [rows(5, 1), "text"]})
+    kwargs = {"mask": rows(5) > 2, "scale": 0.5}
+    pieces = split_inputs(args, kwargs, 2)
+    assert [piece[0][0].shape[0] for piece in pieces] == [3, 2]
+    for own_args, own_kwargs in pieces:
+        assert own_args[1:3] == (3, None) and own_args[3] == 7 and own_args[4]["a"][1] == "text"
+        assert own_kwargs["scale"] == 0.5
+        assert own_args[0].shape[0] == own_args[4]["a"][0].shape[0] == own_kwargs["mask"].shape[0]
+    assert torch.equal(torch.cat([piece[0][0] for piece in pieces]), args[0])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 7, 8, 9])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.filterwarnings("ignore:roundpipe_fx. a batch of")
+def test_sizes_differ_by_one_at_most(batch: int, count: int) -> None:
+    pieces = split_inputs((rows(batch),), {}, count)
+    sizes = [piece[0][0].shape[0] for piece in pieces]
+    assert len(sizes) == min(batch, count) and sum(sizes) == batch
+    assert max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes, reverse=True)
+
+
+def test_one_microbatch_is_the_batch_itself() -> None:
+    x = rows(4)
+    assert split_inputs((x,), {}, 1)[0][0][0] is x
+    assert merge([x]) is x
+
+
+@pytest.mark.parametrize(
+    ("dim", "same"), [(1, None), (TensorChunkSpec(1), _Replicate), (TensorChunkSpec(1), _Replicate())]
+)
+def test_specifications(dim: Any, same: Any) -> None:
+    args, kwargs = (rows(3, 4), rows(7)), {"x": rows(4)}
+    pieces = split_inputs(args, kwargs, 2, ((dim, same), {"x": 0}))
+    assert [piece[0][0].shape for piece in pieces] == [(3, 2), (3, 2)]
+    assert all(piece[0][1] is args[1] for piece in pieces)
+    assert split_inputs(args[:1], {}, 2, ((1,), None))[1][0][0].shape == (3, 2)
+    labels = split_labels((rows(3, 4), 5), 2, (dim, same))
+    assert [label[0].shape for label in labels] == [(3, 2), (3, 2)] and labels[0][1] == 5
+
+
+def test_a_specification_stands_for_all_below_it() -> None:
+    value = {"a": [rows(2, 4), rows(3, 4)], "b": rows(4)}
+    (own,), _ = split_inputs((value,), {}, 2, (({"a": 1, "b": 0},), None))[0]
+    assert own["a"][0].shape == (2, 2) and own["a"][1].shape == (3, 2) and own["b"].shape == (2,)
+
+
+def test_callables() -> None:
+    def by_parity(args: Any, kwargs: Any, count: int) -> Any:
+        return [(args[0][i::count],) for i in range(count)], [kwargs] * count
+
+    pieces = split_inputs((rows(4),), {"k": 1}, 2, by_parity)
+    assert pieces[1][0][0].tolist() == [1.0, 3.0] and pieces[1][1] == {"k": 1}
+    assert split_labels(rows(4), 2, lambda label, count: list(label.chunk(count)))[1].tolist() == [2.0, 3.0]
+    assert merge([1, 2], lambda outputs: sum(outputs)) == 3
+    with pytest.raises(TypeError, match="split_input must return"):
+        split_inputs((rows(4),), {}, 2, lambda args, kwargs, count: 3)
+    with pytest.raises(ValueError, match="returned 1 args and 2 kwargs"):
+        split_inputs((rows(4),), {}, 2, lambda args, kwargs, count: ([args], [kwargs, kwargs]))
+
+
+def test_outputs_are_merged_in_order() -> None:
+    outputs = [{"y": rows(2, 2) + i, "loss": torch.tensor(float(i)), "n": i} for i in range(3)]
+    merged = merge(outputs)
+    assert torch.equal(merged["y"], torch.cat([own["y"] for own in outputs]))
+    assert merged["loss"] == 3.0 and merged["n"] == 0
+    merged = merge(outputs, {"y": 1, "loss": sum_reducer, "n": None})
+    assert merged["y"].shape == (2, 6) and merged["loss"] == 3.0
+    with pytest.raises(ValueError, match="different structures"):
+        merge([{"a": 1}, {"b": 1}])
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (((3,), None), r"args\[0\] cannot be split along dimension 3: it is a tensor of 1 dimensions"),
+        ((("x",), None), "does not say how to split"),
+        (((True,), None), "does not say how to split"),
+    ],
+)
+def test_specifications_that_cannot_be(spec: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        split_inputs((rows(4),), {}, 2, spec)
+
+
+def test_batches_that_cannot_be_split() -> None:
+    with pytest.raises(ValueError, match="nothing to split"):
+        split_inputs((1,), {"k": None}, 2)
+    with pytest.raises(ValueError, match="the batch is empty"):
+        split_inputs((rows(0),), {}, 2)
+    with pytest.raises(ValueError, match="labels were split into 3 microbatches, but the inputs into 2"):
+        split_labels(rows(3), 2, lambda label, count: list(label))
+    with pytest.raises(ValueError, match="labels has 3"):
+        check_batch_sizes((rows(2),), {}, rows(3))
+
+
+def test_a_step_with_its_own_specifications() -> None:
+    class Scaled(Blocks):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.T) * table
+
+    model, (x, y), table = Scaled(), batch_of(8), torch.randn(16)
+    expected = model(x.T, table)
+    compiled = roundpipe_fx.compile(
+        model,
+        devices=CPUS,
+        num_microbatches=4,
+        split_input=((1, None), None),
+        split_label=0,
+        merge_output=lambda outputs: torch.cat(outputs),
+    )
+    loss, output = compiled.forward_backward(x.T, table, labels=y, loss_fn=squares, return_outputs=True)
+    torch.testing.assert_close(output, expected)
+    torch.testing.assert_close(loss, squares(expected, y).detach())
