@@ -10,7 +10,7 @@ Seeded operations and those with side effects stay where they are.
 
 from __future__ import annotations
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded, is_view
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded
 
 __all__ = ["split_backward"]
 
@@ -36,15 +36,4 @@ def split_backward(joint: JointGraph) -> JointGraph:
     for node in backward:
         if node not in waited_for:
             node.meta[Mark.PHASE] = Phase.WEIGHT
-    _follow_views(joint)
     return joint
-
-
-def _follow_views(joint: JointGraph) -> None:
-    """A view that only parameters' gradients need is made where it is read, not handed over."""
-    for node in reversed(joint.in_phase(Phase.BACKWARD)):
-        users = [user for user in node.users if user.op != "output"]
-        if is_view(node) and users and all(user.meta[Mark.PHASE] is Phase.WEIGHT for user in users):
-            stages = {user.meta[Mark.STAGE] for user in users}
-            if stages == {node.meta[Mark.STAGE]} and all(s.op != "placeholder" for s in input_nodes(node)):
-                node.meta[Mark.PHASE] = Phase.WEIGHT

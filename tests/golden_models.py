@@ -222,3 +222,17 @@ BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "gradient_checkpoint_scope": (NoisyWeight, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "budget": (lambda: TiedTransformer(depth=1), _tokens, {"stages": 1, "memory_budget": 0.3}),
 }
+
+# name: (model, its inputs, options): stages for several devices, with the schedule.
+PIPELINED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any]]] = {
+    "pipelined_zero_bubble": (
+        lambda: ResidualChain(depth=4),
+        lambda: {"x": torch.randn(8, 4)},
+        {"devices": ("cpu", "cpu"), "num_microbatches": 4, "schedule": "zero_bubble", "checkpoint": "always"},
+    ),
+    "pipelined_roundpipe": (
+        lambda: ResidualChain(depth=4),
+        lambda: {"x": torch.randn(8, 4)},
+        {"devices": ("cpu", "cpu"), "num_microbatches": 4, "schedule": "roundpipe", "checkpoint": "always"},
+    ),
+}

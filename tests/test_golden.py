@@ -13,28 +13,28 @@ import pytest
 import torch
 
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
-from tests.golden_models import BUDGETED, GOLDEN
+from tests.golden_models import BUDGETED, GOLDEN, PIPELINED
 
 FOLDER = Path(__file__).parent.parent / "golden"
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="golden files pin what torch 2.13 traces")
-@pytest.mark.parametrize("name", [*GOLDEN, *BUDGETED])
+@pytest.mark.parametrize("name", [*GOLDEN, *BUDGETED, *PIPELINED])
 def test_golden(name: str) -> None:
     if name in GOLDEN:
         make, make_batch, stages = GOLDEN[name]
         options: dict[str, Any] = {"stages": stages, "recompute": "full"}
     else:
-        make, make_batch, options = BUDGETED[name]
+        make, make_batch, options = {**BUDGETED, **PIPELINED}[name]
     _, compiled = compiled_step(make(), make_batch(), **options)
     sources = compiled.plan.sources()
     folder = FOLDER / name
     if expecttest.ACCEPT:
         folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.py"):
+        for path in folder.iterdir():
             path.unlink()
         compiled.plan.write(folder)
-    assert {path.name for path in folder.glob("*.py")} == sources.keys()
+    assert {path.name for path in folder.iterdir()} == sources.keys()
     for file, text in sources.items():
         expecttest.assert_eq((folder / file).read_text(), text, msg=f"golden/{name}/{file} (make golden regenerates)")
 

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import torch
+
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.rematerialize import keep_slot_inputs, rematerialize
+from roundpipe_fx.passes.rounds import cut_rounds
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.schedules.fit_rounds import Rounds
+from tests.capturing import capture_joint
+from tests.pipeline.steps import Blocks
+
+CPU = DEVICES["cpu"]
+
+
+def _joint() -> tuple[JointGraph, int]:
+    joint, segments = cut_segments(annotate(capture_joint(Blocks(depth=6), torch.randn(4, 16)), CPU))
+    return joint, len(segments)
+
+
+def test_forward_and_backward_are_cut_apart() -> None:
+    joint, count = _joint()
+    assert count == 6
+    joint, cuts = cut_rounds(joint, Rounds(((0, 3),), (4, 5), ((2, 3), (0, 1))))
+    assert [(cut.index, cut.first, cut.last) for cut in cuts] == [(0, 0, 3), (1, 4, 5), (2, 2, 3), (3, 0, 1)]
+    slots = {phase: {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 1} for phase in (Phase.FORWARD,)}
+    slots[Phase.BACKWARD] = {5: 1, 4: 1, 3: 2, 2: 2, 1: 3, 0: 3}
+    for node in joint.computed():
+        assert node.meta[Mark.STAGE] == slots[node.meta[Mark.PHASE]][node.meta[Mark.SEGMENT]]
+    # Slots run in order: nothing reads what a later one makes.
+    for node in joint.computed():
+        for source in input_nodes(node):
+            if Mark.STAGE in source.meta:
+                assert source.meta[Mark.STAGE] <= node.meta[Mark.STAGE]
+
+
+def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
+    joint, _ = _joint()
+    joint, _ = cut_rounds(joint, Rounds(((0, 3),), (4, 5), ((2, 3), (0, 1))))
+    joint = rematerialize(joint, keep_slot_inputs(joint), CPU)
+    again = [node for node in joint.computed() if Mark.ORIGIN in node.meta and node.meta[Mark.SECONDS]]
+    repeated = {node.meta[Mark.SEGMENT] for node in again}
+    assert repeated == {0, 1, 2, 3}
+    crossing = [node for node in saved_values(joint) if node.op != "placeholder" and node.meta[Mark.SEGMENT] < 4]
+    assert {node.meta[Mark.SEGMENT] for node in crossing} <= {1, 3}
+    assert {node.meta[Mark.STAGE] for node in again} == {2, 3}
