@@ -39,7 +39,7 @@ from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Lowered", "Prepared", "Setting", "cut_as_asked", "emit", "lower", "prepare"]
+__all__ = ["Lowered", "Prepared", "Setting", "asked_budget", "cut_as_asked", "emit", "lower", "prepare"]
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def lower(
     prepared = prepare(joint, options, registered_syncs)
     joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
     setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
-    budget = _budget(joint, options, prepared.device) if training else None
+    budget = asked_budget(joint, options, prepared.device) if training else None
     if budget is None:
         chooser = CHOOSERS[options.recompute or "none"] if training else None
         lowered = emit(joint, setting, chooser=chooser)
@@ -152,7 +152,7 @@ class Setting:
     share: float
 
 
-def _budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
+def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
     """The budget to plan for; ``None``: as the option ``recompute`` says."""
     if options.rotor is not None:
         return options.rotor.limit

@@ -84,4 +84,4 @@ def test_compilers_see_functional_graphs() -> None:
     tokens = torch.randint(16, (2, 4))
     compiled = roundpipe_fx.compile(TiedTransformer(), stages=2, recompute="full", stage_compiler=compiler)
     compiled(tokens, tokens).backward()
-    assert {module.phase for module in compiled.plan.modules} == set(Phase)
+    assert {module.phase for module in compiled.plan.modules} == set(Phase) - {Phase.WEIGHT}

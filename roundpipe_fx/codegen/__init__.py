@@ -1,7 +1,7 @@
 """Code generation: from a graph with every decision made explicit to stage modules and the program that calls them."""
 
 from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program
-from roundpipe_fx.codegen.stage_modules import StageModule, emit_stage_modules
+from roundpipe_fx.codegen.stage_modules import StageModule, emit_stage_modules, moved
 from roundpipe_fx.codegen.text import program_text, stage_text
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "emit_backward_program",
     "emit_forward_program",
     "emit_stage_modules",
+    "moved",
     "program_text",
     "stage_text",
 ]

@@ -10,13 +10,15 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.fingerprint import fingerprint
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.torch_private import boxed_codegen
 
-__all__ = ["StageModule", "emit_stage_modules", "value_name"]
+__all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,35 @@ def _graph_module(
         rewrite(graph)
     graph.set_codegen(boxed_codegen())
     return fx.GraphModule(joint.module, graph, class_name=name)
+
+
+def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
+    """The same stage module for another device: what it makes out of nothing is made there, and fake values are there.
+
+    Values on the CPU (generator states) stay.
+    """
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    graph.set_codegen(module.graph._codegen)
+    for node in graph.nodes:
+        node.args, node.kwargs = tree_map_only(
+            torch.device, lambda given: given if _stays(given, device) else device, (node.args, node.kwargs)
+        )
+        value = node.meta.get("val")
+        if value is not None:
+            node.meta["val"] = tree_map_only(torch.Tensor, lambda tensor: _fake_on(tensor, device), value)
+    return fx.GraphModule(module, graph, class_name=module._get_name())
+
+
+def _fake_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if _stays(value.device, device):
+        return value
+    with value.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _stays(given: torch.device, device: torch.device) -> bool:
+    return given.type == "cpu" and device.type not in ("cpu", "meta")
 
 
 _KEPT_META = ("val", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "unbacked_bindings", Mark.ORIGIN)

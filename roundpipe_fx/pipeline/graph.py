@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.joint_graph import is_tensor
 from roundpipe_fx.lower import Lowered
+from roundpipe_fx.options import StageCompiler
 from roundpipe_fx.pipeline.lowering import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.plan import Plan, PlannedPipeline
@@ -57,7 +59,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         pipeline.structure.name,
         tuple(map(str, pipelining.devices)) or ("the model's",),
         pipelining.microbatches,
-        "" if pipeline.budget is not None else pipelining.checkpoint,
+        "" if pipeline.budget is not None else pipelining.checkpoint or "never",
         timing.makespan,
         timing.bubble,
         timing.peak_bytes,
@@ -78,7 +80,7 @@ def pipelined_graph(
         mutations: inputs that are updated in place, by the output that brings the new value.
         differentiated: the output that each tangent is the gradient of.
     """
-    cache: dict[str, tuple[Boxed, bool]] = {}
+    cache: dict[str, _Compiled] = {}
     lowered = pipeline.main.lowered
     main = _program(pipeline.main, mutations, differentiated, cache)
     last = main
@@ -108,7 +110,7 @@ def _program(
     variant: Variant,
     mutations: Mapping[int, int],
     differentiated: Sequence[int],
-    cache: dict[str, tuple[Boxed, bool]],
+    cache: dict[str, _Compiled],
 ) -> PipelineProgram:
     lowered = variant.lowered
     numbers = {node: index for index, node in enumerate(variant.steps.maker)}
@@ -118,11 +120,11 @@ def _program(
 
     def code(module: StageModule) -> StepCode:
         if module.fingerprint not in cache:
-            random = random_streams.draws(module.module)
-            cache[module.fingerprint] = _compiled(module, lowered, random), random
-        call, random = cache[module.fingerprint]
+            cache[module.fingerprint] = _Compiled(module.module, lowered.stage_compiler)
+        compiled = cache[module.fingerprint]
         inputs = tuple(known[node] for node in module.inputs)
-        return StepCode(call, inputs, tuple(numbers[node] for node in module.outputs), random)
+        outputs = tuple(numbers[node] for node in module.outputs)
+        return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random)
 
     steps: dict[Step, StepCode] = {step: code(module) for step, module in variant.steps.modules.items()}
     backward = lowered.backward.results if lowered.backward is not None else ()
@@ -136,12 +138,30 @@ def _program(
     )
 
 
-def _compiled(module: StageModule, lowered: Lowered, random: bool) -> Boxed:
-    if not random:
-        return compile_stage(module.module, lowered.stage_compiler)
-    if lowered.stage_compiler == "eager":
-        return compile_stage(random_streams.with_streams(module.module), "eager")
-    return random_streams.whole(compile_stage(module.module, lowered.stage_compiler))
+class _Compiled:
+    """A stage module, compiled where it was traced and, when asked for, for other devices."""
+
+    def __init__(self, module: fx.GraphModule, compiler: StageCompiler) -> None:
+        self._module = module
+        self._compiler = compiler
+        self._lock = threading.Lock()
+        self._elsewhere: dict[torch.device, Boxed] = {}
+        self.random = random_streams.draws(module)
+        self.call = self._compile(module)
+
+    def elsewhere(self, device: torch.device) -> Boxed:
+        """The same on another device."""
+        with self._lock:
+            if device not in self._elsewhere:
+                self._elsewhere[device] = self._compile(moved(self._module, device))
+            return self._elsewhere[device]
+
+    def _compile(self, module: fx.GraphModule) -> Boxed:
+        if not self.random:
+            return compile_stage(module, self._compiler)
+        if self._compiler == "eager":
+            return compile_stage(random_streams.with_streams(module), "eager")
+        return random_streams.whole(compile_stage(module, self._compiler))
 
 
 def union(graphs: Sequence[StageGraph]) -> StageGraph:

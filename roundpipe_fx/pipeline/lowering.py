@@ -16,7 +16,7 @@ from typing import Any
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
 from roundpipe_fx.cost import MeasuredCosts
 from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.lower import CHOOSERS, Lowered, Prepared, Setting, cut_as_asked, emit, prepare
+from roundpipe_fx.lower import CHOOSERS, Lowered, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
 from roundpipe_fx.options import Options
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.recompute_regions import region_bounds
@@ -216,10 +216,12 @@ def _lower_named(
     if not training:
         only = _variant(emit(joint, setting), setting)
         return LoweredPipeline(only, only, structure, None, devices)
-    if options.memory_budget is not None:
-        return _within(joint, setting, split, structure, given, pipelining, options.memory_budget)
+    if pipelining.checkpoint is None:
+        budget = asked_budget(joint, options, prepared.device)
+        if budget is not None:
+            return _within(joint, setting, split, structure, given, pipelining, budget)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
-    main, last = kinds[pipelining.checkpoint]
+    main, last = kinds[pipelining.checkpoint or "never"]
     spare = joint.copy() if last != main else None
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
     first = _variant(emit(joint, setting, chooser=choosers[main], split=split), setting)
@@ -249,7 +251,7 @@ def _cut_rounds(
         chosen = fit_rounds(
             [segment.forward_seconds for segment in segments],
             [segment.backward_seconds for segment in segments],
-            pipelining.checkpoint != "never",
+            pipelining.checkpoint in ("always", "except_last"),
             pipelining.workers,
             pipelining.microbatches,
         )

@@ -32,13 +32,13 @@ class Pipelining:
         microbatches: into how many a batch is split.
         schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule.
         checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
-            ``"never"`` none.
+            ``"never"`` none; ``None``: as a byte budget says, without one none.
     """
 
     devices: tuple[torch.device, ...]
     microbatches: int
     schedule: str | Schedule
-    checkpoint: str
+    checkpoint: str | None
 
     @property
     def workers(self) -> int:
@@ -104,8 +104,8 @@ def parse_pipelining(
             f"stages={stages!r} are fewer than the {len(parsed)} devices: a device without a stage would have nothing "
             "to do. Use as many stages as devices, or more."
         )
-    if checkpoint is None:
-        checkpoint = "always" if recompute == "full" else "never"
+    if recompute is not None:
+        checkpoint = {"full": "always", "none": "never"}[recompute]
     return Pipelining(parsed, num_microbatches, schedule, checkpoint)
 
 

@@ -38,10 +38,13 @@ class Lane(Protocol):
 
     device: torch.device
 
+    def prepare(self, home: torch.device) -> None:
+        """Called in the caller's thread before a step: what he has issued comes first."""
+
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around all that the worker does for a step."""
 
-    def local(self, value: Any, home: torch.device) -> Any:
+    def local(self, value: Any) -> Any:
         """A tensor of the caller's, on this device."""
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
@@ -53,7 +56,7 @@ class Lane(Protocol):
     def mark(self) -> Any:
         """This moment, for :meth:`seconds`."""
 
-    def home(self, value: Any, device: torch.device) -> Any:
+    def home(self, value: Any) -> Any:
         """A result, on the caller's device."""
 
     def finish(self) -> None:
@@ -66,12 +69,15 @@ class HostLane:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
+    def prepare(self, home: torch.device) -> None:
+        """Nothing to wait for."""
+
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Around all that the worker does for a step."""
         yield
 
-    def local(self, value: Any, home: torch.device) -> Any:
+    def local(self, value: Any) -> Any:
         """A tensor of the caller's: itself."""
         return value
 
@@ -87,7 +93,7 @@ class HostLane:
         """This moment, in seconds."""
         return time.perf_counter()
 
-    def home(self, value: Any, device: torch.device) -> Any:
+    def home(self, value: Any) -> Any:
         """A result: itself."""
         return value
 
@@ -103,28 +109,37 @@ class AcceleratorLane:
         self.compute = torch.Stream(device)
         self.outgoing = torch.Stream(device)
         self.incoming = torch.Stream(device)
+        self._callers: list[torch.Stream] = []
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
+
+    def prepare(self, home: torch.device) -> None:
+        """Note the caller's streams, here and on his own device: streams are of a thread, so his thread must tell."""
+        self._callers = [torch.accelerator.current_stream(device) for device in dict.fromkeys((self.device, home))]
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The compute stream is current and has waited for the caller's; copies of his tensors last as long."""
-        before = torch.accelerator.current_stream(self.device)
-        self.compute.wait_stream(before)
-        torch.accelerator.set_stream(self.compute)
-        try:
-            yield
-        finally:
-            self._copies.clear()
-            torch.accelerator.set_stream(before)
+        for caller in self._callers:
+            self.compute.wait_stream(caller)
+            self.incoming.wait_stream(caller)
+        with _current(self.compute):
+            try:
+                yield
+            finally:
+                self._copies.clear()
 
-    def local(self, value: Any, home: torch.device) -> Any:
+    def local(self, value: Any) -> Any:
         """A tensor of the caller's on this device: itself, or a copy that is made once a step."""
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
             return value
         if id(value) not in self._copies:
-            self._copies[id(value)] = (value, self._copy(value.detach()))
-        copy = self._copies[id(value)][1]
-        return copy
+            with _current(self._callers[-1]), _current(self.incoming):
+                copy = value.detach().to(self.device, non_blocking=True)
+                arrived = self.incoming.record_event()
+            self.compute.wait_event(arrived)
+            copy.record_stream(self.compute)
+            self._copies[id(value)] = (value, copy)
+        return self._copies[id(value)][1]
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
         """Copy values on the copy streams; several workers of one device share its memory."""
@@ -160,23 +175,17 @@ class AcceleratorLane:
         event.record(self.compute)
         return event
 
-    def home(self, value: Any, device: torch.device) -> Any:
-        """A result on the caller's device."""
-        if not isinstance(value, torch.Tensor) or value.device == device or value.device.type == "cpu":
+    def home(self, value: Any) -> Any:
+        """A result on the caller's device, ready for his stream."""
+        home = self._callers[-1]
+        if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
             return value
-        return value.to(device, non_blocking=True)
+        with _current(home), _current(self.compute):
+            return value.to(home.device, non_blocking=True)
 
     def finish(self) -> None:
         """Called in the caller's thread: its stream waits for the compute stream."""
         torch.accelerator.current_stream(self.device).wait_stream(self.compute)
-
-    def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        with _current(self.incoming):
-            copy = value.to(self.device, non_blocking=True)
-            arrived = self.incoming.record_event()
-        self.compute.wait_event(arrived)
-        copy.record_stream(self.compute)
-        return copy
 
 
 @contextlib.contextmanager

@@ -6,8 +6,10 @@ beforehand, device by device, what each action reads, what dies with it, what it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.schedules import Action, Kind, Schedule, StageGraph, Step
@@ -36,12 +38,14 @@ class StepCode:
         call: takes one list of arguments, returns a tuple of results.
         inputs: where the arguments come from.
         outputs: numbers of the values that it makes.
+        elsewhere: the same for another device than the one that the model was traced on.
         random: whether it draws random numbers.
     """
 
     call: Boxed
     inputs: tuple[Source, ...]
     outputs: tuple[int, ...]
+    elsewhere: Callable[[torch.device], Boxed]
     random: bool = False
 
 

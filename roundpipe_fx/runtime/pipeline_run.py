@@ -84,6 +84,8 @@ def run_pipeline(
         BaseException: what a stage raised, with its traceback; no gradient has been handed out then.
     """
     run = _Run(workers, instructions, programs, primals, tangents, streams, given)
+    for lane in workers.lanes:
+        lane.prepare(run.home)
     workers.submit(run.work)
     try:
         run.wait()
@@ -188,7 +190,7 @@ class _Run:
         self._primals = primals
         self._tangents = tangents
         self._streams = streams
-        self._home = _home_of(primals, workers)
+        self.home = _home_of(primals, workers)
         self._modes = active_dispatch_modes()
         self._states = _States(programs, primals) if any(program.mutations for program in programs) else None
         self._mailboxes = [_Mailbox() for _ in workers.lanes]
@@ -270,13 +272,14 @@ class _Run:
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
             ]
             if self._has_given:  # what an earlier run has left may lie on another device
-                arguments = [lane.local(argument, self._home) for argument in arguments]
+                arguments = [lane.local(argument) for argument in arguments]
+            call = code.call if lane.device == self.home else code.elsewhere(lane.device)
             start = lane.mark()
             if code.random:
                 with drawing(self._streams[batch], lane.device):
-                    results = code.call(arguments)
+                    results = call(arguments)
             else:
-                results = code.call(arguments)
+                results = call(arguments)
             spans.append(Span(instruction.action, base, start, lane.mark()))
             self._deliver(device, lane, instruction, results)
             del arguments, results
@@ -291,7 +294,7 @@ class _Run:
             self._values[device][batch][number] = results[place]
         program = self._programs[batch]
         for place, output in instruction.results:
-            value = lane.home(results[place], self._home)
+            value = lane.home(results[place])
             self._outputs[batch][output] = value
             if output in program.mutations and self._states is not None:
                 self._states.write(self._primals[batch][program.mutations[output]], batch, value)
@@ -309,11 +312,11 @@ class _Run:
 
     def _outside(self, source: Source, batch: int, lane: Lane) -> Any:
         if source.kind == "tangent":
-            return lane.local(self._tangents[batch][source.index], self._home)
+            return lane.local(self._tangents[batch][source.index])
         value = self._primals[batch][source.index]
         if self._states is not None and self._states.is_state(value):
             value = self._states.read(value, batch)
-        return lane.local(value, self._home)
+        return lane.local(value)
 
     def finished(self) -> Finished:
         """The results, once every worker has left."""
@@ -322,7 +325,7 @@ class _Run:
         for device, (lane, own) in enumerate(zip(self._lanes, self._gradients, strict=True)):
             while own:
                 key, value = own.popitem()
-                at_home = lane.home(value, self._home)
+                at_home = lane.home(value)
                 del value
                 if key not in gradients:
                     gradients[key] = at_home

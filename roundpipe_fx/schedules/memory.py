@@ -113,13 +113,15 @@ class _Places:
         count = max(schedule.microbatches, 1)
         for order, own in zip(schedule.orders, codes, strict=True):
             found: dict[int, np.ndarray] = {}
+            self._at.append(found)
+            if not len(own):
+                continue
             sorting = np.argsort(own, kind="stable")
             values, starts = np.unique(own[sorting], return_index=True)
             for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
                 at = np.full(count, -1, dtype=np.int64)
                 at[order[places, 2]] = places
                 found[value] = at
-            self._at.append(found)
         self._devices: dict[int, list[int]] = {}
         for device, found in enumerate(self._at):
             for step in found:

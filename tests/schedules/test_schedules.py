@@ -150,6 +150,12 @@ def test_what_arrives_early_is_held_until_it_is_read() -> None:
     assert timing.peak_bytes == (7, 4 * 7 + 1)  # all four have arrived while the first is read
 
 
+def test_a_device_without_work_needs_nothing() -> None:
+    graph = chain(1)
+    timing = simulate_time(gpipe(2, 1, 3), graph, costs_of(graph, F=1.0, B=1.0))
+    assert timing.peak_bytes == (0, 0) and timing.busy == (0.0, 6.0) and timing.bubble == 0.5
+
+
 def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     graph = chain(1)
     costs = StepCosts(
