@@ -164,7 +164,6 @@ class _States:
     def write(self, value: Any, microbatch: int, made: Any) -> None:
         with self._changed:
             self._made[id(value), microbatch] = made
-            self._made.pop((id(value), microbatch - 2), None)
             self._changed.notify_all()
 
     def stop(self) -> None:

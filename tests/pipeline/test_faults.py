@@ -345,7 +345,6 @@ def test_workers_end_with_their_model_and_nothing_leaks() -> None:
     assert workers() == before + 2
     assert tensors() <= count
     del compiled, model
-    torch._dynamo.reset()
     gc.collect()
     deadline = time.perf_counter() + 5
     while workers() > before and time.perf_counter() < deadline:

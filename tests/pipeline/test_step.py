@@ -302,3 +302,82 @@ def test_trace_runs_nothing() -> None:
     plan = compiled.trace(x)
     assert plan.pipeline is not None and len(plan.pipeline.peak_bytes) == 2
     assert model.rows == 0
+
+
+class ReadLate(nn.Module):
+    """Updates a buffer at its beginning and reads what it was at its end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("level", torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.level.clone()
+        self.level.add_(x.detach().mean(0))
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x * before
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "roundpipe"])
+def test_a_late_stage_reads_the_state_of_its_own_microbatch(schedule: str) -> None:
+    model, (x, y) = ReadLate(), batch_of(12, 8)
+    own = copy.deepcopy(model)
+    total = sum(squares(own(a), b) for a, b in zip(x.split(2), y.split(2), strict=True))
+    total.backward()
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=6, schedule=schedule, checkpoint="always")
+    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert_close(left_behind(model, loss), left_behind(own, total))
+    torch.testing.assert_close(model.level, own.level)
+
+
+def test_outputs_that_are_inputs_or_share_memory() -> None:
+    class Sharing(Blocks):
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            y = super().forward(x)
+            return {"x": x, "part": x[:, :4], "y": y, "left": y[:, :8], "right": y[:, 8:]}
+
+    model, (x, _) = Sharing(), batch_of(8)
+    x.requires_grad_()
+    expected = model(x)
+    (expected["left"].sum() + 2 * expected["right"].sum() + expected["part"].sum()).backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    of_x = x.grad.clone()
+    model.zero_grad()
+    x.grad = None
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    found = compiled(x)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+    (found["left"].sum() + 2 * found["right"].sum() + found["part"].sum()).backward()
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+    torch.testing.assert_close(x.grad, of_x)
+
+
+def test_stages_by_name_and_copies_for_the_optimizer() -> None:
+    model, (x, y) = Blocks(), batch_of(8)
+    own = copy.deepcopy(model).bfloat16()
+    compiled = roundpipe_fx.compile(
+        own, devices=CPUS, num_microbatches=2, stages=["layers.1", "layers.4"], optim_dtype=torch.float32
+    )
+    with roundpipe_fx.OptimizerCtx():
+        optimizer = torch.optim.SGD(compiled.parameters(), 1e-3)
+    losses = []
+    for _ in range(3):
+        losses.append(compiled.forward_backward(x.bfloat16(), labels=y.bfloat16(), loss_fn=squares).item())
+        compiled.step(lambda: (optimizer.step(), optimizer.zero_grad()))
+    assert losses[2] < losses[0]
+    assert [stage.modules.split(" … ")[0].split(".")[1] for stage in compiled.plan.stages] == ["0", "1", "4"]
+
+
+def test_other_shapes_and_modes_recompile() -> None:
+    model = Blocks(dropout=0.1)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)
+    for rows in (4, 8, 6):
+        x, y = batch_of(rows)
+        compiled.eval()
+        torch.testing.assert_close(compiled(x), model(x))
+        compiled.train()
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
