@@ -18,20 +18,17 @@ __all__ = ["interleaved"]
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     """Stage s runs on device s modulo ``devices``."""
+    # A last group that is smaller is scheduled as a whole one, of which some microbatches are then left out.
+    whole = -(-microbatches // devices) * devices
     orders = []
     for device in range(devices):
         own = list(range(device, stages, devices))
-        forward = _grouped(Kind.FORWARD, own, devices, microbatches)
-        backward = _grouped(Kind.BACKWARD, own[::-1], devices, microbatches)
-        ahead = 2 * (devices - 1 - device) + (len(own) - 1) * devices
-        if microbatches % devices:
-            # A smaller last group would otherwise be waited for by a device that it waits for.
-            ahead = len(forward)
-        ahead = min(ahead, len(forward))
+        forward = _grouped(Kind.FORWARD, own, devices, whole)
+        backward = _grouped(Kind.BACKWARD, own[::-1], devices, whole)
+        ahead = min(2 * (devices - 1 - device) + (len(own) - 1) * devices, len(forward))
         steady = len(forward) - ahead
-        orders.append(
-            np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])
-        )
+        order = np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])
+        orders.append(order[order[:, 2] < microbatches])
     return Schedule("interleaved", tuple(orders))
 
 
@@ -41,6 +38,6 @@ def _grouped(kind: Kind, stages: list[int], group: int, microbatches: int) -> np
         (NUMBER[kind], stage, microbatch)
         for start in range(0, microbatches, group)
         for stage in stages
-        for microbatch in range(start, min(start + group, microbatches))
+        for microbatch in range(start, start + group)
     ]
     return np.array(rows, dtype=np.int32).reshape(-1, 3)

@@ -141,6 +141,17 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
     assert simulate_time(gpipe(devices, devices, microbatches), graph, costs).peak_bytes == (123,) * 4
 
 
+def test_a_smaller_last_group_holds_no_more_than_a_whole_one() -> None:
+    devices, stages = 4, 8
+    graph = chain(stages)
+    held = tuple(Held(10, (_F, stage), ((Kind.BACKWARD, stage),)) for stage in range(stages))
+    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held)
+    peaks = {
+        count: max(simulate_time(interleaved(devices, stages, count), graph, costs).peak_bytes) for count in (9, 12)
+    }
+    assert peaks[9] <= peaks[12] < 9 * 2 * 10
+
+
 def test_what_arrives_early_is_held_until_it_is_read() -> None:
     """Stage 1 takes ten times as long, so what stage 0 has made waits there."""
     graph = chain(2, training=False)
