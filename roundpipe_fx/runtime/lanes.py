@@ -149,14 +149,14 @@ class AcceleratorLane:
             return Message(numbers, tuple(values), (ready, self.compute))
         self.outgoing.wait_event(ready)
         to.incoming.wait_event(ready)
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                value.record_stream(self.outgoing)
         with _current(self.outgoing), _current(to.incoming):
             sent = tuple(
                 v.to(to.device, non_blocking=True) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
                 for v in values
             )
-            for value in values:
-                if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                    value.record_stream(self.outgoing)
             arrived = to.incoming.record_event()
         return Message(numbers, sent, (arrived, to.incoming))
 

@@ -1,0 +1,231 @@
+"""The streams of accelerator lanes, without an accelerator: what is read has always been made before.
+
+Streams, events and copies are stand-ins that keep vector clocks; values are fake tensors that say which device they are
+on. Whatever a stage reads must be on its device, and made by something that the compute stream has waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from roundpipe_fx.runtime import lanes, worker
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode, instructions_of
+from roundpipe_fx.runtime.pipeline_run import run_pipeline
+from roundpipe_fx.runtime.random_streams import RandomStream
+from roundpipe_fx.schedules import Kind, StageGraph, Step, one_f_one_b, with_recompute
+
+MODE = FakeTensorMode()
+_lock = threading.RLock()
+
+
+class Stream:
+    def __init__(self, device: Any) -> None:
+        self.device = torch.device(device)
+        self.clock: dict[Stream, int] = {self: 0}
+
+    def tick(self) -> int:
+        with _lock:
+            self.clock[self] += 1
+            return self.clock[self]
+
+    def merge(self, clock: dict[Stream, int]) -> None:
+        with _lock:
+            for stream, time in dict(clock).items():
+                self.clock[stream] = max(self.clock.get(stream, 0), time)
+
+    def record_event(self, event: Any = None) -> Event:
+        event = event or Event()
+        self.tick()
+        event.clock = dict(self.clock)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.merge(event.clock)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.merge(other.clock)
+
+
+class Event:
+    def __init__(self, device: Any = None, enable_timing: bool = False) -> None:
+        self.clock: dict[Stream, int] = {}
+
+    def record(self, stream: Stream) -> None:
+        stream.record_event(self)
+
+
+class Accelerator:
+    """``torch.accelerator`` of two devices; current streams belong to a thread."""
+
+    def __init__(self) -> None:
+        self.local = threading.local()
+        self.default = {torch.device("cuda", index): Stream(f"cuda:{index}") for index in range(2)}
+
+    def _current(self) -> dict[torch.device, Stream]:
+        if not hasattr(self.local, "streams"):
+            self.local.streams = dict(self.default)
+        return self.local.streams
+
+    def current_stream(self, device: torch.device) -> Stream:
+        return self._current()[torch.device(device)]
+
+    def set_stream(self, stream: Stream) -> None:
+        self._current()[stream.device] = stream
+
+    def set_device_index(self, index: int) -> None:
+        pass
+
+
+class Ledger:
+    """Who made each tensor, and which streams the allocator was told of."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator = accelerator
+        self.made: dict[int, tuple[Stream, int, torch.Tensor]] = {}
+        self.told: dict[int, set[Stream]] = {}
+        self.copies = 0
+        self.reads = 0
+
+    def make(self, device: torch.device, stream: Stream) -> torch.Tensor:
+        with _lock, MODE:
+            value = torch.empty(4, device=device)
+            self.made[id(value)] = (stream, stream.tick(), value)
+            return value
+
+    def read(self, value: torch.Tensor, stream: Stream, callers: bool = False) -> None:
+        with _lock:
+            maker, time, _ = self.made[id(value)]
+            self.reads += 1
+            assert value.device == stream.device
+            assert stream.clock.get(maker, 0) >= time, "read before it is there"
+            if maker is not stream and maker not in self.accelerator.default.values():
+                assert stream in self.told.get(id(value), set()), "the allocator was not told"
+
+    def to(self, value: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        source, target = (self.accelerator.current_stream(d) for d in (value.device, device))
+        assert non_blocking
+        with _lock:
+            self.read(value, source)
+            self.copies += 1
+            target.merge(source.clock)
+            copy = self.make(device, target)
+            source.merge(target.clock)
+            return copy
+
+    def add(self, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        stream = self.accelerator.current_stream(left.device)
+        with _lock:
+            self.read(left, stream)
+            self.read(right, stream)
+            if out is None:
+                return self.make(left.device, stream)
+            self.made[id(out)] = (stream, stream.tick(), out)
+            return out
+
+    def record_stream(self, value: torch.Tensor, stream: Stream) -> None:
+        with _lock:
+            self.told.setdefault(id(value), set()).add(stream)
+
+
+class _Torch:
+    """The module ``torch`` with stand-ins."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.accelerator, self.Stream, self.Event = accelerator, Stream, Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@pytest.fixture
+def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
+    accelerator = Accelerator()
+    found = Ledger(accelerator)
+    for module in (lanes, worker):
+        monkeypatch.setattr(module, "torch", _Torch(accelerator))
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda self, device, non_blocking=False: found.to(self, device, non_blocking)
+    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: found.record_stream(self, stream))
+    monkeypatch.setattr(torch.Tensor, "detach", lambda self: self)
+    # Fake tensors are not made for several threads.
+    monkeypatch.setattr(torch.Tensor, "__add__", lambda self, other: found.add(self, other))
+    monkeypatch.setattr(torch.Tensor, "add_", lambda self, other: found.add(self, other, self))
+    yield found
+
+
+def _program(ledger: Ledger, stages: int) -> PipelineProgram:
+    """Stages that read the one before, their parameter, and in the backward the next one's gradient; one skip."""
+    primal, value = (lambda index: Source("primal", index)), (lambda index: Source("value", index))
+    reads: dict[Step, tuple[Step, ...]] = {}
+    steps: dict[Step, StepCode] = {}
+
+    def add(step: Step, inputs: list[Source], output: int, before: list[Step]) -> None:
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            device = arguments[0].device
+            stream = ledger.accelerator.current_stream(device)
+            for argument in arguments:
+                ledger.read(argument, stream)
+            arguments.clear()
+            return (ledger.make(device, stream),)
+
+        reads[step] = tuple(before)
+        steps[step] = StepCode(call, tuple(inputs), (output,), lambda device: call)
+
+    for stage in range(stages):
+        before = [(Kind.FORWARD, stage - 1)] if stage else []
+        skip = [(Kind.FORWARD, 0)] if stage == stages - 1 and stage > 1 else []
+        sources = [value(stage - 1)] if stage else [primal(0)]
+        add((Kind.FORWARD, stage), [*sources, primal(stage + 1), *([value(0)] if skip else [])], stage, before + skip)
+        add((Kind.RECOMPUTE, stage), [value(stage)], 100 + stage, [(Kind.FORWARD, stage)])
+    for stage in reversed(range(stages)):
+        last = stage == stages - 1
+        own: list[Step] = [(Kind.RECOMPUTE, stage), *([] if last else [(Kind.BACKWARD, stage + 1)])]
+        gradient = Source("tangent", 0) if last else value(200 + stage + 1)
+        add((Kind.BACKWARD, stage), [value(100 + stage), gradient, primal(stage + 1)], 200 + stage, own)
+    return PipelineProgram(
+        steps,
+        StageGraph(reads),
+        (value(stages - 1),),
+        (None, *(value(200 + stage) for stage in range(stages))),
+        (0,),
+        {},
+    )
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:1"]])
+def test_what_is_read_has_been_made_before(ledger: Ledger, devices: list[str]) -> None:
+    home = torch.device("cuda", 0)
+    stages, count = 4, 3
+    caller = ledger.accelerator.current_stream(home)
+    program = _program(ledger, stages)
+    workers = worker.Workers([torch.device(device) for device in devices])
+    schedule = with_recompute(one_f_one_b(len(devices), stages, count), program.graph)
+    parameters = [ledger.make(home, caller) for _ in range(stages)]
+    try:
+        for _ in range(3):
+            primals = [[ledger.make(home, caller), *parameters] for _ in range(count)]
+            tangents = [[ledger.make(home, caller)] for _ in range(count)]
+            finished = run_pipeline(
+                workers,
+                instructions_of(schedule, [program] * count),
+                [program] * count,
+                primals,
+                tangents,
+                [RandomStream(torch.empty(0)) for _ in range(count)],
+            )
+            for value in (output for own in finished.outputs for output in own):
+                maker, time, _ = ledger.made[id(value)]
+                assert value.device == home and caller.clock[maker] >= time
+            assert set(finished.gradients) == {id(parameter) for parameter in parameters}
+            assert all(gradient.device == home for gradient in finished.gradients.values())
+    finally:
+        workers.close()
+    assert ledger.reads > 100
+    assert (ledger.copies > 0) == ("cuda:1" in devices)
