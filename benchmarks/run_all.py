@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("bits", "questions", "peak_memory", "step_time", "compile_time", "planning", "frontier")
+BENCHMARKS = ("bits", "questions", "peak_memory", "step_time", "compile_time", "planning", "frontier", "pipeline")
 
 
 def main() -> None:

@@ -12,25 +12,26 @@ import contextlib
 import dataclasses
 import functools
 import threading
-import types
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map
 
+from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred
-from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.pipeline.gradients import hand_to_autograd
+from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.pipeline.taken import Taken, take_all
+from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import answering, take
+from roundpipe_fx.runtime.pipelined_calls import answering
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Kind
 
@@ -56,16 +57,6 @@ class Splitting:
     outputs: Any = None
 
 
-@dataclass(frozen=True)
-class _Taken:
-    """The microbatches of a step, ready to run."""
-
-    calls: list[Callable[[], Any]]
-    graphs: list[PipelinedGraph]
-    programs: list[PipelineProgram]
-    primals: list[list[Any]]
-
-
 class Pipeline:
     """Runs a model's steps on workers.
 
@@ -88,7 +79,7 @@ class Pipeline:
         self._likeness = likeness
         self._splitting = splitting
         self._deferred = deferred_batch_norm
-        self.compiled = {kind: compile_function(function) for kind, function in _functions(model).items()}
+        self.compiled = {kind: compile_function(function) for kind, function in functions_of(model).items()}
         self._workers: Workers | None = None
         self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
         self._lock = threading.RLock()
@@ -114,42 +105,37 @@ class Pipeline:
             check_batch_sizes(args, kwargs, labels)
         targets = split_labels(labels, len(pieces), self._splitting.labels)
         with self._lock, self._batch_norm():
-            taken = self._take(
-                [
-                    functools.partial(run, loss_fn, labels is not None, own_args, own_kwargs, label)
-                    for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
-                ]
-            )
-            losses = [_loss_output(graph, loss_fn) for graph in taken.graphs]
+            calls: list[Callable[[], Any]] = [
+                functools.partial(run, loss_fn, labels is not None, own_args, own_kwargs, label)
+                for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
+            ]
+            taken = take_all(calls, self._likeness)
+            losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
             tangents = [
                 [torch.ones((), dtype=graph.tangents[0].dtype, device=graph.tangents[0].device)]
                 for graph in taken.graphs
             ]
             finished = self._run(taken, tangents, None, [])
             outputs = self._answer(taken, finished.outputs)
-            _hand_to_autograd(taken, finished.outputs, finished.gradients)
+            hand_to_autograd(taken.primals, finished.outputs, finished.gradients)
         total = None
         for own, place in zip(finished.outputs, losses, strict=True):
             total = own[place] if total is None else total + own[place]
         if not return_outputs:
             return total
-        return total, merge([tree_map(_detached, output) for _, output in outputs], self._splitting.outputs)
+        return total, merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs)
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         run = self.compiled["model"]
         with self._lock, self._batch_norm():
-            taken = self._take([functools.partial(run, a, k) for a, k in pieces])
+            taken = take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness)
             training = any(program.tangents for program in taken.programs)
             if not training:
                 finished = self._run(taken, [[] for _ in pieces], (Kind.FORWARD,), [])
                 return merge(self._answer(taken, finished.outputs), self._splitting.outputs)
-            tensors = _differentiable(taken.primals)
-            step = _Step(self, taken)
-            flat = _PipelinedStep.apply(step, *tensors)
-            counts = [len(program.outputs) for program in taken.programs]
-            results = [list(own) for own in _chunks(flat, counts)]
+            results = through_autograd(taken, functools.partial(self._run_part, taken))
             outputs = self._answer(taken, results, keep_graph=True)
         return merge(outputs, self._splitting.outputs)
 
@@ -157,7 +143,7 @@ class Pipeline:
         """Compile for these arguments without running anything."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         with self._lock, self._batch_norm():
-            self._take([functools.partial(self.compiled["model"], a, k) for a, k in pieces])
+            take_all([functools.partial(self.compiled["model"], a, k) for a, k in pieces], self._likeness)
 
     def close(self) -> None:
         """End the workers."""
@@ -168,20 +154,7 @@ class Pipeline:
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
-    def _take(self, calls: list[Callable[[], Any]]) -> _Taken:
-        graphs: list[PipelinedGraph] = []
-        primals = []
-        self._likeness.structure = None
-        for call in calls:
-            graph, arguments = take(call)
-            graphs.append(graph)
-            primals.append(arguments)
-            self._likeness.structure = graphs[0].pipeline.structure
-            _check_alike(graphs[0], graph)
-        programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
-        return _Taken(calls, graphs, programs, primals)
-
-    def _answer(self, taken: _Taken, results: Sequence[Sequence[Any]], keep_graph: bool = False) -> list[Any]:
+    def _answer(self, taken: Taken, results: Sequence[Sequence[Any]], keep_graph: bool = False) -> list[Any]:
         """The model's own outputs for each microbatch, from the compiled graphs' results."""
         answers = []
         for call, own in zip(taken.calls, results, strict=True):
@@ -193,9 +166,14 @@ class Pipeline:
             answers.append(tree_map(functools.partial(_replaced, own_of), output) if keep_graph else output)
         return answers
 
+    def _run_part(self, taken: Taken, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None) -> Finished:
+        """All forwards, or with what they have left all backwards."""
+        with self._lock:
+            return self._run(taken, tangents, (Kind.FORWARD,) if left is None else _BACKWARD, left or [])
+
     def _run(
         self,
-        taken: _Taken,
+        taken: Taken,
         tangents: Sequence[Sequence[Any]],
         kinds: tuple[Kind, ...] | None,
         given: Sequence[dict[int, Any]],
@@ -212,7 +190,7 @@ class Pipeline:
         taken.graphs[0].measured[:] = [_joined(before, finished.spans)]
         return finished
 
-    def _instructions(self, taken: _Taken, kinds: tuple[Kind, ...] | None) -> list[list[Instruction]]:
+    def _instructions(self, taken: Taken, kinds: tuple[Kind, ...] | None) -> list[list[Instruction]]:
         key = (kinds, *(id(program) for program in taken.programs))
         if key not in self._schedules:
             graph = union([program.graph for program in taken.programs])
@@ -224,7 +202,7 @@ class Pipeline:
             self._schedules[key] = instructions_of(schedule, taken.programs), taken.programs
         return self._schedules[key][0]
 
-    def _home(self, taken: _Taken) -> torch.device:
+    def _home(self, taken: Taken) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
         for value in (value for primals in taken.primals for value in primals):
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
@@ -238,112 +216,6 @@ class Pipeline:
         return torch.device("cpu")
 
 
-class _Step:
-    """A step between its forward and its backward."""
-
-    def __init__(self, pipeline: Pipeline, taken: _Taken) -> None:
-        self.pipeline = pipeline
-        self.taken = taken
-        self.values: list[dict[int, Any]] | None = None
-        self.versions: list[tuple[torch.Tensor, int]] = []
-
-    def forward(self) -> list[list[Any]]:
-        finished = self.pipeline._run(self.taken, [[] for _ in self.taken.programs], (Kind.FORWARD,), [])
-        self.values = finished.values
-        mutated = {
-            id(primals[place])
-            for program, primals in zip(self.taken.programs, self.taken.primals, strict=True)
-            for place in program.mutations.values()
-        }
-        read = [value for primals in self.taken.primals for value in primals if id(value) not in mutated]
-        read += [value for values in self.values for value in values.values()]
-        self.versions = [(value, value._version) for value in read if isinstance(value, torch.Tensor)]
-        return finished.outputs
-
-    def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        if self.values is None:
-            raise RuntimeError(
-                "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
-            )
-        for value, version in self.versions:
-            if value._version != version:
-                raise RuntimeError(
-                    f"a tensor of shape {tuple(value.shape)} that the backward of this pipelined step needs was "
-                    "changed in place after the forward."
-                )
-        self.versions = []
-        values, self.values = self.values, None
-        tangents = []
-        for own, graph, program in zip(
-            _chunks(gradients, [len(program.outputs) for program in self.taken.programs]),
-            self.taken.graphs,
-            self.taken.programs,
-            strict=True,
-        ):
-            tangents.append(
-                [_tangent(own[place], like) for place, like in zip(program.tangents, graph.tangents, strict=True)]
-            )
-        with self.pipeline._lock:
-            finished = self.pipeline._run(self.taken, tangents, _BACKWARD, values)
-        return finished.gradients
-
-
-class _PipelinedStep(torch.autograd.Function):
-    """All microbatches of a step as one function: of the parameters and inputs, to every microbatch's outputs."""
-
-    @staticmethod
-    def forward(ctx: Any, step: _Step, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        ctx.step = step
-        ctx.keys = [id(tensor) for tensor in tensors]
-        ctx.set_materialize_grads(False)
-        outputs = step.forward()
-        fixed = []
-        for program, own in zip(step.taken.programs, outputs, strict=True):
-            rest = set(range(len(own))) - set(program.tangents)
-            fixed += [own[place] for place in rest if isinstance(own[place], torch.Tensor)]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(value for own in outputs for value in own)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        found = ctx.step.backward(gradients)
-        return (None, *(found.get(key) for key in ctx.keys))
-
-
-def _functions(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """What is compiled: the model; the model with its loss; and that with its outputs beside the loss."""
-
-    def call_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model(*args, **kwargs)
-
-    def call_loss(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
-        return _loss(loss_fn, labelled, model(*args, **kwargs), label)
-
-    def call_outputs(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
-        output = model(*args, **kwargs)
-        return _loss(loss_fn, labelled, output, label), tree_map(_detached, output)
-
-    return {"model": _own_code(call_model), "loss": _own_code(call_loss), "outputs": _own_code(call_outputs)}
-
-
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own: Dynamo keeps what it compiled by code object, and at most eight of it."""
-    return types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
-    )
-
-
-def _loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
-    if loss_fn is not None:
-        return loss_fn(output, label) if labelled else loss_fn(output)
-    return output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) else output.loss
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
 def _replaced(own_of: dict[int, Any], value: Any) -> Any:
     if id(value) in own_of:
         return own_of[id(value)]
@@ -351,77 +223,6 @@ def _replaced(own_of: dict[int, Any], value: Any) -> Any:
     if isinstance(base, torch.Tensor) and id(base) in own_of:  # one of several views of one output
         return own_of[id(base)].as_strided(value.shape, value.stride(), value.storage_offset())
     return value
-
-
-def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:
-    """Microbatches of different shapes must have the same stages, since one schedule runs them all."""
-    if other is first:
-        return
-    own, others = ({s for s in g.main.steps if s[0] is not Kind.RECOMPUTE} for g in (first, other))
-    if own != others:
-        raise ValueError(
-            "microbatches of different shapes were cut into different stages, so no schedule fits both: use a batch "
-            "size that is divisible by num_microbatches."
-        )
-
-
-def _loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
-    """Number of the output that is the loss."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
-    if len(graph.main.tangents) != 1:
-        raise ValueError(
-            f"{name} returned no loss that can be differentiated: it must return a tensor that depends on parameters "
-            "that require grad."
-        )
-    place = graph.main.tangents[0]
-    shape = tuple(graph.outputs[place].shape)
-    if shape:
-        raise ValueError(
-            f"{name} returned a loss of shape {shape}; it must be a single number, as from reduction='sum' or .sum()."
-        )
-    return place
-
-
-def _hand_to_autograd(taken: _Taken, outputs: Sequence[Sequence[Any]], gradients: dict[int, torch.Tensor]) -> None:
-    """Add gradients to ``.grad`` and to what inputs were made from. ``gradients`` is emptied.
-
-    Autograd copies the gradient that it is given for a leaf without one, so what is the step's own becomes ``.grad`` as
-    it is, unless somebody listens.
-    """
-    found = {id(value): value for own in taken.primals for value in own if id(value) in gradients}
-    others = [value for values in (*taken.primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
-    shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
-    shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
-    leaves, rest = [], []
-    for key, value in found.items():
-        if not value.requires_grad:
-            continue
-        gradient = gradients.pop(key)
-        storage = gradient.untyped_storage()
-        listens = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
-        own = shared[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
-        if value.is_leaf and value.grad is None and not listens and own and gradient.stride() == value.stride():
-            value.grad = gradient
-        else:
-            leaves.append(value)
-            rest.append(gradient)
-    if leaves:
-        torch.autograd.backward(leaves, rest)
-
-
-def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
-    found = {id(v): v for own in primals for v in own if isinstance(v, torch.Tensor) and v.requires_grad}
-    return list(found.values())
-
-
-def _tangent(gradient: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """An incoming gradient with the strides that the backward was traced with."""
-    shape, stride = [int(size) for size in like.shape], like.stride()
-    if gradient is None:
-        return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
-    if gradient.stride() == stride:
-        return gradient
-    return torch.empty_strided(shape, stride, dtype=like.dtype, device=gradient.device).copy_(gradient)
 
 
 def _joined(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
@@ -432,10 +233,3 @@ def _joined(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span
         [*first, *(dataclasses.replace(span, base=first[0].base) if first else span for span in then)]
         for first, then in zip(before, after, strict=True)
     ]
-
-
-def _chunks(values: Sequence[Any], counts: Sequence[int]) -> Iterator[Sequence[Any]]:
-    start = 0
-    for count in counts:
-        yield values[start : start + count]
-        start += count

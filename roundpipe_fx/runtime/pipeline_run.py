@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.runtime.lanes import Lane, Message
+from roundpipe_fx.runtime.lanes import Lane
+from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
+from roundpipe_fx.runtime.states import States
 from roundpipe_fx.runtime.worker import Workers
-from roundpipe_fx.schedules import Action, Step
+from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
 
 __all__ = ["Finished", "Span", "run_pipeline"]
@@ -103,75 +105,6 @@ def run_pipeline(
     return run.finished()
 
 
-class _Stopped(Exception):
-    """Somebody else has failed."""
-
-
-class _Mailbox:
-    """Where messages for one device arrive."""
-
-    def __init__(self) -> None:
-        self._messages: dict[tuple[Step, int], Message] = {}
-        self._arrived = threading.Condition()
-        self._stopped = False
-
-    def put(self, step: Step, microbatch: int, message: Message) -> None:
-        with self._arrived:
-            self._messages[step, microbatch] = message
-            self._arrived.notify()
-
-    def take(self, step: Step, microbatch: int) -> Message:
-        with self._arrived:
-            while (step, microbatch) not in self._messages:
-                if self._stopped:
-                    raise _Stopped
-                self._arrived.wait()
-            return self._messages.pop((step, microbatch))
-
-    def stop(self) -> None:
-        with self._arrived:
-            self._stopped = True
-            self._arrived.notify_all()
-
-
-class _States:
-    """Tensors that the caller updates in place: each microbatch reads what the one before it has made of them."""
-
-    def __init__(self, programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> None:
-        self._writers: dict[int, list[int]] = {}
-        for microbatch, program in enumerate(programs):
-            for place in program.mutations.values():
-                self._writers.setdefault(id(primals[microbatch][place]), []).append(microbatch)
-        self._made: dict[tuple[int, int], Any] = {}
-        self._changed = threading.Condition()
-        self._stopped = False
-
-    def is_state(self, value: Any) -> bool:
-        return id(value) in self._writers
-
-    def read(self, value: Any, microbatch: int) -> Any:
-        before = [writer for writer in self._writers[id(value)] if writer < microbatch]
-        if not before:
-            return value
-        key = (id(value), before[-1])
-        with self._changed:
-            while key not in self._made:
-                if self._stopped:
-                    raise _Stopped
-                self._changed.wait()
-            return self._made[key]
-
-    def write(self, value: Any, microbatch: int, made: Any) -> None:
-        with self._changed:
-            self._made[id(value), microbatch] = made
-            self._changed.notify_all()
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-
 class _Run:
     def __init__(
         self,
@@ -191,8 +124,8 @@ class _Run:
         self._streams = streams
         self.home = _home_of(primals, workers)
         self._modes = active_dispatch_modes()
-        self._states = _States(programs, primals) if any(program.mutations for program in programs) else None
-        self._mailboxes = [_Mailbox() for _ in workers.lanes]
+        self._states = States(programs, primals) if any(program.mutations for program in programs) else None
+        self._mailboxes = [Mailbox() for _ in workers.lanes]
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.lanes]
         self._has_given = bool(given)
         if given:
@@ -237,7 +170,7 @@ class _Run:
             with dispatch_modes(self._modes), lane.running():
                 if device < len(self._instructions):
                     self._go_through(device, lane)
-        except _Stopped:
+        except Stopped:
             pass
         except BaseException as error:  # handed to the caller's thread
             with self._done:
@@ -256,7 +189,7 @@ class _Run:
         base = self._began if lane.device.type == "cpu" else lane.mark()
         for instruction in self._instructions[device]:
             if self._stopping:
-                raise _Stopped
+                raise Stopped
             batch = instruction.action.microbatch
             own = values[batch]
             for step in instruction.receives:

@@ -381,3 +381,40 @@ def test_other_shapes_and_modes_recompile() -> None:
         torch.testing.assert_close(compiled(x), model(x))
         compiled.train()
         compiled.forward_backward(x, labels=y, loss_fn=squares)
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        for layer in self.body:
+            x = torch.relu(layer(x))
+        return self.left(x).t(), self.right(x)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_strides_of_gradients_and_outputs_that_nobody_uses(compiler: str) -> None:
+    model, x = Heads(), torch.randn(6, 8)
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(
+        model,
+        devices=CPUS,
+        num_microbatches=3,
+        dynamic=True,
+        stage_compiler=compiler,
+        merge_output=lambda outputs: (torch.cat([o[0] for o in outputs], 1), torch.cat([o[1] for o in outputs])),
+    )
+    for rows in (6, 9):
+        x = torch.randn(rows, 8)
+        for run, of in ((compiled, model), (own, own)):
+            of.zero_grad()
+            left, _ = run(x)
+            (left.contiguous().square() * torch.arange(1.0, 5.0)[:, None]).sum().backward()
+        for found, expected in zip(model.parameters(), own.parameters(), strict=True):
+            if expected.grad is None:
+                assert found.grad is None or not found.grad.any()
+            else:
+                torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,66 @@
+"""What a pipeline compiles: the model; the model with its loss; and that with its outputs beside the loss."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from roundpipe_fx.pipeline.graph import PipelinedGraph
+
+__all__ = ["detached", "functions_of", "loss_output"]
+
+
+def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
+    """What is compiled: the model; the model with its loss; and that with its outputs beside the loss."""
+
+    def call_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return model(*args, **kwargs)
+
+    def call_loss(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
+        return _loss(loss_fn, labelled, model(*args, **kwargs), label)
+
+    def call_outputs(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
+        output = model(*args, **kwargs)
+        return _loss(loss_fn, labelled, output, label), tree_map(detached, output)
+
+    return {"model": _own_code(call_model), "loss": _own_code(call_loss), "outputs": _own_code(call_outputs)}
+
+
+def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy with a code object of its own: Dynamo keeps what it compiled by code object, and at most eight of it."""
+    return types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
+    )
+
+
+def _loss(loss_fn: Any, labelled: bool, output: Any, label: Any) -> Any:
+    if loss_fn is not None:
+        return loss_fn(output, label) if labelled else loss_fn(output)
+    return output if isinstance(output, torch.Tensor) else output[0] if isinstance(output, tuple) else output.loss
+
+
+def detached(value: Any) -> Any:
+    """A tensor without its history; anything else as it is."""
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
+    """Number of the output that is the loss."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
+    if len(graph.main.tangents) != 1:
+        raise ValueError(
+            f"{name} returned no loss that can be differentiated: it must return a tensor that depends on parameters "
+            "that require grad."
+        )
+    place = graph.main.tangents[0]
+    shape = tuple(graph.outputs[place].shape)
+    if shape:
+        raise ValueError(
+            f"{name} returned a loss of shape {shape}; it must be a single number, as from reduction='sum' or .sum()."
+        )
+    return place
