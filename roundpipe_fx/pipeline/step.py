@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,8 +135,8 @@ class Pipeline:
             if not training:
                 finished = self._run(taken, [[] for _ in pieces], (Kind.FORWARD,), [])
                 return merge(self._answer(taken, finished.outputs), self._splitting.outputs)
-            results = through_autograd(taken, functools.partial(self._run_part, taken))
-            outputs = self._answer(taken, results, keep_graph=True)
+            results, own = through_autograd(taken, functools.partial(self._run_part, taken))
+            outputs = self._answer(taken, results, own)
         return merge(outputs, self._splitting.outputs)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,16 +154,25 @@ class Pipeline:
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
-    def _answer(self, taken: Taken, results: Sequence[Sequence[Any]], keep_graph: bool = False) -> list[Any]:
-        """The model's own outputs for each microbatch, from the compiled graphs' results."""
+    def _answer(
+        self,
+        taken: Taken,
+        results: Sequence[Sequence[Any]],
+        differentiated: Sequence[Mapping[int, torch.Tensor]] | None = None,
+    ) -> list[Any]:
+        """The model's own outputs for each microbatch, from the compiled graphs' results.
+
+        Autograd's view of an answer is of a graph that was never run: what is differentiated is replaced.
+        """
         answers = []
-        for call, own in zip(taken.calls, results, strict=True):
+        for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
             given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
             with answering(given):
                 output = call()
-            # Autograd's view of the answer is of a graph that was never run: outputs are replaced by the step's own.
-            own_of = {id(alias): value for alias, value in zip(given, own, strict=True)} if keep_graph else {}
-            answers.append(tree_map(functools.partial(_replaced, own_of), output) if keep_graph else output)
+            if differentiated is not None:
+                pairs = [(given[place], result) for place, result in differentiated[index].items()]
+                output = tree_map(functools.partial(_own, pairs), output)
+            answers.append(output)
         return answers
 
     def _run_part(self, taken: Taken, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None) -> Finished:
@@ -216,13 +225,26 @@ class Pipeline:
         return torch.device("cpu")
 
 
-def _replaced(own_of: dict[int, Any], value: Any) -> Any:
-    if id(value) in own_of:
-        return own_of[id(value)]
-    base = getattr(value, "_base", None)
-    if isinstance(base, torch.Tensor) and id(base) in own_of:  # one of several views of one output
-        return own_of[id(base)].as_strided(value.shape, value.stride(), value.storage_offset())
+def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
+    """The step's own result for what AOTAutograd has made of an answer: it itself, or a view of its memory.
+
+    Args:
+        pairs: answers that are differentiated, and the step's own results.
+        value: part of the model's output.
+    """
+    if not isinstance(value, torch.Tensor) or not value.requires_grad:
+        return value
+    for alias, own in pairs:
+        if _shares(alias, value):
+            if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
+                return own
+            # One of several views of an intermediate result, which is the graph's output for them.
+            return own.as_strided(value.shape, value.stride(), value.storage_offset())
     return value
+
+
+def _shares(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
 def _joined(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:

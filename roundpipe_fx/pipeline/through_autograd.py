@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from roundpipe_fx.pipeline.taken import Taken
 from roundpipe_fx.runtime.pipeline_run import Finished
+from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["through_autograd"]
 
@@ -22,10 +23,14 @@ Run = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
 """Runs all forwards, or with what they have left, all backwards; gets the incoming gradients of each microbatch."""
 
 
-def through_autograd(taken: Taken, run: Run) -> list[list[Any]]:
-    """Each microbatch's results, with the backwards behind them."""
-    flat = _PipelinedStep.apply(_Step(taken, run), *_differentiable(taken.primals))
-    return [list(own) for own in _chunks(flat, [len(program.outputs) for program in taken.programs])]
+def through_autograd(taken: Taken, run: Run) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
+    """Each microbatch's results, and by number those that are differentiated, with the backwards behind them."""
+    step = _Step(taken, run)
+    flat = _PipelinedStep.apply(step, *_differentiable(taken.primals))
+    places = [program.tangents for program in taken.programs]
+    own = _chunks(flat, [len(found) for found in places])
+    outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
+    return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, own, strict=True)]
 
 
 class _Step:
@@ -36,14 +41,16 @@ class _Step:
         self.run = run
         self.values: list[dict[int, Any]] | None = None
         self.versions: list[tuple[torch.Tensor, int]] = []
-        self.likes: list[dict[int, _Like]] = []
+        self.likes: list[list[_Like]] = []
+        self.outputs: list[list[Any]] = []
 
-    def forward(self) -> list[list[Any]]:
+    def forward(self) -> None:
         finished = self.run([[] for _ in self.taken.programs], None)
+        self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            {place: _Like.of(own[place]) for place in program.tangents}
-            for program, own in zip(self.taken.programs, finished.outputs, strict=True)
+            [_Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            for program, graph, own in zip(self.taken.programs, self.taken.graphs, finished.outputs, strict=True)
         ]
         mutated = {
             id(primals[place])
@@ -53,25 +60,25 @@ class _Step:
         read = [value for primals in self.taken.primals for value in primals if id(value) not in mutated]
         read += [value for values in self.values for value in values.values()]
         self.versions = [(value, value._version) for value in read if isinstance(value, torch.Tensor)]
-        return finished.outputs
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
         if self.values is None:
             raise RuntimeError(
                 "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
             )
-        for value, version in self.versions:
+        while self.versions:  # what was looked at is not held any more
+            value, version = self.versions.pop()
             if value._version != version:
                 raise RuntimeError(
                     f"a tensor of shape {tuple(value.shape)} that the backward of this pipelined step needs was "
                     "changed in place after the forward."
                 )
-        self.versions = []
+            del value
         values, self.values = self.values, None
         tangents = [
-            [_tangent(own[place], like, graph.strided) for place, like in likes.items()]
+            [_tangent(gradient, like, graph.strided) for gradient, like in zip(own, likes, strict=True)]
             for own, likes, graph in zip(
-                _chunks(gradients, [len(program.outputs) for program in self.taken.programs]),
+                _chunks(gradients, [len(program.tangents) for program in self.taken.programs]),
                 self.likes,
                 self.taken.graphs,
                 strict=True,
@@ -88,13 +95,12 @@ class _PipelinedStep(torch.autograd.Function):
         ctx.step = step
         ctx.keys = [id(tensor) for tensor in tensors]
         ctx.set_materialize_grads(False)
-        outputs = step.forward()
-        fixed = []
-        for program, own in zip(step.taken.programs, outputs, strict=True):
-            rest = set(range(len(own))) - set(program.tangents)
-            fixed += [own[place] for place in rest if isinstance(own[place], torch.Tensor)]
-        ctx.mark_non_differentiable(*fixed)
-        return tuple(value for own in outputs for value in own)
+        step.forward()
+        return tuple(
+            own[place].detach()
+            for program, own in zip(step.taken.programs, step.outputs, strict=True)
+            for place in program.tangents
+        )
 
     @staticmethod
     @once_differentiable
@@ -110,7 +116,7 @@ def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class _Like:
-    """What an incoming gradient must look like: its output."""
+    """What an incoming gradient must look like."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -118,12 +124,21 @@ class _Like:
     device: torch.device
 
     @classmethod
-    def of(cls, output: torch.Tensor) -> _Like:
-        return cls(output.shape, output.stride(), output.dtype, output.device)
+    def of(cls, output: torch.Tensor, traced: torch.Tensor) -> _Like:
+        """Of the output's shape; its dimensions in memory in the order with which the gradient was traced."""
+        stride = traced.stride()
+        if not all(isinstance(step, int) for step in stride):
+            hints = [size_hint(step) for step in stride]
+            steps, following = [0] * len(hints), 1
+            for dim in sorted(range(len(hints)), key=lambda dim: (hints[dim], -dim)):
+                steps[dim] = following
+                following *= max(output.shape[dim], 1)
+            stride = tuple(steps)
+        return cls(output.shape, stride, output.dtype, output.device)
 
 
 def _tangent(gradient: torch.Tensor | None, like: _Like, strided: bool) -> torch.Tensor:
-    """An incoming gradient with the strides of its output; zeros where nobody used that."""
+    """An incoming gradient with the strides that it was traced with; zeros where nobody used its output."""
     if gradient is None and not strided:
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     if gradient is not None and gradient.stride() == like.stride:
