@@ -5,7 +5,10 @@ made has it from the moment it was made, whether it waits for it or not, until i
 actions a device holds such values; in an action it needs what the stage module needs beyond them. Gradients of
 parameters are there from a step's first microbatch to the end.
 
-When something arrives is what the simulation of time says. On one device nothing arrives, and the peak is exact.
+A device may be slow and another fast, so what arrives is counted from the earliest action at which it can be there:
+that it needs before it is made, and no other, is certain to be over. The peak is therefore a bound whatever the
+timing is; on one device nothing arrives, and it is exact. Schedules of more than a hundred thousand actions are taken
+to be timed as simulated.
 """
 
 from __future__ import annotations
@@ -60,7 +63,13 @@ class StepCosts:
 
 
 def peaks_of(
-    schedule: Schedule, codes: Sequence[np.ndarray], ends: Sequence[np.ndarray], steps: Sequence[Step], costs: StepCosts
+    schedule: Schedule,
+    codes: Sequence[np.ndarray],
+    ends: Sequence[np.ndarray],
+    waves: Sequence[np.ndarray],
+    reads: np.ndarray,
+    steps: Sequence[Step],
+    costs: StepCosts,
 ) -> tuple[int, ...]:
     """For each device the most bytes at one time.
 
@@ -68,6 +77,8 @@ def peaks_of(
         schedule: in which order devices run their actions.
         codes: for each device the number of each action's step.
         ends: for each device when its actions end.
+        waves: for each device a number for each action, greater than those of all that it waits for.
+        reads: the steps that each step reads, by number.
         steps: by number.
         costs: of the steps.
     """
@@ -76,6 +87,9 @@ def peaks_of(
     peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
     base = np.array([costs.base_bytes.get(step, 0) for step in steps], dtype=np.int64)
     brought = np.array([costs.brought_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    certain = None
+    if costs.held and len(codes) > 1 and schedule.size <= _MOST_EXACT:
+        certain = _certainly_over(schedule, codes, waves, reads, places)
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
     for held in costs.held:
         maker = number[held.maker]
@@ -90,7 +104,10 @@ def peaks_of(
             for other in {d for reader in held.readers for d in places.devices(number[reader])} - {device}:
                 until = places.last(other, [number[reader] for reader in held.readers], batches)
                 there = until >= 0
-                arrives = np.searchsorted(ends[other], made[there], side="right")
+                if certain is not None:
+                    arrives = certain[device][at[there], other]
+                else:
+                    arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
     found = []
@@ -103,6 +120,31 @@ def peaks_of(
         fixed = base[present].sum() + (brought[present] * counts).sum()
         found.append(int(fixed + max(0, (before + peak[own]).max())))
     return tuple(found)
+
+
+_MOST_EXACT = 100_000
+
+
+def _certainly_over(
+    schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: _Places
+) -> list[np.ndarray]:
+    """For each device and each of its actions, how many actions of every device must be over when it ends.
+
+    These are vector clocks: an action needs what stands before it on its device, and what it reads.
+    """
+    clocks = [np.zeros((len(own), len(codes)), dtype=np.int64) for own in codes]
+    order = sorted((wave, device, at) for device, own in enumerate(waves) for at, wave in enumerate(own.tolist()))
+    for _, device, at in order:
+        clock = clocks[device][at]
+        if at:
+            np.maximum(clock, clocks[device][at - 1], out=clock)
+        batch = int(schedule.orders[device][at, 2])
+        for source in reads[codes[device][at]].tolist():
+            if source >= 0:
+                maker, place = places.where(source, batch)
+                np.maximum(clock, clocks[maker][place], out=clock)
+        clock[device] = at + 1
+    return clocks
 
 
 class _Places:
@@ -139,6 +181,11 @@ class _Places:
             batches = np.flatnonzero(at >= 0)
             found.append((device, at[batches], batches))
         return found
+
+    def where(self, step: int, microbatch: int) -> tuple[int, int]:
+        """The device and the place at which a step runs for a microbatch."""
+        found = ((d, int(self._at[d][step][microbatch])) for d in self.devices(step))
+        return next((device, at) for device, at in found if at >= 0)
 
     def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
         """The last place on a device at which one of some steps runs for each microbatch; -1: nowhere."""

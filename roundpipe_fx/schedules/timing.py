@@ -99,9 +99,9 @@ def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Ti
             travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
-    ends = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
+    ends, waves = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    return Timing(schedule, graph, starts, tuple(ends), peaks_of(schedule, codes, ends, steps, costs))
+    return Timing(schedule, graph, starts, tuple(ends), peaks_of(schedule, codes, ends, waves, reads, steps, costs))
 
 
 def _run(
@@ -112,7 +112,8 @@ def _run(
     travel: np.ndarray,
     seconds: np.ndarray,
     names: list[Step],
-) -> list[np.ndarray]:
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """When each action ends, and in which wave it runs, for each device."""
     lengths = np.array([len(own) for own in codes])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
@@ -121,6 +122,8 @@ def _run(
     end_of[steps] = -np.inf  # what is not read
     maker = np.full(end_of.shape, -1, dtype=np.int32)
     ends = np.empty(len(flat))
+    waves = np.empty(len(flat), dtype=np.int32)
+    wave = 0
     at = np.zeros(len(codes), dtype=np.intp)
     clock = np.zeros(len(codes))
     devices = np.flatnonzero(lengths > 0)
@@ -140,13 +143,15 @@ def _run(
         end = np.maximum(clock[runs], latest[ready]) + seconds[own]
         clock[runs] = end
         ends[place] = end
+        waves[place] = wave
+        wave += 1
         end_of[own, batch] = end
         if travels:
             maker[own, batch] = runs
         at[runs] += 1
         if (at[runs] == lengths[runs]).any():
             devices = devices[at[devices] < lengths[devices]]
-    return np.split(ends, offsets[1:])
+    return np.split(ends, offsets[1:]), np.split(waves, offsets[1:])
 
 
 def _deadlock(

@@ -161,6 +161,45 @@ def test_what_arrives_early_is_held_until_it_is_read() -> None:
     assert timing.peak_bytes == (7, 4 * 7 + 1)  # all four have arrived while the first is read
 
 
+@given(
+    devices=st.integers(1, 4),
+    microbatches=st.integers(1, 5),
+    which=st.sampled_from([gpipe, one_f_one_b]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_no_timing_needs_more_than_the_predicted_peaks(devices, microbatches, which, data: st.DataObject) -> None:
+    """Whatever the steps take, what a device holds while it runs an action is within its peak."""
+    graph = chain(devices)
+    schedule = which(devices, devices, microbatches)
+    held = [Held(data.draw(st.integers(1, 9)), (_F, s), ((Kind.BACKWARD, s),)) for s in range(devices)]
+    held += [Held(data.draw(st.integers(1, 9)), (_F, s), ((_F, s + 1),)) for s in range(devices - 1)]
+    held += [
+        Held(data.draw(st.integers(1, 9)), (Kind.BACKWARD, s + 1), ((Kind.BACKWARD, s),)) for s in range(devices - 1)
+    ]
+    peaks = set()
+    for _ in range(3):
+        seconds = {step: data.draw(st.floats(0.1, 9.0)) for step in graph.steps}
+        costs = StepCosts(seconds, held=tuple(held))
+        predicted = simulate_time(schedule, graph, costs).peak_bytes
+        peaks.add(predicted)
+        ends = ends_on_paper(schedule, graph, costs)
+        where = {action.step: device for device in range(devices) for action in schedule.actions(device)}
+        for device in range(devices):
+            for action in schedule.actions(device):
+                begins = ends[action.step, action.microbatch] - seconds[action.step]
+                live = 0
+                for value in held:
+                    (reader,) = value.readers
+                    if device not in (where[value.maker], where[reader]):
+                        continue
+                    last = reader if where[reader] == device else value.maker
+                    for batch in range(microbatches):
+                        live += value.bytes * (ends[value.maker, batch] <= begins < ends[last, batch] - 1e-9)
+                assert live <= predicted[device]
+    assert len(peaks) == 1
+
+
 def test_a_device_without_work_needs_nothing() -> None:
     graph = chain(1)
     timing = simulate_time(gpipe(2, 1, 3), graph, costs_of(graph, F=1.0, B=1.0))
