@@ -47,6 +47,9 @@ class Lane(Protocol):
     def local(self, value: Any) -> Any:
         """A tensor of the caller's, on this device."""
 
+    def drop(self, value: Any) -> None:
+        """Nothing on this device reads a tensor of the caller's any more in this step."""
+
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
         """Start sending values."""
 
@@ -80,6 +83,9 @@ class HostLane:
     def local(self, value: Any) -> Any:
         """A tensor of the caller's: itself."""
         return value
+
+    def drop(self, value: Any) -> None:
+        """Nothing was copied."""
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
         """Values as they are."""
@@ -129,7 +135,7 @@ class AcceleratorLane:
                 self._copies.clear()
 
     def local(self, value: Any) -> Any:
-        """A tensor of the caller's on this device: itself, or a copy that is made once a step."""
+        """A tensor of the caller's on this device: itself, or a copy that is held until :meth:`drop`."""
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
             return value
         if id(value) not in self._copies:
@@ -140,6 +146,10 @@ class AcceleratorLane:
             copy.record_stream(self.compute)
             self._copies[id(value)] = (value, copy)
         return self._copies[id(value)][1]
+
+    def drop(self, value: Any) -> None:
+        """Let the copy of a tensor go."""
+        self._copies.pop(id(value), None)
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
         """Copy values on the copy streams; several workers of one device share its memory."""

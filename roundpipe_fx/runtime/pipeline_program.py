@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.schedules import Action, Kind, Schedule, StageGraph, Step
 
-__all__ = ["Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of"]
+__all__ = ["Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,3 +183,15 @@ def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
         if source is not None and source.kind == "value":
             found.setdefault(source.index, []).append(place)
     return found
+
+
+def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """For each instruction of a device the primals that no later one reads: copies of them need not be held longer."""
+    found: list[list[Any]] = []
+    seen: set[int] = set()
+    for instruction in reversed(instructions):
+        own = primals[instruction.action.microbatch]
+        read = {id(own[s.index]): own[s.index] for s in instruction.code.inputs if s.kind == "primal"}
+        found.append([value for key, value in read.items() if key not in seen])
+        seen |= read.keys()
+    return found[::-1]

@@ -17,7 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.lanes import Lane
 from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
-from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.states import States
 from roundpipe_fx.runtime.worker import Workers
@@ -187,7 +187,10 @@ class _Run:
     def _go_through(self, device: int, lane: Lane) -> None:
         values, spans = self._values[device], self._spans[device]
         base = self._began if lane.device.type == "cpu" else lane.mark()
-        for instruction in self._instructions[device]:
+        instructions = self._instructions[device]
+        elsewhere = lane.device != self.home
+        done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
+        for instruction, unread in zip(instructions, done_with, strict=True):
             if self._stopping:
                 raise Stopped
             batch = instruction.action.microbatch
@@ -212,6 +215,8 @@ class _Run:
                     results = call(arguments)
             else:
                 results = call(arguments)
+            for value in unread:
+                lane.drop(value)
             spans.append(Span(instruction.action, base, start, lane.mark()))
             self._deliver(device, lane, instruction, results)
             del arguments, results

@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roundpipe_fx.runtime import lanes, worker
-from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode, instructions_of
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode, instructions_of, last_uses
 from roundpipe_fx.runtime.pipeline_run import run_pipeline
 from roundpipe_fx.runtime.random_streams import RandomStream
 from roundpipe_fx.schedules import Kind, StageGraph, Step, one_f_one_b, with_recompute
@@ -229,3 +229,37 @@ def test_what_is_read_has_been_made_before(ledger: Ledger, devices: list[str]) -
         workers.close()
     assert ledger.reads > 100
     assert (ledger.copies > 0) == ("cuda:1" in devices)
+
+
+def test_copies_of_parameters_are_held_until_their_last_reader(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, count = torch.device("cuda", 0), 2
+    caller = ledger.accelerator.current_stream(home)
+    program = _program(ledger, 4)
+    schedule = with_recompute(one_f_one_b(2, 4, count), program.graph)
+    instructions = instructions_of(schedule, [program] * count)
+    parameters = [ledger.make(home, caller) for _ in range(4)]
+    primals = [[ledger.make(home, caller), *parameters] for _ in range(count)]
+    for own in instructions:
+        dropped = [value for values in last_uses(own, primals) for value in values]
+        assert len({id(value) for value in dropped}) == len(dropped)
+        for place, values in enumerate(last_uses(own, primals)):
+            later = {
+                id(primals[after.action.microbatch][source.index])
+                for after in own[place + 1 :]
+                for source in after.code.inputs
+                if source.kind == "primal"
+            }
+            assert not later & {id(value) for value in values}
+    held: list[int] = []
+    drop = lanes.AcceleratorLane.drop
+    monkeypatch.setattr(
+        lanes.AcceleratorLane, "drop", lambda lane, value: (drop(lane, value), held.append(len(lane._copies)))[0]
+    )
+    workers = worker.Workers([home, torch.device("cuda", 1)])
+    try:
+        tangents = [[ledger.make(home, caller)] for _ in range(count)]
+        streams = [RandomStream(torch.empty(0)) for _ in range(count)]
+        run_pipeline(workers, instructions, [program] * count, primals, tangents, streams)
+    finally:
+        workers.close()
+    assert held and max(held) <= 4 and held[-1] <= count  # what is left are incoming gradients
