@@ -65,10 +65,14 @@ class Workers:
 def _work(
     index: int, lane: Lane, jobs: queue.SimpleQueue[Job | None], threads: int | None, started: threading.Barrier
 ) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
-    if lane.device.type != "cpu":
-        torch.accelerator.set_device_index(lane.device.index)
+    try:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        if lane.device.type != "cpu":
+            torch.accelerator.set_device_index(lane.device.index)
+    except BaseException:
+        started.abort()  # or whoever starts the workers would wait for this one
+        raise
     started.wait()
     with torch.no_grad():
         while True:
