@@ -6,7 +6,8 @@ For each model eleven budgets from 0.0 to 1.0: measured peak, prediction, modell
 whether loss and gradients have the bits of ``aot_eager``. Peers in the same run: eager, ``torch.utils.checkpoint``
 per block, ``torch.compile`` with ``activation_memory_budget`` at eleven values (its partitioner with eager kernels,
 so that live bytes can be seen), and rotor's optimum on the chain of segments (simulated). At the peak that each peer
-reaches, our recomputation is held against the peer's, in modelled seconds and in paired step times.
+reaches, our recomputation is held against the peer's, in modelled seconds and in paired step times. The lowest peak is
+held against the lowest of any peer, and both against a computed lower bound of all schedules of the same operations.
 
 Modelled seconds of a step are those of every operation that it dispatches, by the CPU's roofline; a peer's
 recomputation is what it runs beyond its own step without any.
@@ -45,6 +46,8 @@ from benchmarks.side_by_side import (
     report,
 )
 from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.planner.choose import choose
+from roundpipe_fx.planner.lower_bound import lower_bound
 from roundpipe_fx.planner.rotor import rotor_candidates
 from roundpipe_fx.torch_private import dynamo_flags
 
@@ -190,27 +193,54 @@ def budgeted(case: Case, batch: dict[str, Any], partition: Any, budget: float, r
 
 
 def beside(case: Case, plan: roundpipe_fx.Plan, name: str, peak: int, seconds: float, error: Any) -> dict[str, Any]:
-    """Our recomputation at the peak that a peer reaches."""
-    ours = [cost for size, cost in plan.frontier() if size <= peak]
+    """Our recomputation within the peak that a peer reaches."""
+    assert plan.operations is not None
+    try:
+        ours = choose(plan.operations, peak).candidate.seconds
+    except roundpipe_fx.InfeasibleBudgetError:
+        ours = None
     return {
         "model": case.name,
         "peer": name,
         "peak MB": peak / 1e6,
         "recompute ms": seconds * 1e3,
         "gradient error": error,
-        "ours ms": ours[0] * 1e3 if ours else "cannot",
-        "ratio": _ratio(ours[0], seconds) if ours else None,
+        "ours ms": "cannot" if ours is None else ours * 1e3,
+        "ratio": None if ours is None else _ratio(ours, seconds),
         "step ratio": None,
+        "step ratio, nothing recomputed": None,
     }
 
 
-def timed(case: Case, batch: dict[str, Any], peer: Measured, pairs: int) -> float | None:
-    """Our step's time over the peer's, within the peer's peak."""
-    try:
-        measured, _ = ours_at(case, batch, peer.peak)
-    except roundpipe_fx.InfeasibleBudgetError:
-        return None
-    return paired_ratio(measured.step, peer.step, pairs, 1)[0]
+def timed(case: Case, batch: dict[str, Any], peer: Measured, pairs: int) -> dict[str, float | None]:
+    """Our step's time over the peer's: within the peer's peak, and with nothing recomputed, which bounds it."""
+    found: dict[str, float | None] = {}
+    for name, budget in (("step ratio", peer.peak), ("step ratio, nothing recomputed", 1.0)):
+        try:
+            measured, _ = ours_at(case, batch, budget)
+        except roundpipe_fx.InfeasibleBudgetError:
+            found[name] = None
+        else:
+            found[name] = paired_ratio(measured.step, peer.step, pairs, 1)[0]
+    return found
+
+
+def lowest_peaks(plan: roundpipe_fx.Plan, model: str, measured: int, peers: dict[str, int]) -> dict[str, Any]:
+    """The lowest peak beside the lowest of any peer, and below it what no schedule of the same operations can beat."""
+    assert plan.operations is not None
+    bound = lower_bound(plan.operations)
+    leanest = min(peers, key=lambda name: peers[name])
+    return {
+        "model": model,
+        "ours MB": measured / 1e6,
+        "lowest peer": leanest,
+        "its MB": peers[leanest] / 1e6,
+        "ours / its": measured / peers[leanest],
+        "lower bound MB": bound.bytes / 1e6,
+        "bound / its": bound.bytes / peers[leanest],
+        "ours / bound": measured / bound.bytes,
+        "bound by": bound.operation.node.name if bound.operation is not None else "the forward",
+    }
 
 
 def _ratio(ours: float, theirs: float) -> float | None:
@@ -226,6 +256,7 @@ def main() -> None:
     chosen = [case for case in heavy_cases() if not arguments.models or case.name in arguments.models]
     rows: list[dict[str, Any]] = []
     peer_rows: list[dict[str, Any]] = []
+    lowest_rows: list[dict[str, Any]] = []
     for case in fresh(chosen):
         batch = case.make_batch()
         reference = reference_of(case, batch)
@@ -246,7 +277,8 @@ def main() -> None:
                 }
             )
             lowest = plan if budget == 0.0 else lowest
-        for candidate in rotor_candidates(lowest.operations):
+        rotor = rotor_candidates(lowest.operations)
+        for candidate in rotor:
             peer_rows.append(beside(case, lowest, "rotor", candidate.peak.bytes, candidate.seconds, None))
         found = peers(case, batch, reference)
         budgeted_names = [name for name in found if name.startswith("activation")]
@@ -254,15 +286,21 @@ def main() -> None:
         for name, (peer, seconds) in found.items():
             row = beside(case, lowest, name, peer.peak, seconds, peer.error)
             if arguments.pairs and name in ("eager", "checkpoint per block", leanest):
-                row["step ratio"] = timed(case, batch, peer, arguments.pairs)
+                row |= timed(case, batch, peer, arguments.pairs)
             peer_rows.append(row)
+        peaks = {name: peer.peak for name, (peer, _) in found.items()} | {"rotor": rotor[-1].peak.bytes}
+        leanest_of_ours = round(next(r["measured MB"] for r in rows if r["model"] == case.name) * 1e6)
+        lowest_rows.append(lowest_peaks(lowest, case.name, leanest_of_ours, peaks))
         report("frontier", "a budget is a bound, predicted, at unchanged bits", rows)
         report("frontier_peers", "at the peak of each peer: our recomputation over the peer's", peer_rows)
-    report("frontier_summary", "targets", summary(rows, peer_rows))
+        report("frontier_lowest", "the lowest peak, the lowest of any peer, and what no schedule can beat", lowest_rows)
+    report("frontier_summary", "targets", summary(rows, peer_rows, lowest_rows))
     plot(rows, peer_rows)
 
 
-def summary(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def summary(
+    rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]], lowest_rows: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Each target, what was reached, and by which model it is missed."""
     models = list(dict.fromkeys(row["model"] for row in rows))
 
@@ -277,12 +315,16 @@ def summary(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> list
         for low, high in itertools.pairwise(of(model))
         if low["measured MB"] > high["measured MB"] or low["recompute ms"] < high["recompute ms"]
     ]
-    lowest = {
-        model: of(model)[0]["measured MB"] / min(row["peak MB"] for row in of(model, peer_rows)) for model in models
-    }
     ratios = [row["ratio"] for row in peer_rows if row["ratio"] is not None]
     worst = max((row for row in peer_rows if row["ratio"] is not None), key=lambda row: row["ratio"])
     steps = [row["step ratio"] for row in peer_rows if row["step ratio"] is not None]
+    free_steps = [row["step ratio, nothing recomputed"] for row in peer_rows if row["step ratio"] is not None]
+
+    def median_of(column: str) -> str:
+        values = {row["model"]: row[column] for row in lowest_rows}
+        each = ", ".join(f"{model} {value:.2f}" for model, value in values.items())
+        return f"median {statistics.median(values.values()):.2f}: {each}"
+
     free = [row for row in peer_rows if row["recompute ms"] <= 1e-3 and row["ours ms"] not in (0.0,)]
     return [
         {"target": "measured peak within the budget", "found": f"{len(rows) - len(over)} of {len(rows)} {over}"},
@@ -291,8 +333,12 @@ def summary(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> list
         {"target": "bits of aot_eager", "found": f"{sum(row['bits of aot_eager'] for row in rows)} of {len(rows)}"},
         {
             "target": "lowest peak / lowest of any peer: median <= 0.7, none above 1",
-            "found": f"median {statistics.median(lowest.values()):.2f}: "
-            + ", ".join(f"{model} {ratio:.2f}" for model, ratio in lowest.items()),
+            "found": median_of("ours / its"),
+        },
+        {"target": "what no schedule can beat / lowest of any peer", "found": median_of("bound / its")},
+        {
+            "target": "lowest peak / what no schedule can beat",
+            "found": median_of("ours / bound"),
         },
         {
             "target": "recomputation at a peer's peak: median <= 0.8, none above 1.02",
@@ -303,6 +349,12 @@ def summary(rows: list[dict[str, Any]], peer_rows: list[dict[str, Any]]) -> list
         {
             "target": "step time at a peer's peak",
             "found": f"median {statistics.median(steps):.2f}, worst {max(steps):.2f}" if steps else "not timed",
+        },
+        {
+            "target": "the same with nothing recomputed, which bounds it",
+            "found": f"median {statistics.median(free_steps):.2f}, worst {max(free_steps):.2f}"
+            if steps
+            else "not timed",
         },
     ]
 

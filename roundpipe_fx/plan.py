@@ -243,7 +243,7 @@ class Plan:
         if len(self.trade_off) > 1 or self.operations is None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
-        return tuple((item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)))
+        return tuple((item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates)
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what it would cost otherwise.

@@ -182,16 +182,16 @@ def stage_0_backward(args):
     # blocks.0.attention.query
     view_33: "float32[8, 8]" = aten.view.default(view_32, [8, 8]);  view_32 = None
     sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_33, [0], True)
-    # blocks.0.attention.query (again)
-    t_34: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
-    # blocks.0.attention.query
-    t_22: "float32[8, 8]" = aten.t.default(t_34);  t_34 = None
-    mm_9: "float32[8, 8]" = aten.mm.default(view_33, t_22);  t_22 = None
-    t_23: "float32[8, 8]" = aten.t.default(view_33);  view_33 = None
+    t_23: "float32[8, 8]" = aten.t.default(view_33)
     # blocks.0.attention.query (again)
     view_51: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8])
     # blocks.0.attention.query
     mm_10: "float32[8, 8]" = aten.mm.default(t_23, view_51);  t_23 = view_51 = None
+    # blocks.0.attention.query (again)
+    t_34: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
+    # blocks.0.attention.query
+    t_22: "float32[8, 8]" = aten.t.default(t_34);  t_34 = None
+    mm_9: "float32[8, 8]" = aten.mm.default(view_33, t_22);  view_33 = t_22 = None
     view_34: "float32[8]" = aten.view.default(sum_4, [8]);  sum_4 = None
     t_24: "float32[8, 8]" = aten.t.default(mm_10);  mm_10 = None
     t_25: "float32[8, 8]" = aten.t.default(t_24);  t_24 = None
@@ -222,12 +222,12 @@ def stage_0_backward(args):
     t_9: "float32[16, 8]" = aten.t.default(t_7);  t_7 = None
     add_5: "float32[16, 8]" = aten.add_.Tensor(t_9, embedding_dense_backward);  t_9 = embedding_dense_backward = None
     # blocks.0.attention.key_value
-    t_27: "float32[16, 8]" = aten.t.default(view_36)
+    sum_5: "float32[1, 16]" = aten.sum.dim_IntList(view_36, [0], True)
+    t_27: "float32[16, 8]" = aten.t.default(view_36);  view_36 = None
     # blocks.0.attention.key_value (again)
     view_52: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8]);  getitem_33 = None
     # blocks.0.attention.key_value
     mm_12: "float32[16, 8]" = aten.mm.default(t_27, view_52);  t_27 = view_52 = None
-    sum_5: "float32[1, 16]" = aten.sum.dim_IntList(view_36, [0], True);  view_36 = None
     view_37: "float32[16]" = aten.view.default(sum_5, [16]);  sum_5 = None
     t_28: "float32[8, 16]" = aten.t.default(mm_12);  mm_12 = None
     t_29: "float32[16, 8]" = aten.t.default(t_28);  t_28 = None

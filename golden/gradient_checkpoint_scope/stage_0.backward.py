@@ -29,14 +29,14 @@ def stage_0_backward(args):
     # model
     t_2: "float32[4, 4]" = aten.t.default(t_9);  t_9 = None
     mm: "float32[8, 4]" = aten.mm.default(mul_1, t_2);  t_2 = None
+    # first
+    sum_2: "float32[1, 4]" = aten.sum.dim_IntList(mm, [0], True)
+    t_6: "float32[4, 8]" = aten.t.default(mm);  mm = None
+    mm_2: "float32[4, 4]" = aten.mm.default(t_6, x);  t_6 = x = None
+    # model
     sum_1: "float32[1, 4]" = aten.sum.dim_IntList(mul_1, [0], True)
     t_3: "float32[4, 8]" = aten.t.default(mul_1);  mul_1 = None
     mm_1: "float32[4, 4]" = aten.mm.default(t_3, addmm);  t_3 = addmm = None
-    # first
-    t_6: "float32[4, 8]" = aten.t.default(mm)
-    mm_2: "float32[4, 4]" = aten.mm.default(t_6, x);  t_6 = x = None
-    sum_2: "float32[1, 4]" = aten.sum.dim_IntList(mm, [0], True);  mm = None
-    # model
     view: "float32[4]" = aten.view.default(sum_1, [4]);  sum_1 = None
     t_4: "float32[4, 4]" = aten.t.default(mm_1);  mm_1 = None
     t_5: "float32[4, 4]" = aten.t.default(t_4);  t_4 = None

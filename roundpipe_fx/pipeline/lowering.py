@@ -47,6 +47,9 @@ from roundpipe_fx.simulator import allocation_granularity
 
 __all__ = ["LoweredPipeline", "Structure", "Variant", "lower_pipeline"]
 
+_LEVELS = 12
+"""So many plans for one microbatch, without and with nested recomputation, are there to choose from."""
+
 log = logging.getLogger(__name__)
 
 
@@ -276,7 +279,7 @@ def _within(
     """
     granularity = allocation_granularity(setting.device)
     operations = read_operations(joint, len(setting.segments), granularity, setting.compiler == "eager")
-    candidates = search(Blocks(operations))
+    candidates = search(Blocks(operations), _LEVELS).candidates
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     tried: dict[int, tuple[int, LoweredPipeline]] = {}
 

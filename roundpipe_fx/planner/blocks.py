@@ -1,31 +1,23 @@
 """Blocks: the backward of one segment, arranged so that few bytes live at one time.
 
-Just-in-time recomputation gives the steps; :mod:`roundpipe_fx.planner.order` puts them into an order with a low peak.
-Beyond that a block can be *thriftier*: what was made again and is alive at the peak without being read there is
-dropped, and made once more before its next reader (as XLA's rematerialization pass does). Each level of thrift trades
-seconds for bytes inside the block.
-
-Blocks that are alike but for the numbers of their storages are arranged once.
+Just-in-time recomputation gives the steps, :mod:`roundpipe_fx.planner.arrange` sequences of them that take ever less
+memory and ever more seconds. Blocks that are alike but for the numbers of their storages are arranged once.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_fx.liveness import Event, LivePeak, peak_of
+from roundpipe_fx.planner.alike import shape_of_backward
+from roundpipe_fx.planner.arrange import MOST_THRIFT, Arranger
 from roundpipe_fx.planner.operations import OperationGraph
-from roundpipe_fx.planner.order import order_events
-from roundpipe_fx.planner.schedule import Choice, Schedule, Step, backward_events, just_in_time
+from roundpipe_fx.planner.schedule import Choice, Schedule, Step, just_in_time
 
-__all__ = ["MOST_THRIFT", "Block", "Blocks", "make_schedule"]
-
-MOST_THRIFT = 4
-_TRIES = 8
-"""How many droppings are looked at for one that lowers the peak."""
+__all__ = ["Block", "Blocks", "make_schedule"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +50,8 @@ class Blocks:
         self.entering, self.lasting = _crossing_backward(graph)
         self._arrangements: dict[Any, list[tuple[list[int], int]]] = {}
         self._blocks: dict[Any, list[Block]] = {}
+        self._shapes: dict[Any, int] = {}
+        self._costs: dict[Any, list[tuple[int, float]]] = {}
 
     def block(self, segment: int, available: AbstractSet[int], thrift: int = 0) -> Block:
         """A segment's backward.
@@ -79,6 +73,30 @@ class Blocks:
         if known not in self._blocks:
             self._blocks[known] = self._arranged(segment, just_in_time(self.graph, segment, available), most)
         return self._blocks[known]
+
+    def costs(
+        self, segment: int, saved: AbstractSet[int], earlier: AbstractSet[int], most: int
+    ) -> list[tuple[int, float]]:
+        """Peak bytes and seconds of the variants of a segment's backward; asked once for segments that are alike.
+
+        Args:
+            segment: whose backward.
+            saved: storages of the segment that need not be made again.
+            earlier: all storages of earlier segments, and those that are at hand in any case.
+            most: thrift.
+        """
+        kind, numbers = self._kind(segment)
+        known = (kind, most, frozenset(numbers[storage] for storage in saved if storage in numbers))
+        if known not in self._costs:
+            variants = self.variants(segment, saved | earlier, most)
+            self._costs[known] = [(block.peak, block.seconds) for block in variants]
+        return self._costs[known]
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _kind(self, segment: int) -> tuple[int, dict[int, int]]:
+        """Equal numbers for segments with backwards that are alike, and numbers for their storages."""
+        shape, numbers = shape_of_backward(self.graph, segment, self.entering[segment], self.lasting[segment])
+        return self._shapes.setdefault(shape, len(self._shapes)), numbers
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
@@ -104,7 +122,7 @@ class Blocks:
         read = {storage for step in steps for storage in step.reads}
         own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
         entering = self.entering[segment] & read
-        arranger = _Arranger(graph, steps, own | entering, self.lasting[segment])
+        arranger = Arranger(graph, steps, own | entering, self.lasting[segment])
         key = (most, arranger.structure())
         if key not in self._arrangements:
             self._arrangements[key] = arranger.arrangements(most) if self._arrange else arranger.as_they_come()
@@ -114,134 +132,6 @@ class Blocks:
             arranged = tuple(steps[position] for position in sequence)
             found.append(Block(arranged, peak - credit, sum(step.seconds for step in arranged)))
         return found
-
-
-class _Arranger:
-    """Arranges the steps of one block. A sequence lists positions of steps; a step that runs twice is listed twice."""
-
-    def __init__(
-        self, graph: OperationGraph, steps: Sequence[Step], before: Collection[int], lasting: Collection[int]
-    ) -> None:
-        self._graph = graph
-        self._steps = steps
-        self._before = before
-        self._lasting = lasting
-        used = {storage for step in steps for storage in (*step.reads, *step.makes)}
-        self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
-
-    def structure(self) -> Any:
-        """Equal for blocks that are alike but for the numbers of their storages."""
-        events, sizes, _ = self._events(range(len(self._steps)))
-        numbers: dict[int, int] = {}
-        own = set(self._before).union(*(event.makes for event in events))
-
-        def number(storage: int) -> int:
-            return numbers.setdefault(storage, len(numbers)) if storage in own else -1
-
-        shape = tuple(
-            (
-                tuple(map(number, event.reads)),
-                tuple((number(s), sizes[s], s in self._lasting) for s in event.makes),
-                tuple(map(number, event.over)),
-                event.scratch,
-                step.seconds,
-            )
-            for event, step in zip(events, self._steps, strict=True)
-        )
-        return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
-
-    def arrangements(self, most: int) -> list[tuple[list[int], int]]:
-        """Sequences with their peaks: the best order of the steps, then ever thriftier ones."""
-        sequence = self._ordered(list(range(len(self._steps))))
-        peak = self._peak(sequence).bytes
-        found = [(sequence, peak)]
-        for _ in range(_TRIES):
-            thriftier = self._thriftier(sequence) if len(found) <= most else None
-            if thriftier is None:
-                break
-            sequence = self._ordered(thriftier)
-            peak = self._peak(sequence).bytes
-            if peak < found[-1][1]:
-                found.append((sequence, peak))
-        return found
-
-    def as_they_come(self) -> list[tuple[list[int], int]]:
-        """The steps as they are."""
-        sequence = list(range(len(self._steps)))
-        return [(sequence, self._peak(sequence).bytes)]
-
-    def _events(self, sequence: Sequence[int]) -> tuple[list[Event], dict[int, int], dict[int, int]]:
-        sizes = dict(self._sizes)
-        events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
-        return events, sizes, copied
-
-    def _peak(self, sequence: Sequence[int]) -> LivePeak:
-        events, sizes, _ = self._events(sequence)
-        return peak_of(events, sizes, self._before, self._lasting)
-
-    def _ordered(self, sequence: list[int]) -> list[int]:
-        """The sequence, or a better order of it."""
-        events, sizes, _ = self._events(sequence)
-        order, _ = order_events(events, sizes, self._before, self._lasting)
-        ordered = [sequence[position] for position in order]
-        return ordered if self._peak(ordered).bytes < self._peak(sequence).bytes else sequence
-
-    def _thriftier(self, sequence: list[int]) -> list[int] | None:
-        """A sequence in which something that is alive at the peak is dropped before it and made again after it."""
-        events, sizes, copied = self._events(sequence)
-        peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
-        at = peak.position
-        readers: dict[int, list[int]] = {}
-        for position, event in enumerate(events):
-            for storage in event.reads:
-                readers.setdefault(storage, []).append(position)
-        best: tuple[int, float, list[int]] | None = None
-        for instance, _ in peak.live:
-            later = [position for position in readers.get(instance, ()) if position > at]
-            if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
-                continue
-            position = later[0]
-            remade = self._remade(copied[instance], position, sequence, events, readers)
-            if remade is None:
-                continue
-            tried = [*sequence[:position], *remade, *sequence[position:]]
-            cost = sum(self._steps[p].seconds for p in remade)
-            result = (self._peak(tried).bytes, cost, tried)
-            if result[0] <= peak.bytes and (best is None or result[:2] < best[:2]):
-                best = result
-        return None if best is None else best[2]
-
-    def _remade(
-        self,
-        storage: int,
-        position: int,
-        sequence: Sequence[int],
-        events: Sequence[Event],
-        readers: dict[int, list[int]],
-    ) -> list[int] | None:
-        """Steps that make a storage again at a position, from what is alive there; ``None``: it takes too many."""
-        makers: dict[int, tuple[int, int]] = {}
-        for place in range(position):
-            step = self._steps[sequence[place]]
-            if step.way is not None:
-                makers.update({s: (sequence[place], i) for s, i in zip(step.makes, events[place].makes, strict=True)})
-        found: list[int] = []
-
-        def make(wanted: int) -> None:
-            place, _ = makers[wanted]
-            for source in self._steps[place].reads:
-                if source in makers:
-                    alive = readers.get(makers[source][1], [-1])[-1] >= position
-                    if not alive and makers[source][0] not in found:
-                        make(source)
-            found.append(place)
-
-        make(storage)
-        return found if len(found) <= _LONGEST else None
-
-
-_LONGEST = 12
-"""What takes more steps than this to make once more is not dropped."""
 
 
 def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:

@@ -27,6 +27,8 @@ from roundpipe_fx.progress import progress
 
 __all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
 
+_ROUNDED = 8
+"""Slots within which rounding is put right."""
 _MOST_PLACES = 24
 """From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
 
@@ -247,16 +249,18 @@ class _Tables:
         end = alike + last - first
         more = min(self.slots(self.chain.links[last].standing - self.chain.links[end].standing), self.width)
         if alike == first or more < 0:
-            self.again[first, last] = self._seconds(first, last).min(0)
+            self.again[first, last] = self._seconds(first, last, self._memory).min(0)
         else:
             self.again[first, last, more:] = self.again[alike, end, : self.width - more]
 
     def _solve_first(self, link: int) -> None:
-        self.first[link] = self._seconds(link, None).min(0)
+        self.first[link] = self._seconds(link, None, self._memory).min(0)
 
-    def _shifted(self, tables: NDArray[np.float64], held: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Row by row, tables with so many slots less memory."""
-        where = self._memory[None, :] - held[:, None]
+    def _shifted(
+        self, tables: NDArray[np.float64], held: NDArray[np.int64], memory: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Row by row, tables at so many slots less memory."""
+        where = memory[None, :] - held[:, None]
         found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
         found[where < 0] = np.inf
         return found
@@ -269,42 +273,47 @@ class _Tables:
             return np.arange(first + 1, end + 1)
         return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
 
-    def _seconds(self, first: int, last: int | None) -> NDArray[np.float64]:
+    def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of every decision at a place, a row each, by memory."""
         links = self.chain.links
         link = links[first]
         if first == last:
-            seconds = np.array([option.seconds for option in link.bare])[:, None] + np.zeros(self.width)
+            seconds = np.array([option.seconds for option in link.bare])[:, None] + np.zeros(len(memory))
             needed = np.array([option.backward + link.standing for option in link.bare])
-            return self._possible(seconds, needed)
+            return self._possible(seconds, needed, memory)
         end = len(links) - 1 if last is None else last
         rest = self.first if last is None else self.again[:, last] if self.again is not None else self.first
         standing = link.standing_forward if last is None else links[last].standing
         held, cost, forward, backward = self._options[first]
         if first == end:
-            seconds = cost[:, None] + np.zeros(self.width)
+            seconds = cost[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(rest[first + 1], (len(held), self.width))
-            seconds = self._shifted(after, held) + cost[:, None] + (0.0 if last is None else link.seconds)
-        rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing))]
+            seconds = self._shifted(after, held, memory) + cost[:, None] + (0.0 if last is None else link.seconds)
+        rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing), memory)]
         places = self._places(first, end)
         if len(places):
             assert self.again is not None
             held = np.round(self.chain.crossing[first, places] / self.slot).astype(np.int64)
-            seconds = self._shifted(rest[places], held) + self.again[first, places - 1]
+            seconds = self._shifted(rest[places], held, memory) + self.again[first, places - 1][:, memory]
             if last is not None:
                 seconds += (self._elapsed[places] - self._elapsed[first])[:, None]
-            rows.append(self._possible(seconds, self._run[first, places] + standing))
+            rows.append(self._possible(seconds, self._run[first, places] + standing, memory))
         return np.concatenate(rows)
 
-    def _possible(self, seconds: NDArray[np.float64], needed: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _possible(
+        self, seconds: NDArray[np.float64], needed: NDArray[np.int64], memory: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
         """Infinite where there are fewer bytes than needed."""
-        seconds[self._memory[None, :] < np.round(needed / self.slot)[:, None]] = np.inf
+        seconds[memory[None, :] < np.round(needed / self.slot)[:, None]] = np.inf
         return seconds
 
     def best(self, first: int, last: int | None, memory: int) -> Decision:
         """The best decision at a place with so many slots."""
-        row = int(self._seconds(first, last)[:, memory].argmin())
+        # Equal ranges were solved once, and what stands is rounded: a slot more may be needed than was counted.
+        columns = self._seconds(first, last, self._memory[memory : memory + _ROUNDED])
+        possible = np.flatnonzero(np.isfinite(columns.min(0)))
+        row = int(columns[:, possible[0] if len(possible) else 0].argmin())
         if first == last:
             return Decision(last, first, None, first, row)
         options = len(self.chain.links[first].options)

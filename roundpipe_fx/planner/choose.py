@@ -9,7 +9,7 @@ from roundpipe_fx.joint_graph import module_path
 from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.schedule import simulate
-from roundpipe_fx.planner.search import Candidate, everything_kept, search
+from roundpipe_fx.planner.search import Candidate, Found, everything_kept, refine, search
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["Chosen", "choose"]
@@ -48,8 +48,10 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
     kept = everything_kept(blocks)
     fits = budget == 1.0 or (isinstance(budget, int) and kept.peak.bytes + margin <= budget * share)
     # What fits as it is needs no search.
-    candidates = [kept] if fits and share == 1.0 and not graph.regions else search(blocks)
+    found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks)
+    candidates = found.candidates
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
+    candidates = refine(blocks, found, limit - margin)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     for candidate in candidates:
         if candidate.peak.bytes + margin <= limit or (isinstance(budget, float) and candidate is candidates[-1]):

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.planner.blocks import Blocks
+from roundpipe_fx.planner.links import Keeping, chain_of, crossing_storages
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.rotor import as_autograd_runs
 from roundpipe_fx.planner.schedule import Choice
-from roundpipe_fx.planner.search import Candidate, Keeping, chain_of, crossing_storages, work_out
+from roundpipe_fx.planner.search import Candidate, work_out
 from roundpipe_fx.rotor.algorithms import make_sequence
 from roundpipe_fx.rotor.chain import Chain
 from roundpipe_fx.rotor.sequence import Backward, ForwardCheck, ForwardEnable, Sequence

@@ -3,7 +3,7 @@
 Ordering a graph of operations for least peak is NP-hard (Sethi, "Complete register allocation problems", 1975), so
 this is a beam search: partial orders grow step by step, and of those that have run equally many the few with the
 lowest peaks go on. A step that makes no more than it frees, at no new peak, is run at once: waiting gains nothing.
-The order that was given stands unless a better one is found.
+Partial orders that reach the peak of the order that is known are given up: it stands unless a better one is found.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from roundpipe_fx.liveness import Event
 __all__ = ["order_events"]
 
 _WIDTH = 4
+_LOOKED_AT = 3
+"""Of so many times as many steps it is worked out what follows from them."""
 _MOST_WORK = 300
 """Events times partial orders: long blocks are ordered with fewer at a time."""
 
@@ -39,19 +41,21 @@ def order_events(
     sizes: Mapping[int, int],
     before: Collection[int],
     lasting: Collection[int],
+    below: int,
     width: int = _WIDTH,
-) -> tuple[list[int], int]:
-    """An order of events with a low peak.
+) -> list[int] | None:
+    """An order of events whose peak is lower than one that is known.
 
     Args:
         events: in an order that is possible.
         sizes: bytes by storage.
         before: storages that live at the beginning and die when they are read for the last time.
         lasting: storages that live to the end.
+        below: bytes: a peak that is known; partial orders that reach it are given up.
         width: how many partial orders go on.
 
     Returns:
-        the positions of the events in the order found, and its peak in bytes.
+        the positions of the events in the order found; ``None``: none was found.
     """
     maker = {storage: position for position, event in enumerate(events) for storage in event.makes}
     counted = {*maker, *before}
@@ -130,25 +134,32 @@ def order_events(
     beam = [start]
     finished: list[_Partial] = []
     while beam:
-        grown: dict[frozenset[int], _Partial] = {}
+        steps: list[tuple[int, int, int, _Partial]] = []
         for partial in beam:
             if not partial.ready:
                 finished.append(partial)
-                continue
+                below = min(below, partial.peak)
             for position in partial.ready:
-                child = _Partial(
-                    partial.peak,
-                    partial.live,
-                    list(partial.order),
-                    list(partial.waiting),
-                    dict(partial.readers),
-                    list(partial.ready),
-                )
-                run(child, position)
-                settle(child)
-                key = frozenset(child.order)
-                if key not in grown or child.peak < grown[key].peak:
-                    grown[key] = child
+                high, after = during(partial, position)
+                steps.append((max(partial.peak, high), after, position, partial))
+        # What follows from a step is worked out for the most promising ones alone.
+        steps = sorted((step for step in steps if step[0] < below), key=lambda step: step[:3])
+        grown: dict[frozenset[int], _Partial] = {}
+        for _, _, position, partial in steps[: width * _LOOKED_AT]:
+            child = _Partial(
+                partial.peak,
+                partial.live,
+                list(partial.order),
+                list(partial.waiting),
+                dict(partial.readers),
+                list(partial.ready),
+            )
+            run(child, position)
+            settle(child)
+            if child.peak >= below:
+                continue
+            key = frozenset(child.order)
+            if key not in grown or child.peak < grown[key].peak:
+                grown[key] = child
         beam = sorted(grown.values(), key=lambda item: (item.peak, item.live, item.order))[:width]
-    best = min(finished, key=lambda item: item.peak)
-    return best.order, best.peak
+    return min(finished, key=lambda item: item.peak).order if finished else None

@@ -12,13 +12,15 @@ from dataclasses import replace
 
 from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.chain import LinkOption, solve_chain
+from roundpipe_fx.planner.links import chain_of, choice_of
 from roundpipe_fx.planner.operations import Operation, OperationGraph, Way
 from roundpipe_fx.planner.schedule import Choice
-from roundpipe_fx.planner.search import Candidate, best_of, chain_of, choice_of, everything_kept, levels, work_out
+from roundpipe_fx.planner.search import Candidate, best_of, everything_kept, levels, spread, work_out
 
 __all__ = ["as_autograd_runs", "rotor_candidates"]
 
 _SLOTS = 500
+_LEVELS = 12
 
 
 def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
@@ -36,7 +38,7 @@ def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
     found = [everything_kept(blocks)]
     for limit in (found[0].peak.bytes, found[0].peak.bytes // 3):
         solution = solve_chain(replace(chain, links=tuple(links)), limit, _SLOTS)
-        for slots in levels(solution):
+        for slots in spread(levels(solution), _LEVELS):
             decisions = solution.decisions(slots)
             choice = choice_of(graph, [[keeping] for keeping in everything], decisions)
             held = dict(choice.held)

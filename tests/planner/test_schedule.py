@@ -12,6 +12,7 @@ from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, em
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.planner.arrange import MOST_THRIFT
 from roundpipe_fx.planner.blocks import Blocks, make_schedule
 from roundpipe_fx.planner.operations import read_operations
 from roundpipe_fx.planner.schedule import Choice, simulate
@@ -40,7 +41,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
         if data.draw(st.booleans()):
             earlier = [s for s in storages if graph.segment_of[s] <= segment]
             held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
-    thrift = {segment: data.draw(st.integers(0, 3)) for segment in range(segments)}
+    thrift = {segment: data.draw(st.integers(0, MOST_THRIFT + 1)) for segment in range(segments)}
     schedule = make_schedule(Blocks(graph), Choice(kept, held, thrift))
     planned = simulate(graph, schedule)
     replay_rng(follow_schedule(joint, schedule.backward, CPU), CPU)
@@ -63,7 +64,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
 def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int, place: float) -> None:
     torch.manual_seed(0)
     joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
-    candidates = search(Blocks(read_operations(joint, segments)))
+    candidates = search(Blocks(read_operations(joint, segments))).candidates
     chosen = candidates[round(place * (len(candidates) - 1))]
     replay_rng(follow_schedule(joint, chosen.schedule.backward, CPU), CPU)
     joint.graph.eliminate_dead_code()
@@ -74,7 +75,7 @@ def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int
 
 def test_nested_recomputation_runs_a_segment_more_than_once() -> None:
     graph = operations_of(mlp(depth=12), torch.randn(2048, 16))
-    candidates = search(Blocks(graph))
+    candidates = search(Blocks(graph)).candidates
     lowest = candidates[-1]
     assert lowest.schedule.choice.held
     times: dict[int, int] = {}
