@@ -226,7 +226,10 @@ def timed(case: Case, batch: dict[str, Any], peer: Measured, pairs: int) -> dict
 
 
 def lowest_peaks(plan: roundpipe_fx.Plan, model: str, measured: int, peers: dict[str, int]) -> dict[str, Any]:
-    """The lowest peak beside the lowest of any peer, and below it what no schedule of the same operations can beat."""
+    """The lowest peak beside the lowest of any peer, and below it what no schedule of the same operations can beat.
+
+    The bound is held against the predicted peak: both count bytes as plans do, which is never less than is measured.
+    """
     assert plan.operations is not None
     bound = lower_bound(plan.operations)
     leanest = min(peers, key=lambda name: peers[name])
@@ -238,7 +241,7 @@ def lowest_peaks(plan: roundpipe_fx.Plan, model: str, measured: int, peers: dict
         "ours / its": measured / peers[leanest],
         "lower bound MB": bound.bytes / 1e6,
         "bound / its": bound.bytes / peers[leanest],
-        "ours / bound": measured / bound.bytes,
+        "predicted / bound": plan.peak_bytes / bound.bytes,
         "bound by": bound.operation.node.name if bound.operation is not None else "the forward",
     }
 
@@ -337,8 +340,8 @@ def summary(
         },
         {"target": "what no schedule can beat / lowest of any peer", "found": median_of("bound / its")},
         {
-            "target": "lowest peak / what no schedule can beat",
-            "found": median_of("ours / bound"),
+            "target": "lowest predicted peak / what no schedule can beat",
+            "found": median_of("predicted / bound"),
         },
         {
             "target": "recomputation at a peer's peak: median <= 0.8, none above 1.02",

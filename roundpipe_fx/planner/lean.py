@@ -13,6 +13,9 @@ from roundpipe_fx.planner.schedule import Step
 
 __all__ = ["lean_sequence"]
 
+_LONGEST = 400
+"""Of blocks that take more steps than this when everything is made again, no lean sequence is looked for."""
+
 
 def lean_sequence(
     steps: Sequence[Step], orders: Sequence[Sequence[int]], peak: Callable[[Sequence[int]], int], below: int
@@ -29,8 +32,8 @@ def lean_sequence(
         the sequence; ``None`` if its peak would not be lower than the one that is known.
     """
     maker = {storage: position for position, step in enumerate(steps) if step.way for storage in step.makes}
-    expanded = [[place for reader in order for place in (*_made_for(steps, maker, reader), reader)] for order in orders]
-    lowest, sequence = min((peak(sequence), sequence) for sequence in expanded)
+    expanded = [found for order in orders if (found := _expanded(steps, maker, order)) is not None]
+    lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
     if lowest >= below:
         return None
     often = {place for place in sequence if sequence.count(place) > 1}
@@ -41,6 +44,16 @@ def lean_sequence(
                 sequence = tried
                 break
     return sequence
+
+
+def _expanded(steps: Sequence[Step], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
+    """Everything made again for each of its readers; ``None``: that takes too many steps."""
+    found: list[int] = []
+    for reader in readers:
+        found += (*_made_for(steps, maker, reader), reader)
+        if len(found) > _LONGEST:
+            return None
+    return found
 
 
 def _made_for(steps: Sequence[Step], maker: dict[int, int], reader: int) -> list[int]:
