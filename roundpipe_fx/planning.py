@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import copy
 import difflib
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.compiled_module import CompiledModule
 from roundpipe_fx.cost import DEVICES
 from roundpipe_fx.options import Options
 from roundpipe_fx.plan import Plan
+from roundpipe_fx.torch_private import fakes_on
 
 __all__ = ["plan"]
 
@@ -39,8 +41,8 @@ def plan(
         print(roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200"))
 
     The model may lie on any device, the meta device included; its parameters are replaced by ones without storage.
-    Stages are planned as run eagerly. Where the device is not at hand, attention counts as computed without a fused
-    kernel, so a plan may ask for more than that device needs.
+    Stages are planned as run eagerly, with the operations that PyTorch chooses on the CPU: where a GPU has a fused
+    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs.
 
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
@@ -73,8 +75,12 @@ def plan(
                 weights,
             )
     options = Options(options.stages, None, budget, "roofline", "eager", name)
-    planned = CompiledModule(_without_storage(model), options, fullgraph=True, dynamic=None)
-    return planned.trace(*_without_values(args), **_without_values(kwargs))
+    # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
+    # loss would be missing in the graph.
+    stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
+    args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
+    planned = CompiledModule(copy.deepcopy(model, stand_ins), options, fullgraph=True, dynamic=None)
+    return planned.trace(*args, **kwargs)
 
 
 def _device_name(device: str | None) -> str:
@@ -88,20 +94,12 @@ def _device_name(device: str | None) -> str:
     return device
 
 
-def _without_storage(model: nn.Module) -> nn.Module:
-    """A copy of the model whose parameters and buffers are on the meta device; nothing is allocated on the way."""
-    memo: dict[int, Any] = {}
+def _stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
+    """By ``id``, tensors without memory for all of a model and its inputs: the same for what is given twice."""
+    found: dict[int, Any] = {}
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, memo)
-
-
-def _without_values(values: Any) -> Any:
-    return tree_map(
-        lambda value: (
-            value.detach().to("meta").requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-        ),
-        values,
-    )
+        found[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+    for value in tree_leaves([inputs, *(list(vars(module).values()) for module in model.modules())]):
+        if isinstance(value, torch.Tensor) and id(value) not in found:
+            found[id(value)] = fake(value)
+    return found

@@ -18,6 +18,7 @@ import torch._dynamo.exc
 import torch._functorch.config
 from torch import fx
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 __all__ = [
     "PassedThrough",
@@ -34,6 +35,7 @@ __all__ = [
     "dispatch_mode_flags",
     "dispatch_modes",
     "dynamo_flags",
+    "fakes_on",
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
@@ -545,3 +547,15 @@ def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
     """Whether a device has a kernel of its own for an operator, rather than one composed of others."""
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and operator.has_kernel_for_dispatch_key(key)
+
+
+def fakes_on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that stands a fake tensor, which has no memory, in for a tensor; ``torch.compile`` traces with it."""
+    mode = FakeTensorMode()
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        with mode:
+            like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return like.requires_grad_(tensor.requires_grad)
+
+    return fake

@@ -30,9 +30,11 @@ def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> 
     model = _llama(layers=4, width=1024)
     tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
     with roundpipe_fx.measure_peak("cpu") as peak:
-        plan = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 4090", memory_budget="8GiB")
+        plan = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 4090", memory_budget="3GiB")
     assert peak.bytes < 2**20  # nothing of the step's size was allocated
-    assert plan.peak_bytes <= 8 * 2**30 and plan.recompute_seconds > 0
+    assert plan.peak_bytes <= 3 * 2**30 and plan.recompute_seconds > 0
+    backward = [operation.node.name for block in plan.operations.backward.values() for operation in block]
+    assert "nll_loss_backward" in backward  # which PyTorch leaves out on the meta device
     roomy = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200")
     assert roomy.budget > 100 * 2**30 and roomy.recompute_seconds == 0
     assert roomy.forward_seconds < plan.forward_seconds  # a faster device
@@ -40,7 +42,7 @@ def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> 
 
 def test_what_cannot_fit_is_an_error_that_says_what_it_takes() -> None:
     model = _llama(layers=4, width=1024)
-    tokens = torch.empty(64, 8192, dtype=torch.long, device="meta")
+    tokens = torch.empty(128, 8192, dtype=torch.long, device="meta")
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match="needs at least") as info:
         roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="RTX 3090")
     assert info.value.minimum > 24 * 2**30
@@ -60,9 +62,10 @@ def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled() -> None:
     planned = roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, memory_budget=0.3, device="cpu")
     torch._dynamo.reset()
     compiled = roundpipe_fx.compile(model, memory_budget=0.3).trace(input_ids=tokens, labels=tokens)
-    # Generator states are smaller on the meta device, and which kernels write over operands is the device's matter.
-    assert planned.peak_bytes == pytest.approx(compiled.peak_bytes, rel=0.03)
-    assert planned.forward_seconds == pytest.approx(compiled.forward_seconds, rel=0.01)
+    assert (planned.budget, planned.peak_bytes) == (compiled.budget, compiled.peak_bytes)
+    assert planned.forward_seconds == compiled.forward_seconds
+    assert planned.frontier() == compiled.frontier()
+    assert [m.fingerprint for m in planned.modules] == [m.fingerprint for m in compiled.modules]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

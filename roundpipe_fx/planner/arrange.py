@@ -8,6 +8,7 @@ its next reader (as XLA's rematerialization pass does). The thriftiest may be on
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from roundpipe_fx.liveness import Event, LivePeak, peak_of
@@ -38,6 +39,7 @@ class Arranger:
         self._lasting = lasting
         used = {storage for step in steps for storage in (*step.reads, *step.makes)}
         self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
+        self._seen: dict[tuple[int, ...], tuple[list[Event], dict[int, int], dict[int, int]]] = {}
 
     def structure(self) -> Any:
         """Equal for blocks that are alike but for the numbers of their storages."""
@@ -77,14 +79,20 @@ class Arranger:
         return found if leanest is None else [*found, (leanest, self._peak(leanest).bytes)]
 
     def _lean(self, below: int) -> list[int] | None:
+        """A lean sequence, if its peak is below one that is known."""
         steps = self._steps
         readers = [position for position, step in enumerate(steps) if step.way is None]
         again = {storage for step in steps if step.way is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
-        for event, position in zip(events, readers, strict=True):
-            reads = steps[position].reads
-            event.scratch = sum(sizes[storage] for storage in reads if storage in again)
-            event.reads = [storage for storage in reads if storage not in again]
+        # What is made again for a reader is there only while it runs.
+        events = [
+            replace(
+                event,
+                scratch=sum(sizes[storage] for storage in steps[position].reads if storage in again),
+                reads=[storage for storage in steps[position].reads if storage not in again],
+            )
+            for event, position in zip(events, readers, strict=True)
+        ]
         known = peak_of(events, sizes, self._before, self._lasting).bytes
         order = order_events(events, sizes, self._before, self._lasting, known)
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
@@ -96,9 +104,13 @@ class Arranger:
         return [(sequence, self._peak(sequence).bytes)]
 
     def _events(self, sequence: Sequence[int]) -> tuple[list[Event], dict[int, int], dict[int, int]]:
-        sizes = dict(self._sizes)
-        events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
-        return events, sizes, copied
+        """Events, bytes by storage and by copy, and storages by copy."""
+        known = tuple(sequence)
+        if known not in self._seen:
+            sizes = dict(self._sizes)
+            events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
+            self._seen[known] = events, sizes, copied
+        return self._seen[known]
 
     def _peak(self, sequence: Sequence[int]) -> LivePeak:
         events, sizes, _ = self._events(sequence)

@@ -68,10 +68,13 @@ class Blocks:
         """A segment's backward, ever thriftier, up to a thrift of ``most``."""
         reach, entering = self._reach(segment)
         if not entering <= available:  # it reaches back into earlier segments
-            return self._arranged(segment, just_in_time(self.graph, segment, available), most)
-        known = (segment, most, frozenset(reach & available))
+            return self._arranged(segment, just_in_time(self.graph, segment, available), most, None)
+        kind, numbers = self._kind(segment)
+        there = frozenset([numbers[storage] for storage in reach & available if storage in numbers])
+        known = (segment, most, there)
         if known not in self._blocks:
-            self._blocks[known] = self._arranged(segment, just_in_time(self.graph, segment, available), most)
+            steps = just_in_time(self.graph, segment, available)
+            self._blocks[known] = self._arranged(segment, steps, most, (kind, there))
         return self._blocks[known]
 
     def costs(
@@ -116,22 +119,28 @@ class Blocks:
                 pending += graph.ways[storage].reads if storage in graph.ways else ()
         return frozenset(found), frozenset(entering)
 
-    def _arranged(self, segment: int, steps: list[Step], most: int) -> list[Block]:
+    def _arranged(self, segment: int, steps: list[Step], most: int, like: Any) -> list[Block]:
+        """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
         graph = self.graph
-        made = {storage for step in steps for storage in step.makes}
         read = {storage for step in steps for storage in step.reads}
-        own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
         entering = self.entering[segment] & read
-        arranger = Arranger(graph, steps, own | entering, self.lasting[segment])
-        key = (most, arranger.structure())
-        if key not in self._arrangements:
-            self._arrangements[key] = arranger.arrangements(most) if self._arrange else arranger.as_they_come()
+        known = self._arrangements.get((like, most)) if like is not None else None
+        if known is None:
+            made = {storage for step in steps for storage in step.makes}
+            own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+            arranger = Arranger(graph, steps, own | entering, self.lasting[segment])
+            key = (arranger.structure(), most)
+            if key not in self._arrangements:
+                self._arrangements[key] = arranger.arrangements(most) if self._arrange else arranger.as_they_come()
+            known = self._arrangements[key]
+            if like is not None:
+                self._arrangements[like, most] = known
         credit = sum(graph.sizes[storage] for storage in entering)
-        found = []
-        for sequence, peak in self._arrangements[key]:
-            arranged = tuple(steps[position] for position in sequence)
-            found.append(Block(arranged, peak - credit, sum(step.seconds for step in arranged)))
-        return found
+        blocks = []
+        for sequence, peak in known:
+            arranged = tuple([steps[position] for position in sequence])
+            blocks.append(Block(arranged, peak - credit, sum(step.seconds for step in arranged)))
+        return blocks
 
 
 def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:

@@ -311,6 +311,7 @@ class _Tables:
     def best(self, first: int, last: int | None, memory: int) -> Decision:
         """The best decision at a place with so many slots."""
         # Equal ranges were solved once, and what stands is rounded: a slot more may be needed than was counted.
+        memory = max(memory, 0)
         columns = self._seconds(first, last, self._memory[memory : memory + _ROUNDED])
         possible = np.flatnonzero(np.isfinite(columns.min(0)))
         row = int(columns[:, possible[0] if len(possible) else 0].argmin())

@@ -236,8 +236,10 @@ def backward_events(
     number = len(graph.sizes)
     for step in steps:
         operation, way = step.operation, step.way
-        reads = [latest.get(storage, storage) for storage in step.reads]
-        over = tuple([latest.get(storage, storage) for storage in operation.over]) if operation.over else ()
+        reads, over = list(step.reads), operation.over
+        if not latest.keys().isdisjoint(reads):
+            reads = [latest.get(storage, storage) for storage in reads]
+            over = tuple([latest.get(storage, storage) for storage in over])
         if way is None:
             events.append(Event(operation, reads, operation.makes, over, (step.stage, True)))
             continue

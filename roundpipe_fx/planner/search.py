@@ -38,7 +38,8 @@ __all__ = [
 T = TypeVar("T")
 
 _FINE_SLOTS = 1000
-_NESTED_SLOTS = 400
+_NESTED_SLOTS = 16_000
+"""Slots times segments, so that long chains take no more time than they are worth; from 200 to 400 slots."""
 _NESTED_SHARE = 1.25
 """Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
 _LEVELS = 6
@@ -108,7 +109,8 @@ def search(blocks: Blocks, levels: int = _LEVELS) -> Found:
     found = [kept]
     found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, levels), "judging plans")]
     low = min(item.peak.bytes for item in found)
-    nested = _rungs(blocks.graph, keepings, solve_chain(chain, int(low * _NESTED_SHARE), _NESTED_SLOTS))
+    slots = min(max(_NESTED_SLOTS // len(chain.links), 200), 400)
+    nested = _rungs(blocks.graph, keepings, solve_chain(chain, int(low * _NESTED_SHARE), slots))
     judged = progress(spread(nested, levels), "judging plans with nested recomputation")
     found += [work_out(blocks, rung.choice()) for rung in judged]
     return Found(best_of(found), sorted([*fine, *nested], key=lambda rung: rung.seconds))
