@@ -35,7 +35,7 @@ class LowerBound:
 
     Attributes:
         bytes: how many.
-        operation: while it runs, or while one of its operands is made.
+        operation: of the backward: while it runs, or while one of its operands is made; ``None``: in the forward.
     """
 
     bytes: int
@@ -45,7 +45,7 @@ class LowerBound:
 def lower_bound(graph: OperationGraph) -> LowerBound:
     """The bound for a graph. Takes milliseconds for each operation of the backward."""
     cut = _Cut(graph)
-    best = LowerBound(max((_bytes(graph, {*op.reads, *op.makes}) for op in graph.forward), default=0), None)
+    best = LowerBound(max(map(cut.while_first_run, graph.forward), default=0), None)
     for operation in cut.backward:
         least = max(cut.while_running(operation), cut.while_operands_are_made(operation))
         if least > best.bytes:
@@ -88,6 +88,10 @@ class _Cut:
                 self._arcs.append((maker, alive, size))
                 self._arcs += [(alive, self._vertices[reader], _ENDLESS) for reader in readers[storage]]
         self._count = next(numbers)
+
+    def while_first_run(self, operation: Operation) -> int:
+        """Bytes that live at the least while an operation of the forward runs."""
+        return _bytes(self.graph, {*operation.reads, *operation.makes}) - self._written_over(operation)
 
     def while_running(self, operation: Operation) -> int:
         """Bytes that live at the least while an operation of the backward runs."""
