@@ -27,8 +27,6 @@ from roundpipe_fx.progress import progress
 
 __all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
 
-_ROUNDED = 8
-"""Slots within which rounding is put right."""
 _MOST_PLACES = 24
 """From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
 
@@ -310,10 +308,13 @@ class _Tables:
 
     def best(self, first: int, last: int | None, memory: int) -> Decision:
         """The best decision at a place with so many slots."""
-        # Equal ranges were solved once, and what stands is rounded: a slot more may be needed than was counted.
         memory = max(memory, 0)
-        columns = self._seconds(first, last, self._memory[memory : memory + _ROUNDED])
-        possible = np.flatnonzero(np.isfinite(columns.min(0)))
+        columns = self._seconds(first, last, self._memory[memory : memory + 1])
+        if not np.isfinite(columns).any():
+            # Equal ranges were solved once, and what stands is rounded: a little more may be needed than was counted.
+            # What then exceeds the limit is judged by simulation, as every plan is.
+            columns = self._seconds(first, last, self._memory[memory:])
+        possible = np.flatnonzero(np.isfinite(columns).any(0))
         row = int(columns[:, possible[0] if len(possible) else 0].argmin())
         if first == last:
             return Decision(last, first, None, first, row)

@@ -43,7 +43,7 @@ class LowerBound:
 
 
 def lower_bound(graph: OperationGraph) -> LowerBound:
-    """The bound for a graph. Takes milliseconds for each operation of the backward."""
+    """The bound for a graph: a few minimum cuts for each operation of the backward."""
     cut = _Cut(graph)
     best = LowerBound(max(map(cut.while_first_run, graph.forward), default=0), None)
     for operation in cut.backward:

@@ -38,11 +38,13 @@ __all__ = [
 T = TypeVar("T")
 
 _FINE_SLOTS = 1000
-_NESTED_SLOTS = 16_000
-"""Slots times segments, so that long chains take no more time than they are worth; from 200 to 400 slots."""
+_NESTED_SLOTS = (200, 400)
+_NESTED_WORK = 16_000
+"""Slots times segments: long chains get fewer slots."""
 _NESTED_SHARE = 1.25
 """Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
 _LEVELS = 6
+"""Of each chain so many solutions are judged, spread over the whole trade-off."""
 _HALVINGS = 6
 """How many plans are judged between two, for the limit that lies between them."""
 
@@ -96,22 +98,23 @@ class Found:
     rungs: list[Rung]
 
 
-def search(blocks: Blocks, levels: int = _LEVELS) -> Found:
+def search(blocks: Blocks, most: int = _LEVELS) -> Found:
     """Candidates spread over the whole trade-off, and what lies between them.
 
     Args:
         blocks: of the graph.
-        levels: how many solutions of each chain are judged, at most: without nested recomputation, and with it.
+        most: so many solutions are judged, at most, of each chain: without nested recomputation, and with it.
     """
     chain, keepings = chain_of(blocks)
     kept = _most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False))
     found = [kept]
-    found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, levels), "judging plans")]
+    found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, most), "judging plans")]
     low = min(item.peak.bytes for item in found)
-    slots = min(max(_NESTED_SLOTS // len(chain.links), 200), 400)
+    fewest, finest = _NESTED_SLOTS
+    slots = min(max(_NESTED_WORK // len(chain.links), fewest), finest)
     nested = _rungs(blocks.graph, keepings, solve_chain(chain, int(low * _NESTED_SHARE), slots))
-    judged = progress(spread(nested, levels), "judging plans with nested recomputation")
+    judged = progress(spread(nested, most), "judging plans with nested recomputation")
     found += [work_out(blocks, rung.choice()) for rung in judged]
     return Found(best_of(found), sorted([*fine, *nested], key=lambda rung: rung.seconds))
 

@@ -118,11 +118,8 @@ kinds = st.lists(st.sampled_from(["scale", "widen", "narrow", "first", "sin", "e
 def test_no_schedule_of_a_small_graph_is_below_it(kinds: list[str], rows: int) -> None:
     graph = operations_of(Small(kinds), torch.randn(rows, 6, requires_grad=True), torch.randn(rows, 6))
     bound = lower_bound(graph)
-    first_run = max(graph.forward, key=lambda op: sum(graph.sizes[s] for s in {*op.reads, *op.makes}))
-    if bound.operation is not None:
+    if bound.operation is not None:  # else it is the forward that binds, which the search below runs as well
         assert bound.bytes <= exhaustive(graph)
-    else:
-        assert bound.bytes <= sum(graph.sizes[s] for s in {*first_run.reads, *first_run.makes})
     assert bound.bytes <= search(Blocks(graph)).candidates[-1].peak.bytes
 
 
