@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.insertion import inherit_origin, insert_call
 from roundpipe_fx.joint_graph import JointGraph, is_mask
 from roundpipe_fx.torch_private import size_binding
 
@@ -68,7 +69,7 @@ def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node
     coordinates = _coordinates(joint, mask, node, shared)
     with joint.graph.inserting_before(node):
         selected = joint.graph.call_function(aten.index.Tensor, (value, coordinates))
-    _inherit(selected, node)
+    inherit_origin(selected, node)
     selected.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(selected)
     joint.graph.erase_node(node)
@@ -86,22 +87,12 @@ def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: di
         mask = _expanded(joint, mask, shape, node)
     coordinates = _coordinates(joint, mask, node, shared)
     value = gradient.meta["val"]
-    with graph.inserting_before(node):
-
-        def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-            made = graph.call_function(target, args, kwargs)
-            _inherit(made, node)
-            fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
-            with value.fake_mode:
-                made.meta["val"] = target(*fake_args, **fake_kwargs)
-            return made
-
-        selected = call(aten.index.Tensor, gradient, coordinates)
-        count = call(aten.sym_size.int, coordinates[0], 0)
-        first = call(aten.arange.default, count, dtype=torch.int64, device=value.device)
-        zeros = call(aten.new_zeros.default, gradient, [math.prod(sizes)])  # type: ignore[arg-type]
-        filled = call(aten.index_put.default, zeros, [first], selected)
-        result = call(aten.view.default, filled, list(sizes))  # type: ignore[arg-type]
+    selected = insert_call(node, aten.index.Tensor, gradient, coordinates)
+    count = insert_call(node, aten.sym_size.int, coordinates[0], 0)
+    first = insert_call(node, aten.arange.default, count, dtype=torch.int64, device=value.device)
+    zeros = insert_call(node, aten.new_zeros.default, gradient, [math.prod(sizes)])  # type: ignore[arg-type]
+    filled = insert_call(node, aten.index_put.default, zeros, [first], selected)
+    result = insert_call(node, aten.view.default, filled, list(sizes))  # type: ignore[arg-type]
     node.replace_all_uses_with(result)
     graph.erase_node(node)
 
@@ -110,7 +101,7 @@ def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node)
     if list(node.meta["val"].shape) == shape:
         return node
     expanded = joint.graph.call_function(aten.expand.default, (node, shape))
-    _inherit(expanded, like)
+    inherit_origin(expanded, like)
     expanded.meta["val"] = node.meta["val"].expand(shape)
     return expanded
 
@@ -125,7 +116,7 @@ def _coordinates(
     value = mask.meta["val"]
     with graph.inserting_after(mask):
         nonzero = graph.call_function(aten.nonzero.default, (mask,))
-    _inherit(nonzero, mask if mask.op == "call_function" else user)
+    inherit_origin(nonzero, mask if mask.op == "call_function" else user)
     nonzero.meta["partitioner_tag"] = "is_backward" if _in_backward(mask) else "is_forward"
     count = _count_of(value, user)
     with value.fake_mode:
@@ -140,7 +131,7 @@ def _coordinates(
     for dim in range(value.dim()):
         with graph.inserting_after(after):
             after = graph.call_function(aten.select.int, (nonzero, 1, dim))
-        _inherit(after, nonzero)
+        inherit_origin(after, nonzero)
         after.meta["val"] = nonzero.meta["val"].select(1, dim)
         columns.append(after)
     shared[mask] = columns
@@ -172,10 +163,3 @@ def _position_of_selected(user: fx.Node) -> int:
 
 def _in_backward(node: fx.Node) -> bool:
     return node.meta.get("partitioner_tag") == "is_backward"
-
-
-def _inherit(node: fx.Node, source: fx.Node) -> None:
-    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
-    for key in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag"):
-        if key in source.meta:
-            node.meta[key] = source.meta[key]

@@ -58,6 +58,8 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
                 again = graph.call_function(run_with_rng_state, (state, _operator(node), *node.args), node.kwargs)
             again.meta = dict(node.meta)
             again.meta[Mark.REPLAYED] = True
+            # The generator's own state is put aside meanwhile.
+            again.meta[Mark.WORKSPACE] = node.meta.get(Mark.WORKSPACE, 0) + state_bytes(node)
             node.replace_all_uses_with(again)
             graph.erase_node(node)
         original.replace_all_uses_with(value)

@@ -4,7 +4,8 @@ Sizes that depend on data (how many tokens an expert gets) are known only when a
 upper bounds; the first step shows real sizes; the next plan takes those with headroom. A step that exceeds what was
 assumed runs all the same, and the plan is made anew before the next one, with more headroom each time: sizes that
 hardly vary are predicted closely, and those that do cost few plans. Running out of memory makes the budget smaller in
-the same way.
+the same way. So does what operators that are not PyTorch's own allocate for themselves: nobody knows it before a step
+shows it.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ __all__ = ["Assumptions"]
 
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
+_WORKSPACE = "workspace"
 
 
 @dataclass
@@ -24,8 +26,8 @@ class Assumptions:
     """Shared by the compilations of one model and the steps that they run.
 
     Attributes:
-        largest: the largest seen of each data-dependent size, by graph and symbol.
-        assumed: what the latest plans take them to be; absent: their upper bounds.
+        largest: the largest seen of each data-dependent size, by graph and symbol, and of each operator's workspace.
+        assumed: what the latest plans take them to be; absent: sizes their upper bounds, workspaces nothing.
         share: of the budget that plans may use; less than 1 after running out of memory.
         stale: whether steps have shown what plans do not know.
         headroom: how much larger than the largest seen a size is taken to be, as a share of it.
@@ -43,6 +45,17 @@ class Assumptions:
             self.largest[name] = size
             if size > self.assumed.get(name, -1):
                 self.stale = True
+
+    def see_workspace(self, operator: str, size: int) -> None:
+        """Note the bytes that an operator allocated for itself in a step."""
+        name = f"{_WORKSPACE}/{operator}"
+        self.assumed.setdefault(name, 0)
+        self.see(name, size)
+
+    @property
+    def workspaces(self) -> Mapping[str, int]:
+        """Assumed bytes that operators allocate for themselves, by operator."""
+        return self.of_graph(_WORKSPACE)
 
     def renew(self) -> None:
         """Assume from here on what was seen, with headroom."""

@@ -68,7 +68,13 @@ class _Compilation:
         torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
         with torch_private.without_modes(), _without_gc():
             view = self._view(joint, num_fwd_outputs)
-            self.lowered = lower(view, self.options, self.registered_syncs, share=self.assumptions.share)
+            self.lowered = lower(
+                view,
+                self.options,
+                self.registered_syncs,
+                share=self.assumptions.share,
+                workspaces=self.assumptions.workspaces,
+            )
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
@@ -154,7 +160,8 @@ class _Compilation:
         return observed(self._load(lowered, lowered.forward))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
-        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled)
+        see = self.assumptions.see_workspace if lowered.plan.budget is not None else None
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:

@@ -58,6 +58,8 @@ class Mark:
     """:class:`Phase` (annotate; rematerialize for the nodes it adds or moves)."""
     BYTES = "rpfx_bytes"
     """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
+    WORKSPACE = "rpfx_workspace"
+    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none (workspaces)."""
     SECONDS = "rpfx_seconds"
     """Modelled seconds of running the node once (annotate)."""
     FLOPS = "rpfx_flops"

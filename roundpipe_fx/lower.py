@@ -18,6 +18,7 @@ from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import hoist_decisions
+from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.masks import expand_masks
@@ -30,6 +31,7 @@ from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
+from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.planner.choose import Chosen, choose
 from roundpipe_fx.planner.follow_sequence import fit_sequence
@@ -71,6 +73,7 @@ def lower(
     registered_syncs: Collection[Any] = (),
     training: bool = True,
     share: float = 1.0,
+    workspaces: Mapping[str, int] | None = None,
 ) -> Lowered:
     """Run the passes and emit stage modules and programs.
 
@@ -80,12 +83,13 @@ def lower(
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
         share: of the budget that may be used.
+        workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
 
     Raises:
         InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
-    prepared = prepare(joint, options, registered_syncs)
+    prepared = prepare(joint, options, registered_syncs, workspaces)
     joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
     setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     budget = asked_budget(joint, options, prepared.device) if training else None
@@ -110,13 +114,22 @@ class Prepared:
     costs: CostModel
 
 
-def prepare(joint: JointGraph, options: Options, registered_syncs: Collection[Any]) -> Prepared:
+def prepare(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any],
+    workspaces: Mapping[str, int] | None = None,
+) -> Prepared:
     """The passes up to segments: what every way of cutting a graph has in common."""
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
     joint = expand_masks(joint)
+    if compiler == "eager" and options.device_name in (None, "cpu"):
+        joint = expand_dropout(joint)
     joint = annotate(joint, costs)
+    if options.device_name is None:  # the device is at hand
+        joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
     joint = hoist_decisions(joint, registered_syncs)
     joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
     if compiler != "eager":

@@ -11,6 +11,7 @@ from torch import fx
 
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.codegen.text import type_text
+from roundpipe_fx.cost import depends_on_data
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
@@ -91,7 +92,7 @@ def make_plan(
         chosen.limit if chosen is not None else None,
         peak,
         chosen.frontier if chosen is not None else (),
-        assumed_sizes(joint.module),
+        {**assumed_sizes(joint.module), **_assumed_workspaces(joint)},
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),
         outputs=joint.num_forward_outputs,
@@ -119,6 +120,15 @@ def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]
             ),
         )
     return tuple(found.values())
+
+
+def _assumed_workspaces(joint: JointGraph) -> dict[str, int]:
+    """Bytes that operators are taken to allocate for themselves where that depends on data."""
+    return {
+        f"workspace of {node.target}": node.meta[Mark.WORKSPACE]
+        for node in joint.computed()
+        if Mark.WORKSPACE in node.meta and depends_on_data(node)
+    }
 
 
 class _Costs:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from roundpipe_fx.torch_private import WatchedMemory, watch_memory
 
 __all__ = ["measure_peak"]
 
@@ -23,9 +26,9 @@ class measure_peak:
         print(peak.bytes)
 
     On the CPU the live bytes of all tensor storages that operations make, each storage once, from when it is made
-    until it is freed; what a kernel allocates inside itself is not seen, nor what compiled kernels (Inductor)
-    allocate for themselves. On CUDA the caching allocator's own counters: ``max_memory_allocated()`` less
-    ``memory_allocated()`` at the beginning, on the current device.
+    until it is freed, and what their kernels allocate for themselves while they run; what compiled code (Inductor)
+    allocates is not seen. A profiler cannot run at the same time. On CUDA the caching allocator's own counters:
+    ``max_memory_allocated()`` less ``memory_allocated()`` at the beginning, on the current device.
 
     Args:
         device: ``"cpu"`` or a CUDA device; ``None``: CUDA if it is in use, else the CPU.
@@ -101,11 +104,20 @@ class _LiveStorages(TorchDispatchMode):
             for value in tree_leaves((args, kwargs))
             if isinstance(value, torch.Tensor) and value.layout is torch.strided
         }
-        result = func(*args, **kwargs)
+        result = watch_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self._add(value.untyped_storage(), known)
         return result
+
+    def _noting(self) -> Callable[[WatchedMemory], None]:
+        before = self.live
+
+        def note(memory: WatchedMemory) -> None:
+            with self._lock:
+                self.peak = max(self.peak, before + memory.peak)
+
+        return note
 
     def _add(self, storage: torch.UntypedStorage, known: set[int]) -> None:
         key = storage._cdata

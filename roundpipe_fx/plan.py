@@ -127,7 +127,8 @@ class Plan:
         peak: when a step allocates most at one time, predicted by simulating the emitted programs.
         trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered; empty without a
             budget.
-        assumed: what data-dependent sizes are taken to be, by symbol; the others count with their upper bounds.
+        assumed: what data-dependent sizes are taken to be, by symbol (the others count with their upper bounds), and
+            the bytes that operators allocate for themselves where that depends on data.
         training: whether there is a backward.
         static: whether all incoming gradients have sizes that are known when compiling.
         outputs: how many values the forward returns to its caller.
@@ -331,7 +332,7 @@ class Plan:
             )
         if self.assumed:
             sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
-            lines.append(f"sizes that depend on data, as seen with headroom: {sizes}")
+            lines.append(f"what depends on data, as seen with headroom: {sizes}")
         for stage in self.stages:
             same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
             lines.append(f"stage {stage.index}: {stage.modules}{same}")

@@ -42,7 +42,8 @@ def plan(
 
     The model may lie on any device, the meta device included; its parameters are replaced by ones without storage.
     Stages are planned as run eagerly, with the operations that PyTorch chooses on the CPU: where a GPU has a fused
-    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs.
+    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. What kernels
+    allocate for themselves is measured when a model is compiled on its device, and is not in a plan from here.
 
     Args:
         model: any module that ``torch.compile`` can trace as one graph.

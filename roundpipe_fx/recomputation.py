@@ -66,7 +66,7 @@ def makes_mask_alone(mask: fx.Node) -> bool:
 
 def stand_in_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The gradient that can stand in for the input of the dropout that drew ``mask``; ``None`` if none can."""
-    if reader.target is not aten.native_dropout_backward.default or reader.args[1] is not mask:
+    if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
         return None
     gradient = reader.args[0]
     (maker,) = input_nodes(mask)

@@ -3,11 +3,11 @@
 It follows the forward and the backward program call by call and, inside each call, operation by operation, as the
 generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
 What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
-new gradients, and the forward's outputs and the incoming gradients, which the caller may hold until the backward is
-over.
+new gradients, the forward's outputs and the incoming gradients, which the caller may hold until the backward is over,
+and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`).
 Parameters and the user's inputs were there before.
 
-Not seen: what a kernel allocates inside itself, and what a stage compiler fuses away. Sizes that depend on data count
+Not seen: what a stage compiler fuses away. Sizes that depend on data count
 with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
 """
 
@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.joint_graph import Phase, module_path, tensor_values
+from roundpipe_fx.joint_graph import Mark, Phase, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
@@ -113,9 +113,12 @@ def simulate_programs(
         ]
     peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving, list_live=True)
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
-    live = tuple(_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN])
+    live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
-    return PeakMoment(peak.bytes, call, name, module, live)
+    workspace = run.events[peak.position].scratch if peak.position >= 0 else 0
+    if workspace:
+        live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
+    return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
 
 
 @dataclass(frozen=True)
@@ -248,5 +251,6 @@ class _Run:
             else:
                 made = self.numbers.follow(node)
                 self.makers.update(dict.fromkeys(made, node))
-                self.events.append(Event((name, node), self.numbers.reads(node), made))
+                workspace = node.meta.get(Mark.WORKSPACE, 0)
+                self.events.append(Event((name, node), self.numbers.reads(node), made, scratch=workspace))
         raise AssertionError("a graph without an output")

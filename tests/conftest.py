@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from roundpipe_fx.passes import workspaces
+
 
 @pytest.fixture(autouse=True)
 def _fresh():
@@ -13,3 +15,9 @@ def _fresh():
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels need nothing for themselves: what is planned does not depend on the machine."""
+    monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})

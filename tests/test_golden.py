@@ -20,7 +20,7 @@ FOLDER = Path(__file__).parent.parent / "golden"
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="golden files pin what torch 2.13 traces")
 @pytest.mark.parametrize("name", [*GOLDEN, *BUDGETED, *PIPELINED])
-def test_golden(name: str) -> None:
+def test_golden(name: str, no_workspaces: None) -> None:
     if name in GOLDEN:
         make, make_batch, stages = GOLDEN[name]
         options: dict[str, Any] = {"stages": stages, "recompute": "full"}
@@ -39,7 +39,7 @@ def test_golden(name: str) -> None:
         expecttest.assert_eq((folder / file).read_text(), text, msg=f"golden/{name}/{file} (make golden regenerates)")
 
 
-def test_the_nested_golden_runs_a_layer_more_than_once() -> None:
+def test_the_nested_golden_runs_a_layer_more_than_once(no_workspaces: None) -> None:
     make, make_batch, options = BUDGETED["nested_recomputation"]
     _, compiled = compiled_step(make(), make_batch(), **options)
     assert max(value.times for stage in compiled.plan.stages for value in stage.recomputed) >= 2

@@ -55,7 +55,7 @@ def test_weights_that_do_not_fit_alone() -> None:
         roundpipe_fx.plan(model, torch.empty(1, 10**5), device="RTX 4090")
 
 
-def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled() -> None:
+def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled(no_workspaces: None) -> None:
     model = gpt2().train()
     tokens = torch.randint(128, (2, 16))
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -29,13 +29,13 @@ def stage_0_backward(args):
         addmm_1,  # float32[8, 8]
         getitem_5,  # float32[2, 2, 4, 4]
         getitem_6,  # float32[2, 2, 4]
-        getitem_8,  # bool[2, 4, 8]
+        bernoulli_p,  # bool[2, 4, 8]
         add,  # float32[2, 4, 8]
         getitem_9,  # float32[2, 4, 8]
         getitem_10,  # float32[2, 4, 1]
         getitem_11,  # float32[2, 4, 1]
         gelu,  # float32[2, 4, 16]
-        getitem_13,  # bool[2, 4, 8]
+        bernoulli_p_1,  # bool[2, 4, 8]
         add_1,  # float32[2, 4, 8]
         getitem_14,  # float32[2, 4, 8]
         getitem_15,  # float32[2, 4, 1]
@@ -72,9 +72,10 @@ def stage_0_backward(args):
     getitem_20: "float32[8]" = native_layer_norm_backward[1]
     getitem_21: "float32[8]" = native_layer_norm_backward[2];  native_layer_norm_backward = None
     # blocks.0.dropout
-    native_dropout_backward: "float32[2, 4, 8]" = aten.native_dropout_backward.default(getitem_19, getitem_13, 1.1111111111111112);  getitem_13 = None
+    mul_tensor_4: "float32[2, 4, 8]" = aten.mul.Tensor(getitem_19, bernoulli_p_1);  bernoulli_p_1 = None
+    mul_tensor_5: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_4, 1.1111111111111112);  mul_tensor_4 = None
     # blocks.0.mlp.2
-    view_20: "float32[8, 8]" = aten.view.default(native_dropout_backward, [8, 8]);  native_dropout_backward = None
+    view_20: "float32[8, 8]" = aten.view.default(mul_tensor_5, [8, 8]);  mul_tensor_5 = None
     # blocks.0.mlp.2 (again)
     t_31: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
     # blocks.0.mlp.2
@@ -119,9 +120,10 @@ def stage_0_backward(args):
     t_16: "float32[8, 16]" = aten.t.default(mm_6);  mm_6 = None
     t_17: "float32[16, 8]" = aten.t.default(t_16);  t_16 = None
     # blocks.0.dropout
-    native_dropout_backward_1: "float32[2, 4, 8]" = aten.native_dropout_backward.default(add_2, getitem_8, 1.1111111111111112);  getitem_8 = None
+    mul_tensor_6: "float32[2, 4, 8]" = aten.mul.Tensor(add_2, bernoulli_p);  bernoulli_p = None
+    mul_tensor_7: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_6, 1.1111111111111112);  mul_tensor_6 = None
     # blocks.0.attention.out
-    view_26: "float32[8, 8]" = aten.view.default(native_dropout_backward_1, [8, 8]);  native_dropout_backward_1 = None
+    view_26: "float32[8, 8]" = aten.view.default(mul_tensor_7, [8, 8]);  mul_tensor_7 = None
     # blocks.0.attention.out (again)
     t_33: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
     # blocks.0.attention.out
@@ -166,11 +168,6 @@ def stage_0_backward(args):
     view_27: "float32[8]" = aten.view.default(sum_3, [8]);  sum_3 = None
     t_20: "float32[8, 8]" = aten.t.default(mm_8);  mm_8 = None
     t_21: "float32[8, 8]" = aten.t.default(t_20);  t_20 = None
-    # blocks.0.norm1 (again)
-    native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(embedding, [8], blocks_0_norm1_weight, blocks_0_norm1_bias, 1e-05)
-    getitem_33: "float32[2, 4, 8]" = native_layer_norm_3[0]
-    getitem_34: "float32[2, 4, 1]" = native_layer_norm_3[1]
-    getitem_35: "float32[2, 4, 1]" = native_layer_norm_3[2];  native_layer_norm_3 = None
     # blocks.0.attention
     transpose_6: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_26, 1, 2);  getitem_26 = None
     view_31: "float32[2, 4, 8]" = aten.view.default(transpose_6, [2, 4, 8]);  transpose_6 = None
@@ -182,37 +179,39 @@ def stage_0_backward(args):
     # blocks.0.attention.query
     view_33: "float32[8, 8]" = aten.view.default(view_32, [8, 8]);  view_32 = None
     sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_33, [0], True)
-    t_23: "float32[8, 8]" = aten.t.default(view_33)
-    # blocks.0.attention.query (again)
-    view_51: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8])
-    # blocks.0.attention.query
-    mm_10: "float32[8, 8]" = aten.mm.default(t_23, view_51);  t_23 = view_51 = None
-    # blocks.0.attention.query (again)
-    t_34: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
-    # blocks.0.attention.query
-    t_22: "float32[8, 8]" = aten.t.default(t_34);  t_34 = None
-    mm_9: "float32[8, 8]" = aten.mm.default(view_33, t_22);  view_33 = t_22 = None
-    view_34: "float32[8]" = aten.view.default(sum_4, [8]);  sum_4 = None
-    t_24: "float32[8, 8]" = aten.t.default(mm_10);  mm_10 = None
-    t_25: "float32[8, 8]" = aten.t.default(t_24);  t_24 = None
     # blocks.0.attention.key_value
     view_36: "float32[8, 16]" = aten.view.default(cat, [8, 16]);  cat = None
     # blocks.0.attention.key_value (again)
-    t_35: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
+    t_34: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
     # blocks.0.attention.key_value
-    t_26: "float32[16, 8]" = aten.t.default(t_35);  t_35 = None
+    t_26: "float32[16, 8]" = aten.t.default(t_34);  t_34 = None
     mm_11: "float32[8, 8]" = aten.mm.default(view_36, t_26);  t_26 = None
+    # blocks.0.attention.query (again)
+    t_35: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
     # blocks.0.attention.query
+    t_22: "float32[8, 8]" = aten.t.default(t_35);  t_35 = None
+    mm_9: "float32[8, 8]" = aten.mm.default(view_33, t_22);  t_22 = None
     view_35: "float32[2, 4, 8]" = aten.view.default(mm_9, [2, 4, 8]);  mm_9 = None
     # blocks.0.attention.key_value
     view_38: "float32[2, 4, 8]" = aten.view.default(mm_11, [2, 4, 8]);  mm_11 = None
     # model
     add_3: "float32[2, 4, 8]" = aten.add_.Tensor(view_35, view_38);  view_35 = view_38 = None
+    # blocks.0.norm1 (again)
+    native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(embedding, [8], blocks_0_norm1_weight, blocks_0_norm1_bias, 1e-05)
+    getitem_33: "float32[2, 4, 8]" = native_layer_norm_3[0]
+    getitem_34: "float32[2, 4, 1]" = native_layer_norm_3[1]
+    getitem_35: "float32[2, 4, 1]" = native_layer_norm_3[2];  native_layer_norm_3 = None
     # blocks.0.norm1
     native_layer_norm_backward_2: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_3, embedding, [8], getitem_34, getitem_35, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_3 = embedding = getitem_34 = getitem_35 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
     getitem_28: "float32[2, 4, 8]" = native_layer_norm_backward_2[0]
     getitem_29: "float32[8]" = native_layer_norm_backward_2[1]
     getitem_30: "float32[8]" = native_layer_norm_backward_2[2];  native_layer_norm_backward_2 = None
+    # blocks.0.attention.query
+    t_23: "float32[8, 8]" = aten.t.default(view_33);  view_33 = None
+    # blocks.0.attention.query (again)
+    view_51: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8])
+    # blocks.0.attention.query
+    mm_10: "float32[8, 8]" = aten.mm.default(t_23, view_51);  t_23 = view_51 = None
     # model
     add_4: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, getitem_28);  add_2 = getitem_28 = None
     # embedding
@@ -228,7 +227,12 @@ def stage_0_backward(args):
     view_52: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8]);  getitem_33 = None
     # blocks.0.attention.key_value
     mm_12: "float32[16, 8]" = aten.mm.default(t_27, view_52);  t_27 = view_52 = None
+    # blocks.0.attention.query
+    view_34: "float32[8]" = aten.view.default(sum_4, [8]);  sum_4 = None
+    t_24: "float32[8, 8]" = aten.t.default(mm_10);  mm_10 = None
+    t_25: "float32[8, 8]" = aten.t.default(t_24);  t_24 = None
+    # blocks.0.attention.key_value
     view_37: "float32[16]" = aten.view.default(sum_5, [16]);  sum_5 = None
     t_28: "float32[8, 16]" = aten.t.default(mm_12);  mm_12 = None
     t_29: "float32[16, 8]" = aten.t.default(t_28);  t_28 = None
-    return (getitem_20, getitem_21, view_21, t_13, getitem_23, getitem_24, view_24, t_17, view_27, t_21, view_34, t_25, getitem_29, getitem_30, add_5, view_37, t_29)
+    return (getitem_20, getitem_21, view_21, t_13, getitem_23, getitem_24, view_24, t_17, view_27, t_21, getitem_29, getitem_30, add_5, view_34, t_25, view_37, t_29)

@@ -66,11 +66,13 @@ def stage_0_forward(args):
     addmm_2: "float32[8, 8]" = aten.addmm.default(blocks_0_attention_out_bias, view_8, t_2);  blocks_0_attention_out_bias = view_8 = t_2 = None
     view_9: "float32[2, 4, 8]" = aten.view.default(addmm_2, [2, 4, 8]);  addmm_2 = None
     # blocks.0.dropout
-    native_dropout: "(float32[2, 4, 8], bool[2, 4, 8])" = aten.native_dropout.default(view_9, 0.1, True);  view_9 = None
-    getitem_7: "float32[2, 4, 8]" = native_dropout[0]
-    getitem_8: "bool[2, 4, 8]" = native_dropout[1];  native_dropout = None
+    full_default: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default: "bool[2, 4, 8]" = aten.expand.default(full_default, [2, 4, 8]);  full_default = None
+    bernoulli_p: "bool[2, 4, 8]" = aten.bernoulli.p(expand_default, 0.9);  expand_default = None
+    mul_tensor: "float32[2, 4, 8]" = aten.mul_.Tensor(view_9, bernoulli_p);  view_9 = None
+    mul_tensor_1: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor, 1.1111111640930176);  mul_tensor = None
     # blocks.0
-    add: "float32[2, 4, 8]" = aten.add.out(embedding, getitem_7, out=getitem_7);  getitem_7 = None
+    add: "float32[2, 4, 8]" = aten.add.out(embedding, mul_tensor_1, out=mul_tensor_1);  mul_tensor_1 = None
     # blocks.0.norm2
     native_layer_norm_1: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add, [8], blocks_0_norm2_weight, blocks_0_norm2_bias, 1e-05);  blocks_0_norm2_weight = blocks_0_norm2_bias = None
     getitem_9: "float32[2, 4, 8]" = native_layer_norm_1[0]
@@ -89,11 +91,13 @@ def stage_0_forward(args):
     addmm_4: "float32[8, 8]" = aten.addmm.default(blocks_0_mlp_2_bias, view_12, t_4);  blocks_0_mlp_2_bias = view_12 = t_4 = None
     view_13: "float32[2, 4, 8]" = aten.view.default(addmm_4, [2, 4, 8]);  addmm_4 = None
     # blocks.0.dropout
-    native_dropout_1: "(float32[2, 4, 8], bool[2, 4, 8])" = aten.native_dropout.default(view_13, 0.1, True);  view_13 = None
-    getitem_12: "float32[2, 4, 8]" = native_dropout_1[0]
-    getitem_13: "bool[2, 4, 8]" = native_dropout_1[1];  native_dropout_1 = None
+    full_default_1: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default_1: "bool[2, 4, 8]" = aten.expand.default(full_default_1, [2, 4, 8]);  full_default_1 = None
+    bernoulli_p_1: "bool[2, 4, 8]" = aten.bernoulli.p(expand_default_1, 0.9);  expand_default_1 = None
+    mul_tensor_2: "float32[2, 4, 8]" = aten.mul_.Tensor(view_13, bernoulli_p_1);  view_13 = None
+    mul_tensor_3: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_2, 1.1111111640930176);  mul_tensor_2 = None
     # blocks.0
-    add_1: "float32[2, 4, 8]" = aten.add.out(add, getitem_12, out=getitem_12);  getitem_12 = None
+    add_1: "float32[2, 4, 8]" = aten.add.out(add, mul_tensor_3, out=mul_tensor_3);  mul_tensor_3 = None
     # norm
     native_layer_norm_2: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_1, [8], norm_weight, norm_bias, 1e-05);  norm_weight = norm_bias = None
     getitem_14: "float32[2, 4, 8]" = native_layer_norm_2[0]
@@ -110,4 +114,4 @@ def stage_0_forward(args):
     nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_16, None, 1, -100);  view_16 = None
     getitem_17: "float32[]" = nll_loss_forward[0]
     getitem_18: "float32[]" = nll_loss_forward[1];  nll_loss_forward = None
-    return (embedding, addmm, addmm_1, getitem_5, getitem_6, getitem_8, add, getitem_9, getitem_10, getitem_11, gelu, getitem_13, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18)
+    return (embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18)

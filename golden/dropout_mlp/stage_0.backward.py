@@ -10,14 +10,15 @@ def stage_0_backward(args):
     (
         x,  # float32[4, 8]
         addmm_3,  # float32[4, 8]
-        getitem_6,  # bool[4, 8]
+        run_with_rng_state_1,  # bool[4, 8]
         mm,  # float32[4, 8]
     ) = args
     args.clear()
     # layers.0.2
-    native_dropout_backward_1: "float32[4, 8]" = aten.native_dropout_backward.default(mm, getitem_6, 1.25);  mm = getitem_6 = None
+    mul_tensor_6: "float32[4, 8]" = aten.mul.Tensor(mm, run_with_rng_state_1);  mm = run_with_rng_state_1 = None
+    mul_tensor_7: "float32[4, 8]" = aten.mul_.Tensor(mul_tensor_6, 1.25);  mul_tensor_6 = None
     # layers.0.1
-    gelu_backward_1: "float32[4, 8]" = aten.gelu_backward.grad_input(native_dropout_backward_1, addmm_3, grad_input=native_dropout_backward_1);  native_dropout_backward_1 = addmm_3 = None
+    gelu_backward_1: "float32[4, 8]" = aten.gelu_backward.grad_input(mul_tensor_7, addmm_3, grad_input=mul_tensor_7);  mul_tensor_7 = addmm_3 = None
     # layers.0.0
     t_6: "float32[8, 4]" = aten.t.default(gelu_backward_1)
     mm_2: "float32[8, 8]" = aten.mm.default(t_6, x);  t_6 = x = None

@@ -10,9 +10,9 @@ def stage_1_backward(args):
     (
         layers_1_0_weight,  # float32[8, 8]
         tangents_1,  # float32[]
-        getitem,  # float32[4, 8]
+        mul_tensor_1,  # float32[4, 8]
         addmm_2,  # float32[4, 8]
-        getitem_5,  # bool[4, 8]
+        run_with_rng_state,  # bool[4, 8]
         mul,  # float32[4, 8]
     ) = args
     args.clear()
@@ -23,14 +23,15 @@ def stage_1_backward(args):
     div: "float32[4, 8]" = aten.div.Scalar(expand, 32);  expand = None
     mul_1: "float32[4, 8]" = aten.mul_.Tensor(div, mul);  div = mul = None
     # layers.1.2
-    native_dropout_backward: "float32[4, 8]" = aten.native_dropout_backward.default(mul_1, getitem_5, 1.25);  mul_1 = getitem_5 = None
+    mul_tensor_4: "float32[4, 8]" = aten.mul_.Tensor(mul_1, run_with_rng_state);  mul_1 = run_with_rng_state = None
+    mul_tensor_5: "float32[4, 8]" = aten.mul_.Tensor(mul_tensor_4, 1.25);  mul_tensor_4 = None
     # layers.1.1
-    gelu_backward: "float32[4, 8]" = aten.gelu_backward.grad_input(native_dropout_backward, addmm_2, grad_input=native_dropout_backward);  native_dropout_backward = addmm_2 = None
+    gelu_backward: "float32[4, 8]" = aten.gelu_backward.grad_input(mul_tensor_5, addmm_2, grad_input=mul_tensor_5);  mul_tensor_5 = addmm_2 = None
     # layers.1.0
     t_2: "float32[8, 8]" = aten.t.default(t_11);  t_11 = None
     mm: "float32[4, 8]" = aten.mm.default(gelu_backward, t_2);  t_2 = None
     t_3: "float32[8, 4]" = aten.t.default(gelu_backward)
-    mm_1: "float32[8, 8]" = aten.mm.default(t_3, getitem);  t_3 = getitem = None
+    mm_1: "float32[8, 8]" = aten.mm.default(t_3, mul_tensor_1);  t_3 = mul_tensor_1 = None
     t_4: "float32[8, 8]" = aten.t.default(mm_1);  mm_1 = None
     sum_1: "float32[1, 8]" = aten.sum.dim_IntList(gelu_backward, [0], True);  gelu_backward = None
     view: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None

@@ -17,10 +17,10 @@ def stage_0_backward(args):
     ) = args
     args.clear()
     # model
-    pow_2: "float32[8, 4]" = aten.pow.Tensor_Scalar(addmm_1, 1.0);  addmm_1 = None
-    mul: "float32[8, 4]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     expand: "float32[8, 4]" = aten.expand.default(tangents_1, [8, 4]);  tangents_1 = None
     div: "float32[8, 4]" = aten.div.Scalar(expand, 32);  expand = None
+    pow_2: "float32[8, 4]" = aten.pow.Tensor_Scalar(addmm_1, 1.0);  addmm_1 = None
+    mul: "float32[8, 4]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     mul_1: "float32[8, 4]" = aten.mul_.Tensor(div, mul);  div = mul = None
     # model (again)
     run_with_rng_state: "float32[4, 4]" = torch.ops.higher_order.run_with_rng_state(randn_like_rng_state, aten.randn_like.default, linear_weight, pin_memory=False);  randn_like_rng_state = None
@@ -29,14 +29,14 @@ def stage_0_backward(args):
     # model
     t_2: "float32[4, 4]" = aten.t.default(t_9);  t_9 = None
     mm: "float32[8, 4]" = aten.mm.default(mul_1, t_2);  t_2 = None
-    # first
-    sum_2: "float32[1, 4]" = aten.sum.dim_IntList(mm, [0], True)
-    t_6: "float32[4, 8]" = aten.t.default(mm);  mm = None
-    mm_2: "float32[4, 4]" = aten.mm.default(t_6, x);  t_6 = x = None
-    # model
-    sum_1: "float32[1, 4]" = aten.sum.dim_IntList(mul_1, [0], True)
-    t_3: "float32[4, 8]" = aten.t.default(mul_1);  mul_1 = None
+    t_3: "float32[4, 8]" = aten.t.default(mul_1)
     mm_1: "float32[4, 4]" = aten.mm.default(t_3, addmm);  t_3 = addmm = None
+    sum_1: "float32[1, 4]" = aten.sum.dim_IntList(mul_1, [0], True);  mul_1 = None
+    # first
+    t_6: "float32[4, 8]" = aten.t.default(mm)
+    mm_2: "float32[4, 4]" = aten.mm.default(t_6, x);  t_6 = x = None
+    sum_2: "float32[1, 4]" = aten.sum.dim_IntList(mm, [0], True);  mm = None
+    # model
     view: "float32[4]" = aten.view.default(sum_1, [4]);  sum_1 = None
     t_4: "float32[4, 4]" = aten.t.default(mm_1);  mm_1 = None
     t_5: "float32[4, 4]" = aten.t.default(t_4);  t_4 = None

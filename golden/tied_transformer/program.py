@@ -45,9 +45,9 @@ def forward(args):
         blocks_0_attention_out_weight, blocks_0_attention_out_bias, blocks_0_norm2_weight, blocks_0_norm2_bias,
         blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, blocks_0_mlp_2_bias,
     ]
+    del (blocks_0_mlp_2_bias)
     [
-        _scaled_dot_product_flash_attention_for_cpu_rng_state, native_dropout_rng_state, native_dropout_1_rng_state,
-        add_1,
+        _scaled_dot_product_flash_attention_for_cpu_rng_state, bernoulli_p_rng_state, bernoulli_p_1_rng_state, add_1,
     ] = stage_0_forward(call)
     # stage 1 forward: blocks.1.norm1 … norm
     call = [
@@ -58,7 +58,7 @@ def forward(args):
         targets, add_1,
     ]
     [
-        _scaled_dot_product_flash_attention_for_cpu_1_rng_state, native_dropout_2_rng_state, native_dropout_3_rng_state,
+        _scaled_dot_product_flash_attention_for_cpu_1_rng_state, bernoulli_p_2_rng_state, bernoulli_p_3_rng_state,
         getitem_31,
     ] = stage_1_forward(call)
     return (
@@ -66,13 +66,13 @@ def forward(args):
         blocks_0_attention_key_value_weight, blocks_0_attention_key_value_bias, blocks_0_attention_query_weight,
         blocks_0_attention_query_bias, blocks_0_attention_out_weight, blocks_0_attention_out_bias,
         blocks_0_norm2_weight, blocks_0_norm2_bias, blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight,
-        blocks_0_mlp_2_bias, blocks_1_norm1_weight, blocks_1_norm1_bias, blocks_1_attention_key_value_weight,
+        blocks_1_norm1_weight, blocks_1_norm1_bias, blocks_1_attention_key_value_weight,
         blocks_1_attention_key_value_bias, blocks_1_attention_query_weight, blocks_1_attention_query_bias,
         blocks_1_attention_out_weight, blocks_1_attention_out_bias, blocks_1_norm2_weight, blocks_1_norm2_bias,
         blocks_1_mlp_0_weight, blocks_1_mlp_0_bias, blocks_1_mlp_2_weight, blocks_1_mlp_2_bias, norm_weight, norm_bias,
-        targets, _scaled_dot_product_flash_attention_for_cpu_rng_state, native_dropout_rng_state,
-        native_dropout_1_rng_state, add_1, _scaled_dot_product_flash_attention_for_cpu_1_rng_state,
-        native_dropout_2_rng_state, native_dropout_3_rng_state,
+        targets, _scaled_dot_product_flash_attention_for_cpu_rng_state, bernoulli_p_rng_state, bernoulli_p_1_rng_state,
+        add_1, _scaled_dot_product_flash_attention_for_cpu_1_rng_state, bernoulli_p_2_rng_state,
+        bernoulli_p_3_rng_state,
     )
 
 
@@ -93,7 +93,6 @@ def backward(args):
         blocks_0_mlp_0_weight,
         blocks_0_mlp_0_bias,
         blocks_0_mlp_2_weight,
-        blocks_0_mlp_2_bias,
         blocks_1_norm1_weight,
         blocks_1_norm1_bias,
         blocks_1_attention_key_value_weight,
@@ -112,12 +111,12 @@ def backward(args):
         norm_bias,
         targets,
         _scaled_dot_product_flash_attention_for_cpu_rng_state,
-        native_dropout_rng_state,
-        native_dropout_1_rng_state,
+        bernoulli_p_rng_state,
+        bernoulli_p_1_rng_state,
         add_1,
         _scaled_dot_product_flash_attention_for_cpu_1_rng_state,
-        native_dropout_2_rng_state,
-        native_dropout_3_rng_state,
+        bernoulli_p_2_rng_state,
+        bernoulli_p_3_rng_state,
         tangents_1,
     ) = args
     args.clear()
@@ -127,18 +126,18 @@ def backward(args):
         blocks_1_attention_key_value_bias, blocks_1_attention_query_weight, blocks_1_attention_query_bias,
         blocks_1_attention_out_weight, blocks_1_attention_out_bias, blocks_1_norm2_weight, blocks_1_norm2_bias,
         blocks_1_mlp_0_weight, blocks_1_mlp_0_bias, blocks_1_mlp_2_weight, blocks_1_mlp_2_bias, norm_weight, norm_bias,
-        targets, add_1, _scaled_dot_product_flash_attention_for_cpu_1_rng_state, native_dropout_2_rng_state,
-        native_dropout_3_rng_state,
+        targets, add_1, _scaled_dot_product_flash_attention_for_cpu_1_rng_state, bernoulli_p_2_rng_state,
+        bernoulli_p_3_rng_state,
     ]
     del (
         blocks_1_attention_key_value_bias, blocks_1_attention_query_bias, blocks_1_attention_out_bias,
         blocks_1_mlp_0_bias, blocks_1_mlp_2_bias, _scaled_dot_product_flash_attention_for_cpu_1_rng_state,
-        native_dropout_2_rng_state, native_dropout_3_rng_state,
+        bernoulli_p_2_rng_state, bernoulli_p_3_rng_state,
     )
     [
-        getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, getitem_62, add_11, getitem_63,
-        getitem_64, getitem_65, addmm_13, gelu_2, getitem_67, add_12, getitem_68, getitem_69, getitem_70,
-        _log_softmax_1, getitem_71,
+        getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11,
+        getitem_61, getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65,
+        getitem_66, _log_softmax_1, getitem_67,
     ] = stage_1_recompute(call)
     streams.record_event(2, 0)
     # stage 1 backward: blocks.1.norm1 … norm
@@ -146,17 +145,17 @@ def backward(args):
         embedding_weight, blocks_1_norm1_weight, blocks_1_norm1_bias, blocks_1_attention_key_value_weight,
         blocks_1_attention_query_weight, blocks_1_attention_out_weight, blocks_1_norm2_weight, blocks_1_norm2_bias,
         blocks_1_mlp_0_weight, blocks_1_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1, add_1, getitem_54,
-        getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, getitem_62, add_11, getitem_63, getitem_64,
-        getitem_65, addmm_13, gelu_2, getitem_67, add_12, getitem_68, getitem_69, getitem_70, _log_softmax_1,
-        getitem_71,
+        getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61,
+        getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66,
+        _log_softmax_1, getitem_67,
     ]
     del (
         blocks_1_norm1_weight, blocks_1_norm1_bias, blocks_1_attention_key_value_weight,
         blocks_1_attention_query_weight, blocks_1_attention_out_weight, blocks_1_norm2_weight, blocks_1_norm2_bias,
         blocks_1_mlp_0_weight, blocks_1_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1, add_1, getitem_54,
-        getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, getitem_62, add_11, getitem_63, getitem_64,
-        getitem_65, addmm_13, gelu_2, getitem_67, add_12, getitem_68, getitem_69, getitem_70, _log_softmax_1,
-        getitem_71,
+        getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61,
+        getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66,
+        _log_softmax_1, getitem_67,
     )
     [
         t_14, getitem_34, getitem_35, view_35, t_18, view_38, t_22, getitem_37, getitem_38, view_41, t_26, view_48,
@@ -165,46 +164,46 @@ def backward(args):
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     streams.record_streams([
-        _scaled_dot_product_flash_attention_for_cpu_rng_state, native_dropout_rng_state, native_dropout_1_rng_state,
+        _scaled_dot_product_flash_attention_for_cpu_rng_state, bernoulli_p_rng_state, bernoulli_p_1_rng_state,
     ], 1)
     # stage 0 recompute: embedding … blocks.0
     call = [
         embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_key_value_bias, blocks_0_attention_query_weight, blocks_0_attention_query_bias,
         blocks_0_attention_out_weight, blocks_0_attention_out_bias, blocks_0_norm2_weight, blocks_0_norm2_bias,
-        blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, blocks_0_mlp_2_bias,
-        _scaled_dot_product_flash_attention_for_cpu_rng_state, native_dropout_rng_state, native_dropout_1_rng_state,
+        blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, _scaled_dot_product_flash_attention_for_cpu_rng_state,
+        bernoulli_p_rng_state, bernoulli_p_1_rng_state,
     ]
     del (
         embedding_weight, blocks_0_attention_key_value_bias, blocks_0_attention_query_bias, blocks_0_attention_out_bias,
-        blocks_0_mlp_0_bias, blocks_0_mlp_2_bias, _scaled_dot_product_flash_attention_for_cpu_rng_state,
-        native_dropout_rng_state, native_dropout_1_rng_state,
+        blocks_0_mlp_0_bias, _scaled_dot_product_flash_attention_for_cpu_rng_state, bernoulli_p_rng_state,
+        bernoulli_p_1_rng_state,
     )
     [
-        embedding_1, getitem_72, getitem_73, getitem_74, addmm_15, addmm_16, getitem_77, getitem_78, getitem_80, add_13,
-        getitem_81, getitem_82, getitem_83, addmm_18, gelu_3, getitem_84,
+        embedding_1, getitem_68, getitem_69, getitem_70, addmm_15, addmm_16, getitem_73, getitem_74,
+        run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18, gelu_3, run_with_rng_state_5,
     ] = stage_0_recompute(call)
     streams.record_event(3, 1)
     streams.join(1, 0)
     streams.wait_event(3, 0)
     streams.record_streams([
-        embedding_1, getitem_72, getitem_73, getitem_74, addmm_15, addmm_16, getitem_77, getitem_78, getitem_80, add_13,
-        getitem_81, getitem_82, getitem_83, addmm_18, gelu_3, getitem_84,
+        embedding_1, getitem_68, getitem_69, getitem_70, addmm_15, addmm_16, getitem_73, getitem_74,
+        run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18, gelu_3, run_with_rng_state_5,
     ], 0)
     # stage 0 backward: embedding … blocks.0
     call = [
         tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
-        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_72, getitem_73, getitem_74, addmm_15,
-        addmm_16, getitem_77, getitem_78, getitem_80, add_13, getitem_81, getitem_82, getitem_83, addmm_18, gelu_3,
-        getitem_84, t_14, add_6,
+        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
+        addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
+        gelu_3, run_with_rng_state_5, t_14, add_6,
     ]
     del (
         tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
-        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_72, getitem_73, getitem_74, addmm_15,
-        addmm_16, getitem_77, getitem_78, getitem_80, add_13, getitem_81, getitem_82, getitem_83, addmm_18, gelu_3,
-        getitem_84, t_14, add_6,
+        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
+        addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
+        gelu_3, run_with_rng_state_5, t_14, add_6,
     )
     [
         view_54, t_38, view_57, t_42, getitem_46, getitem_47, view_60, t_46, view_67, t_50, view_70, t_54, getitem_52,

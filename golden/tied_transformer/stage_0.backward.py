@@ -19,98 +19,100 @@ def stage_0_backward(args):
         blocks_0_mlp_0_weight,  # float32[16, 8]
         blocks_0_mlp_2_weight,  # float32[8, 16]
         embedding_1,  # float32[2, 4, 8]
-        getitem_72,  # float32[2, 4, 8]
-        getitem_73,  # float32[2, 4, 1]
-        getitem_74,  # float32[2, 4, 1]
+        getitem_68,  # float32[2, 4, 8]
+        getitem_69,  # float32[2, 4, 1]
+        getitem_70,  # float32[2, 4, 1]
         addmm_15,  # float32[8, 16]
         addmm_16,  # float32[8, 8]
-        getitem_77,  # float32[2, 2, 4, 4]
-        getitem_78,  # float32[2, 2, 4]
-        getitem_80,  # bool[2, 4, 8]
+        getitem_73,  # float32[2, 2, 4, 4]
+        getitem_74,  # float32[2, 2, 4]
+        run_with_rng_state_4,  # bool[2, 4, 8]
         add_13,  # float32[2, 4, 8]
-        getitem_81,  # float32[2, 4, 8]
-        getitem_82,  # float32[2, 4, 1]
-        getitem_83,  # float32[2, 4, 1]
+        getitem_75,  # float32[2, 4, 8]
+        getitem_76,  # float32[2, 4, 1]
+        getitem_77,  # float32[2, 4, 1]
         addmm_18,  # float32[8, 16]
         gelu_3,  # float32[2, 4, 16]
-        getitem_84,  # bool[2, 4, 8]
+        run_with_rng_state_5,  # bool[2, 4, 8]
         t_14,  # float32[16, 8]
         add_6,  # float32[2, 4, 8]
     ) = args
     args.clear()
     # blocks.0.attention.key_value (again)
-    view_114: "float32[8, 8]" = aten.view.default(getitem_72, [8, 8])
-    t_70: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
-    view_113: "float32[2, 4, 16]" = aten.view.default(addmm_15, [2, 4, 16]);  addmm_15 = None
+    view_112: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
+    t_69: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
+    view_111: "float32[2, 4, 16]" = aten.view.default(addmm_15, [2, 4, 16]);  addmm_15 = None
     # blocks.0.attention (again)
-    split_4: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_113, 8, -1);  view_113 = None
-    getitem_86: "float32[2, 4, 8]" = split_4[0]
-    getitem_85: "float32[2, 4, 8]" = split_4[1];  split_4 = None
+    split_4: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_111, 8, -1);  view_111 = None
+    getitem_79: "float32[2, 4, 8]" = split_4[0]
+    getitem_78: "float32[2, 4, 8]" = split_4[1];  split_4 = None
     # blocks.0.attention.query (again)
-    view_112: "float32[8, 8]" = aten.view.default(getitem_72, [8, 8]);  getitem_72 = None
-    t_69: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
-    view_111: "float32[2, 4, 8]" = aten.view.default(addmm_16, [2, 4, 8]);  addmm_16 = None
+    view_110: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8]);  getitem_68 = None
+    t_68: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
+    view_109: "float32[2, 4, 8]" = aten.view.default(addmm_16, [2, 4, 8]);  addmm_16 = None
     # blocks.0.attention (again)
-    view_110: "float32[2, 4, 2, 4]" = aten.view.default(view_111, [2, 4, 2, 4]);  view_111 = None
-    transpose_27: "float32[2, 2, 4, 4]" = aten.transpose.int(view_110, 1, 2);  view_110 = None
-    view_109: "float32[2, 4, 2, 4]" = aten.view.default(getitem_86, [2, 4, 2, 4]);  getitem_86 = None
-    transpose_26: "float32[2, 2, 4, 4]" = aten.transpose.int(view_109, 1, 2);  view_109 = None
-    view_108: "float32[2, 4, 2, 4]" = aten.view.default(getitem_85, [2, 4, 2, 4]);  getitem_85 = None
-    transpose_25: "float32[2, 2, 4, 4]" = aten.transpose.int(view_108, 1, 2);  view_108 = None
-    detach_8: "float32[2, 2, 4, 4]" = aten.detach.default(getitem_77)
-    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_77, 1, 2);  getitem_77 = None
-    view_107: "float32[2, 4, 8]" = aten.view.default(transpose_24, [2, 4, 8]);  transpose_24 = None
+    view_108: "float32[2, 4, 2, 4]" = aten.view.default(view_109, [2, 4, 2, 4]);  view_109 = None
+    transpose_27: "float32[2, 2, 4, 4]" = aten.transpose.int(view_108, 1, 2);  view_108 = None
+    view_107: "float32[2, 4, 2, 4]" = aten.view.default(getitem_79, [2, 4, 2, 4]);  getitem_79 = None
+    transpose_26: "float32[2, 2, 4, 4]" = aten.transpose.int(view_107, 1, 2);  view_107 = None
+    view_106: "float32[2, 4, 2, 4]" = aten.view.default(getitem_78, [2, 4, 2, 4]);  getitem_78 = None
+    transpose_25: "float32[2, 2, 4, 4]" = aten.transpose.int(view_106, 1, 2);  view_106 = None
+    detach_8: "float32[2, 2, 4, 4]" = aten.detach.default(getitem_73)
+    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_73, 1, 2);  getitem_73 = None
+    view_105: "float32[2, 4, 8]" = aten.view.default(transpose_24, [2, 4, 8]);  transpose_24 = None
     # blocks.0.attention.out (again)
-    view_106: "float32[8, 8]" = aten.view.default(view_107, [8, 8]);  view_107 = None
-    t_68: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
+    view_104: "float32[8, 8]" = aten.view.default(view_105, [8, 8]);  view_105 = None
+    t_67: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
     # blocks.0.mlp.0 (again)
-    view_105: "float32[8, 8]" = aten.view.default(getitem_81, [8, 8]);  getitem_81 = None
-    t_67: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
-    view_104: "float32[2, 4, 16]" = aten.view.default(addmm_18, [2, 4, 16]);  addmm_18 = None
+    view_103: "float32[8, 8]" = aten.view.default(getitem_75, [8, 8]);  getitem_75 = None
+    t_66: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
+    view_102: "float32[2, 4, 16]" = aten.view.default(addmm_18, [2, 4, 16]);  addmm_18 = None
     # blocks.0.mlp.2 (again)
-    view_103: "float32[8, 16]" = aten.view.default(gelu_3, [8, 16]);  gelu_3 = None
-    t_66: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
+    view_101: "float32[8, 16]" = aten.view.default(gelu_3, [8, 16]);  gelu_3 = None
+    t_65: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
     # blocks.0.dropout
-    native_dropout_backward_2: "float32[2, 4, 8]" = aten.native_dropout_backward.default(add_6, getitem_84, 1.1111111111111112);  getitem_84 = None
+    mul_tensor_12: "float32[2, 4, 8]" = aten.mul.Tensor(add_6, run_with_rng_state_5);  run_with_rng_state_5 = None
+    mul_tensor_13: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_12, 1.1111111111111112);  mul_tensor_12 = None
     # blocks.0.mlp.2
-    view_53: "float32[8, 8]" = aten.view.default(native_dropout_backward_2, [8, 8]);  native_dropout_backward_2 = None
-    t_35: "float32[8, 16]" = aten.t.default(t_66);  t_66 = None
+    view_53: "float32[8, 8]" = aten.view.default(mul_tensor_13, [8, 8]);  mul_tensor_13 = None
+    t_35: "float32[8, 16]" = aten.t.default(t_65);  t_65 = None
     mm_13: "float32[8, 16]" = aten.mm.default(view_53, t_35);  t_35 = None
     t_36: "float32[8, 8]" = aten.t.default(view_53)
-    mm_14: "float32[8, 16]" = aten.mm.default(t_36, view_103);  t_36 = view_103 = None
+    mm_14: "float32[8, 16]" = aten.mm.default(t_36, view_101);  t_36 = view_101 = None
     t_37: "float32[16, 8]" = aten.t.default(mm_14);  mm_14 = None
     sum_6: "float32[1, 8]" = aten.sum.dim_IntList(view_53, [0], True);  view_53 = None
     view_54: "float32[8]" = aten.view.default(sum_6, [8]);  sum_6 = None
     t_38: "float32[8, 16]" = aten.t.default(t_37);  t_37 = None
     view_55: "float32[2, 4, 16]" = aten.view.default(mm_13, [2, 4, 16]);  mm_13 = None
     # blocks.0.mlp.1
-    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_55, view_104, grad_input=view_55);  view_55 = view_104 = None
+    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_55, view_102, grad_input=view_55);  view_55 = view_102 = None
     # blocks.0.mlp.0
     view_56: "float32[8, 16]" = aten.view.default(gelu_backward_1, [8, 16]);  gelu_backward_1 = None
-    t_39: "float32[16, 8]" = aten.t.default(t_67);  t_67 = None
+    t_39: "float32[16, 8]" = aten.t.default(t_66);  t_66 = None
     mm_15: "float32[8, 8]" = aten.mm.default(view_56, t_39);  t_39 = None
     t_40: "float32[16, 8]" = aten.t.default(view_56)
-    mm_16: "float32[16, 8]" = aten.mm.default(t_40, view_105);  t_40 = view_105 = None
+    mm_16: "float32[16, 8]" = aten.mm.default(t_40, view_103);  t_40 = view_103 = None
     t_41: "float32[8, 16]" = aten.t.default(mm_16);  mm_16 = None
     sum_7: "float32[1, 16]" = aten.sum.dim_IntList(view_56, [0], True);  view_56 = None
     view_57: "float32[16]" = aten.view.default(sum_7, [16]);  sum_7 = None
     t_42: "float32[16, 8]" = aten.t.default(t_41);  t_41 = None
     view_58: "float32[2, 4, 8]" = aten.view.default(mm_15, [2, 4, 8]);  mm_15 = None
     # blocks.0.norm2
-    native_layer_norm_backward_3: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_58, add_13, [8], getitem_82, getitem_83, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_58 = add_13 = getitem_82 = getitem_83 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
+    native_layer_norm_backward_3: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_58, add_13, [8], getitem_76, getitem_77, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_58 = add_13 = getitem_76 = getitem_77 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
     getitem_45: "float32[2, 4, 8]" = native_layer_norm_backward_3[0]
     getitem_46: "float32[8]" = native_layer_norm_backward_3[1]
     getitem_47: "float32[8]" = native_layer_norm_backward_3[2];  native_layer_norm_backward_3 = None
     # model
     add_7: "float32[2, 4, 8]" = aten.add.out(add_6, getitem_45, out=getitem_45);  add_6 = getitem_45 = None
     # blocks.0.dropout
-    native_dropout_backward_3: "float32[2, 4, 8]" = aten.native_dropout_backward.default(add_7, getitem_80, 1.1111111111111112);  getitem_80 = None
+    mul_tensor_14: "float32[2, 4, 8]" = aten.mul.Tensor(add_7, run_with_rng_state_4);  run_with_rng_state_4 = None
+    mul_tensor_15: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_14, 1.1111111111111112);  mul_tensor_14 = None
     # blocks.0.attention.out
-    view_59: "float32[8, 8]" = aten.view.default(native_dropout_backward_3, [8, 8]);  native_dropout_backward_3 = None
-    t_43: "float32[8, 8]" = aten.t.default(t_68);  t_68 = None
+    view_59: "float32[8, 8]" = aten.view.default(mul_tensor_15, [8, 8]);  mul_tensor_15 = None
+    t_43: "float32[8, 8]" = aten.t.default(t_67);  t_67 = None
     mm_17: "float32[8, 8]" = aten.mm.default(view_59, t_43);  t_43 = None
     t_44: "float32[8, 8]" = aten.t.default(view_59)
-    mm_18: "float32[8, 8]" = aten.mm.default(t_44, view_106);  t_44 = view_106 = None
+    mm_18: "float32[8, 8]" = aten.mm.default(t_44, view_104);  t_44 = view_104 = None
     t_45: "float32[8, 8]" = aten.t.default(mm_18);  mm_18 = None
     sum_8: "float32[1, 8]" = aten.sum.dim_IntList(view_59, [0], True);  view_59 = None
     view_60: "float32[8]" = aten.view.default(sum_8, [8]);  sum_8 = None
@@ -120,7 +122,7 @@ def stage_0_backward(args):
     view_62: "float32[2, 4, 2, 4]" = aten.view.default(view_61, [2, 4, 2, 4]);  view_61 = None
     transpose_12: "float32[2, 2, 4, 4]" = aten.transpose.int(view_62, 1, 2);  view_62 = None
     detach_5: "float32[2, 2, 4, 4]" = aten.detach.default(detach_8);  detach_8 = None
-    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, detach_5, getitem_78, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = detach_5 = getitem_78 = None
+    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, detach_5, getitem_74, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = detach_5 = getitem_74 = None
     getitem_48: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[0]
     getitem_49: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[1]
     getitem_50: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[2];  _scaled_dot_product_flash_attention_for_cpu_backward_1 = None
@@ -132,10 +134,10 @@ def stage_0_backward(args):
     view_65: "float32[2, 4, 8]" = aten.view.default(transpose_15, [2, 4, 8]);  transpose_15 = None
     # blocks.0.attention.query
     view_66: "float32[8, 8]" = aten.view.default(view_65, [8, 8]);  view_65 = None
-    t_47: "float32[8, 8]" = aten.t.default(t_69);  t_69 = None
+    t_47: "float32[8, 8]" = aten.t.default(t_68);  t_68 = None
     mm_19: "float32[8, 8]" = aten.mm.default(view_66, t_47);  t_47 = None
     t_48: "float32[8, 8]" = aten.t.default(view_66)
-    mm_20: "float32[8, 8]" = aten.mm.default(t_48, view_112);  t_48 = view_112 = None
+    mm_20: "float32[8, 8]" = aten.mm.default(t_48, view_110);  t_48 = view_110 = None
     t_49: "float32[8, 8]" = aten.t.default(mm_20);  mm_20 = None
     sum_9: "float32[1, 8]" = aten.sum.dim_IntList(view_66, [0], True);  view_66 = None
     view_67: "float32[8]" = aten.view.default(sum_9, [8]);  sum_9 = None
@@ -145,10 +147,10 @@ def stage_0_backward(args):
     cat_1: "float32[2, 4, 16]" = aten.cat.default([view_64, view_63], 2);  view_64 = view_63 = None
     # blocks.0.attention.key_value
     view_69: "float32[8, 16]" = aten.view.default(cat_1, [8, 16]);  cat_1 = None
-    t_51: "float32[16, 8]" = aten.t.default(t_70);  t_70 = None
+    t_51: "float32[16, 8]" = aten.t.default(t_69);  t_69 = None
     mm_21: "float32[8, 8]" = aten.mm.default(view_69, t_51);  t_51 = None
     t_52: "float32[16, 8]" = aten.t.default(view_69)
-    mm_22: "float32[16, 8]" = aten.mm.default(t_52, view_114);  t_52 = view_114 = None
+    mm_22: "float32[16, 8]" = aten.mm.default(t_52, view_112);  t_52 = view_112 = None
     t_53: "float32[8, 16]" = aten.t.default(mm_22);  mm_22 = None
     sum_10: "float32[1, 16]" = aten.sum.dim_IntList(view_69, [0], True);  view_69 = None
     view_70: "float32[16]" = aten.view.default(sum_10, [16]);  sum_10 = None
@@ -157,7 +159,7 @@ def stage_0_backward(args):
     # model
     add_8: "float32[2, 4, 8]" = aten.add_.Tensor(view_68, view_71);  view_68 = view_71 = None
     # blocks.0.norm1
-    native_layer_norm_backward_4: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, embedding_1, [8], getitem_73, getitem_74, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_8 = embedding_1 = getitem_73 = getitem_74 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
+    native_layer_norm_backward_4: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, embedding_1, [8], getitem_69, getitem_70, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_8 = embedding_1 = getitem_69 = getitem_70 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
     getitem_51: "float32[2, 4, 8]" = native_layer_norm_backward_4[0]
     getitem_52: "float32[8]" = native_layer_norm_backward_4[1]
     getitem_53: "float32[8]" = native_layer_norm_backward_4[2];  native_layer_norm_backward_4 = None

@@ -55,8 +55,8 @@ def stage_1_forward(args):
     transpose_6: "float32[2, 2, 4, 4]" = aten.transpose.int(view_20, 1, 2);  view_20 = None
     run_and_save_rng_state: "(uint8[5056], (float32[2, 2, 4, 4], float32[2, 2, 4]))" = torch.ops.higher_order.run_and_save_rng_state(aten._scaled_dot_product_flash_attention_for_cpu.default, transpose_4, transpose_5, transpose_6, 0.0, True);  transpose_4 = transpose_5 = transpose_6 = None
     _scaled_dot_product_flash_attention_for_cpu_1_rng_state: "uint8[5056]" = run_and_save_rng_state[0]
-    getitem_89: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state[1];  run_and_save_rng_state = None
-    getitem_19: "float32[2, 2, 4, 4]" = getitem_89[0];  getitem_89 = None
+    getitem_82: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state[1];  run_and_save_rng_state = None
+    getitem_19: "float32[2, 2, 4, 4]" = getitem_82[0];  getitem_82 = None
     transpose_7: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_19, 1, 2);  getitem_19 = None
     view_21: "float32[2, 4, 8]" = aten.view.default(transpose_7, [2, 4, 8]);  transpose_7 = None
     # blocks.1.attention.out
@@ -65,12 +65,15 @@ def stage_1_forward(args):
     addmm_7: "float32[8, 8]" = aten.addmm.default(blocks_1_attention_out_bias, view_22, t_7);  blocks_1_attention_out_bias = view_22 = t_7 = None
     view_23: "float32[2, 4, 8]" = aten.view.default(addmm_7, [2, 4, 8]);  addmm_7 = None
     # blocks.1.dropout
-    run_and_save_rng_state_1: "(uint8[5056], (float32[2, 4, 8], bool[2, 4, 8]))" = torch.ops.higher_order.run_and_save_rng_state(aten.native_dropout.default, view_23, 0.1, True);  view_23 = None
-    native_dropout_2_rng_state: "uint8[5056]" = run_and_save_rng_state_1[0]
-    getitem_90: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_1[1];  run_and_save_rng_state_1 = None
-    getitem_21: "float32[2, 4, 8]" = getitem_90[0];  getitem_90 = None
+    full_default_2: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default_2: "bool[2, 4, 8]" = aten.expand.default(full_default_2, [2, 4, 8]);  full_default_2 = None
+    run_and_save_rng_state_1: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default_2, 0.9);  expand_default_2 = None
+    bernoulli_p_2_rng_state: "uint8[5056]" = run_and_save_rng_state_1[0]
+    getitem_83: "bool[2, 4, 8]" = run_and_save_rng_state_1[1];  run_and_save_rng_state_1 = None
+    mul_tensor_4: "float32[2, 4, 8]" = aten.mul_.Tensor(view_23, getitem_83);  view_23 = getitem_83 = None
+    mul_tensor_5: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_4, 1.1111111640930176);  mul_tensor_4 = None
     # blocks.1
-    add_2: "float32[2, 4, 8]" = aten.add.out(add_1, getitem_21, out=getitem_21);  add_1 = getitem_21 = None
+    add_2: "float32[2, 4, 8]" = aten.add.out(add_1, mul_tensor_5, out=mul_tensor_5);  add_1 = mul_tensor_5 = None
     # blocks.1.norm2
     native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_2, [8], blocks_1_norm2_weight, blocks_1_norm2_bias, 1e-05);  blocks_1_norm2_weight = blocks_1_norm2_bias = None
     getitem_23: "float32[2, 4, 8]" = native_layer_norm_3[0];  native_layer_norm_3 = None
@@ -87,12 +90,15 @@ def stage_1_forward(args):
     addmm_9: "float32[8, 8]" = aten.addmm.default(blocks_1_mlp_2_bias, view_26, t_9);  blocks_1_mlp_2_bias = view_26 = t_9 = None
     view_27: "float32[2, 4, 8]" = aten.view.default(addmm_9, [2, 4, 8]);  addmm_9 = None
     # blocks.1.dropout
-    run_and_save_rng_state_2: "(uint8[5056], (float32[2, 4, 8], bool[2, 4, 8]))" = torch.ops.higher_order.run_and_save_rng_state(aten.native_dropout.default, view_27, 0.1, True);  view_27 = None
-    native_dropout_3_rng_state: "uint8[5056]" = run_and_save_rng_state_2[0]
-    getitem_91: "(float32[2, 4, 8], bool[2, 4, 8])" = run_and_save_rng_state_2[1];  run_and_save_rng_state_2 = None
-    getitem_26: "float32[2, 4, 8]" = getitem_91[0];  getitem_91 = None
+    full_default_3: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default_3: "bool[2, 4, 8]" = aten.expand.default(full_default_3, [2, 4, 8]);  full_default_3 = None
+    run_and_save_rng_state_2: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default_3, 0.9);  expand_default_3 = None
+    bernoulli_p_3_rng_state: "uint8[5056]" = run_and_save_rng_state_2[0]
+    getitem_84: "bool[2, 4, 8]" = run_and_save_rng_state_2[1];  run_and_save_rng_state_2 = None
+    mul_tensor_6: "float32[2, 4, 8]" = aten.mul_.Tensor(view_27, getitem_84);  view_27 = getitem_84 = None
+    mul_tensor_7: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_6, 1.1111111640930176);  mul_tensor_6 = None
     # blocks.1
-    add_3: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, getitem_26);  add_2 = getitem_26 = None
+    add_3: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, mul_tensor_7);  add_2 = mul_tensor_7 = None
     # norm
     native_layer_norm_4: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_3, [8], norm_weight, norm_bias, 1e-05);  add_3 = norm_weight = norm_bias = None
     getitem_28: "float32[2, 4, 8]" = native_layer_norm_4[0];  native_layer_norm_4 = None
@@ -106,4 +112,4 @@ def stage_1_forward(args):
     _log_softmax: "float32[8, 16]" = aten._log_softmax.out(view_29, 1, False, out=view_29);  view_29 = None
     nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_30, None, 1, -100);  _log_softmax = view_30 = None
     getitem_31: "float32[]" = nll_loss_forward[0];  nll_loss_forward = None
-    return (_scaled_dot_product_flash_attention_for_cpu_1_rng_state, native_dropout_2_rng_state, native_dropout_3_rng_state, getitem_31)
+    return (_scaled_dot_product_flash_attention_for_cpu_1_rng_state, bernoulli_p_2_rng_state, bernoulli_p_3_rng_state, getitem_31)

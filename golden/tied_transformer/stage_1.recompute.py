@@ -28,8 +28,8 @@ def stage_1_recompute(args):
         targets,  # int64[2, 4]
         add_1,  # float32[2, 4, 8]
         _scaled_dot_product_flash_attention_for_cpu_1_rng_state,  # uint8[5056]
-        native_dropout_2_rng_state,  # uint8[5056]
-        native_dropout_3_rng_state,  # uint8[5056]
+        bernoulli_p_2_rng_state,  # uint8[5056]
+        bernoulli_p_3_rng_state,  # uint8[5056]
     ) = args
     args.clear()
     # blocks.1.norm1 (again)
@@ -69,18 +69,20 @@ def stage_1_recompute(args):
     addmm_12: "float32[8, 8]" = aten.addmm.default(blocks_1_attention_out_bias, view_80, t_57);  blocks_1_attention_out_bias = view_80 = t_57 = None
     view_81: "float32[2, 4, 8]" = aten.view.default(addmm_12, [2, 4, 8]);  addmm_12 = None
     # blocks.1.dropout (again)
-    run_with_rng_state_1: "(float32[2, 4, 8], bool[2, 4, 8])" = torch.ops.higher_order.run_with_rng_state(native_dropout_2_rng_state, aten.native_dropout.default, view_81, 0.1, True);  native_dropout_2_rng_state = view_81 = None
-    getitem_61: "float32[2, 4, 8]" = run_with_rng_state_1[0]
-    getitem_62: "bool[2, 4, 8]" = run_with_rng_state_1[1];  run_with_rng_state_1 = None
+    full_default_4: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default_4: "bool[2, 4, 8]" = aten.expand.default(full_default_4, [2, 4, 8]);  full_default_4 = None
+    run_with_rng_state_1: "bool[2, 4, 8]" = torch.ops.higher_order.run_with_rng_state(bernoulli_p_2_rng_state, aten.bernoulli.p, expand_default_4, 0.9);  bernoulli_p_2_rng_state = expand_default_4 = None
+    mul_tensor_16: "float32[2, 4, 8]" = aten.mul_.Tensor(view_81, run_with_rng_state_1);  view_81 = None
+    mul_tensor_17: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_16, 1.1111111640930176);  mul_tensor_16 = None
     # blocks.1 (again)
-    add_11: "float32[2, 4, 8]" = aten.add.out(add_1, getitem_61, out=getitem_61);  add_1 = getitem_61 = None
+    add_11: "float32[2, 4, 8]" = aten.add.out(add_1, mul_tensor_17, out=mul_tensor_17);  add_1 = mul_tensor_17 = None
     # blocks.1.norm2 (again)
     native_layer_norm_6: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_11, [8], blocks_1_norm2_weight, blocks_1_norm2_bias, 1e-05);  blocks_1_norm2_weight = blocks_1_norm2_bias = None
-    getitem_63: "float32[2, 4, 8]" = native_layer_norm_6[0]
-    getitem_64: "float32[2, 4, 1]" = native_layer_norm_6[1]
-    getitem_65: "float32[2, 4, 1]" = native_layer_norm_6[2];  native_layer_norm_6 = None
+    getitem_61: "float32[2, 4, 8]" = native_layer_norm_6[0]
+    getitem_62: "float32[2, 4, 1]" = native_layer_norm_6[1]
+    getitem_63: "float32[2, 4, 1]" = native_layer_norm_6[2];  native_layer_norm_6 = None
     # blocks.1.mlp.0 (again)
-    view_82: "float32[8, 8]" = aten.view.default(getitem_63, [8, 8])
+    view_82: "float32[8, 8]" = aten.view.default(getitem_61, [8, 8])
     t_58: "float32[8, 16]" = aten.t.default(blocks_1_mlp_0_weight);  blocks_1_mlp_0_weight = None
     addmm_13: "float32[8, 16]" = aten.addmm.default(blocks_1_mlp_0_bias, view_82, t_58);  blocks_1_mlp_0_bias = view_82 = t_58 = None
     view_83: "float32[2, 4, 16]" = aten.view.default(addmm_13, [2, 4, 16])
@@ -92,24 +94,26 @@ def stage_1_recompute(args):
     addmm_14: "float32[8, 8]" = aten.addmm.default(blocks_1_mlp_2_bias, view_84, t_59);  blocks_1_mlp_2_bias = view_84 = t_59 = None
     view_85: "float32[2, 4, 8]" = aten.view.default(addmm_14, [2, 4, 8]);  addmm_14 = None
     # blocks.1.dropout (again)
-    run_with_rng_state_2: "(float32[2, 4, 8], bool[2, 4, 8])" = torch.ops.higher_order.run_with_rng_state(native_dropout_3_rng_state, aten.native_dropout.default, view_85, 0.1, True);  native_dropout_3_rng_state = view_85 = None
-    getitem_66: "float32[2, 4, 8]" = run_with_rng_state_2[0]
-    getitem_67: "bool[2, 4, 8]" = run_with_rng_state_2[1];  run_with_rng_state_2 = None
+    full_default_5: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default_5: "bool[2, 4, 8]" = aten.expand.default(full_default_5, [2, 4, 8]);  full_default_5 = None
+    run_with_rng_state_2: "bool[2, 4, 8]" = torch.ops.higher_order.run_with_rng_state(bernoulli_p_3_rng_state, aten.bernoulli.p, expand_default_5, 0.9);  bernoulli_p_3_rng_state = expand_default_5 = None
+    mul_tensor_18: "float32[2, 4, 8]" = aten.mul_.Tensor(view_85, run_with_rng_state_2);  view_85 = None
+    mul_tensor_19: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_18, 1.1111111640930176);  mul_tensor_18 = None
     # blocks.1 (again)
-    add_12: "float32[2, 4, 8]" = aten.add.out(add_11, getitem_66, out=getitem_66);  getitem_66 = None
+    add_12: "float32[2, 4, 8]" = aten.add.out(add_11, mul_tensor_19, out=mul_tensor_19);  mul_tensor_19 = None
     # norm (again)
     native_layer_norm_7: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_12, [8], norm_weight, norm_bias, 1e-05);  norm_weight = norm_bias = None
-    getitem_68: "float32[2, 4, 8]" = native_layer_norm_7[0]
-    getitem_69: "float32[2, 4, 1]" = native_layer_norm_7[1]
-    getitem_70: "float32[2, 4, 1]" = native_layer_norm_7[2];  native_layer_norm_7 = None
+    getitem_64: "float32[2, 4, 8]" = native_layer_norm_7[0]
+    getitem_65: "float32[2, 4, 1]" = native_layer_norm_7[1]
+    getitem_66: "float32[2, 4, 1]" = native_layer_norm_7[2];  native_layer_norm_7 = None
     # model (again)
     t_60: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
-    view_86: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
+    view_86: "float32[8, 8]" = aten.view.default(getitem_64, [8, 8])
     mm_23: "float32[8, 16]" = aten.mm.default(view_86, t_60);  view_86 = t_60 = None
     _unsafe_view_1: "float32[2, 4, 16]" = aten._unsafe_view.default(mm_23, [2, 4, 16]);  mm_23 = None
     view_87: "float32[8, 16]" = aten.view.default(_unsafe_view_1, [8, 16]);  _unsafe_view_1 = None
     view_88: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     _log_softmax_1: "float32[8, 16]" = aten._log_softmax.out(view_87, 1, False, out=view_87);  view_87 = None
     nll_loss_forward_1: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax_1, view_88, None, 1, -100);  view_88 = None
-    getitem_71: "float32[]" = nll_loss_forward_1[1];  nll_loss_forward_1 = None
-    return (getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, getitem_62, add_11, getitem_63, getitem_64, getitem_65, addmm_13, gelu_2, getitem_67, add_12, getitem_68, getitem_69, getitem_70, _log_softmax_1, getitem_71)
+    getitem_67: "float32[]" = nll_loss_forward_1[1];  nll_loss_forward_1 = None
+    return (getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61, getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66, _log_softmax_1, getitem_67)

@@ -135,7 +135,15 @@ def _stays(given: torch.device, device: torch.device) -> bool:
     return given.type == "cpu" and device.type not in ("cpu", "meta")
 
 
-_KEPT_META = ("val", "stack_trace", "nn_module_stack", "fwd_nn_module_stack", "unbacked_bindings", Mark.ORIGIN)
+_KEPT_META = (
+    "val",
+    "stack_trace",
+    "nn_module_stack",
+    "fwd_nn_module_stack",
+    "unbacked_bindings",
+    Mark.ORIGIN,
+    Mark.WORKSPACE,
+)
 
 
 def _kept_meta(node: fx.Node) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Cost models: how many seconds an operation takes, modelled or measured."""
+"""What operations cost: seconds, modelled or measured, and the memory that kernels need for themselves."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from roundpipe_fx.cost.measured import MeasuredCosts
 from roundpipe_fx.cost.model import CostModel
 from roundpipe_fx.cost.of_node import annotate_node, tensor_bytes
 from roundpipe_fx.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
+from roundpipe_fx.cost.workspace import depends_on_data, workspaces_of
 
 __all__ = [
     "DEVICES",
@@ -16,9 +17,11 @@ __all__ = [
     "Roofline",
     "annotate_node",
     "cost_model",
+    "depends_on_data",
     "flops_of",
     "roofline_of",
     "tensor_bytes",
+    "workspaces_of",
 ]
 
 

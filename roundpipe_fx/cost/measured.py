@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx.cost.roofline import Roofline
+from roundpipe_fx.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.joint_graph import has_side_effect
-from roundpipe_fx.torch_private import rng_states, size_hint
+from roundpipe_fx.torch_private import rng_states
 
 __all__ = ["MeasuredCosts", "cache_folder"]
 
@@ -80,7 +80,7 @@ class MeasuredCosts:
         """Measured seconds of a node's operation."""
         if not isinstance(node.target, torch._ops.OpOverload) or has_side_effect(node):
             return self.seconds(flops, traffic, dtype)
-        signature = _signature(node)
+        signature = signature_of(node)
         if signature not in self.seconds_by_signature:
             measured = self._measure(node)
             if measured is None:
@@ -100,7 +100,7 @@ class MeasuredCosts:
 
     def _measure(self, node: fx.Node) -> float | None:
         try:
-            args, kwargs = tree_map(self._real, (node.args, node.kwargs))
+            args, kwargs = made_up_arguments(node, self.device, _filled)
             target: Callable[..., Any] = node.target  # type: ignore[assignment]
             devices = [self.device] if self.device.type == "cuda" else []
             with torch.no_grad(), rng_states(devices) as restore:
@@ -113,15 +113,9 @@ class MeasuredCosts:
             log.info("%s cannot be measured alone: %s", node.target, error)
             return None
 
-    def _real(self, value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return tree_map(self._real, value.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            shape = [size_hint(size) for size in value.shape]
-            stride = [size_hint(step) for step in value.stride()]
-            made = torch.empty_strided(shape, stride, dtype=value.dtype, device=self.device)
-            return made.normal_() if value.is_floating_point() else made.zero_()
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+def _filled(value: torch.Tensor) -> torch.Tensor:
+    return value.normal_() if value.is_floating_point() else value.zero_()
 
 
 def _time(run: Callable[[], Any], device: torch.device) -> float:
@@ -135,19 +129,6 @@ def _time(run: Callable[[], Any], device: torch.device) -> float:
     before = time.perf_counter()
     run()
     return time.perf_counter() - before
-
-
-def _signature(node: fx.Node) -> str:
-    def text(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return tree_map(text, value.meta.get("val"))
-        if isinstance(value, torch.Tensor):
-            shape = [size_hint(size) for size in value.shape]
-            return f"{value.dtype}{shape}{[size_hint(step) for step in value.stride()]}"
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
-
-    args, kwargs = tree_map(text, (node.args, node.kwargs))
-    return f"{node.target}{args}{kwargs or ''}"
 
 
 def _device_name(device: torch.device) -> str:

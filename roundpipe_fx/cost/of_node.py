@@ -26,6 +26,8 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         dtype = values[0].dtype if values else torch.float32
         tuple_item = not values or all(storage in inherited for storage in storages(node))
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
+    if not new_bytes:
+        node.meta.pop(Mark.WORKSPACE, None)  # it came with what was copied from another node
     node.meta[Mark.BYTES] = new_bytes
     node.meta[Mark.FLOPS] = flops
     node.meta[Mark.SECONDS] = seconds

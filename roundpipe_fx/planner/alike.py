@@ -50,7 +50,7 @@ def shape_of_backward(
     for operation in graph.backward[segment]:
         alone = [storage for storage in operation.reads if (storage, operation.index) in graph.stand_ins]
         reads, makes, over = numbered(operation.reads), numbered(operation.makes), numbered(operation.over)
-        shape.append((reads, makes, over, numbered(alone)))
+        shape.append((reads, makes, over, numbered(alone), operation.workspace))
     for storage in pending:  # grows while what they are made from is numbered
         at_hand = storage in graph.at_hand
         own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not at_hand

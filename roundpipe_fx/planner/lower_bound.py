@@ -91,13 +91,15 @@ class _Cut:
 
     def while_first_run(self, operation: Operation) -> int:
         """Bytes that live at the least while an operation of the forward runs."""
-        return _bytes(self.graph, {*operation.reads, *operation.makes}) - self._written_over(operation)
+        beside = {*operation.reads, *operation.makes}
+        return _bytes(self.graph, beside) + operation.workspace - self._written_over(operation)
 
     def while_running(self, operation: Operation) -> int:
         """Bytes that live at the least while an operation of the backward runs."""
         has_run = [self._makers[storage] for storage in operation.reads if storage in self._makers]
         beside = self._forward(operation.reads) | set(operation.makes)
-        return self._live(has_run, operation) + _bytes(self.graph, beside) - self._written_over(operation)
+        own = _bytes(self.graph, beside) + operation.workspace - self._written_over(operation)
+        return self._live(has_run, operation) + own
 
     def while_operands_are_made(self, operation: Operation) -> int:
         """Bytes that live at the least at some time before it runs: when the last of its operands is made."""
@@ -112,7 +114,7 @@ class _Cut:
                 needed = [self._makers[storage] for storage in last.reads if storage in self._makers]
                 beside = forward | self._forward(last.reads) | set(last.makes)
                 live = self._live([*others, *needed], last)
-                found.append(live + _bytes(self.graph, beside) - self._written_over(last))
+                found.append(live + _bytes(self.graph, beside) + last.workspace - self._written_over(last))
         return min(found)
 
     def _while_made_again(self, operation: Operation, storage: int, forward: set[int], makers: list[Operation]) -> int:

@@ -50,6 +50,7 @@ class Operation:
         makes: storages that it makes.
         seconds: modelled.
         over: storages that its result may be written over, those that die here.
+        workspace: bytes that its kernel needs for itself while it runs.
     """
 
     index: int
@@ -60,6 +61,7 @@ class Operation:
     makes: tuple[int, ...]
     seconds: float
     over: tuple[int, ...]
+    workspace: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Way:
         form: the same operation, a gather by saved indices, or a dropout that draws only its mask.
         reads: storages that are needed for it.
         makes: storages that it yields.
-        scratch: bytes that it makes beside these and that die at once.
+        scratch: bytes that it makes beside these and that die at once, its kernel's own included.
         seconds: modelled.
     """
 
@@ -142,7 +144,7 @@ class OperationGraph:
     @functools.cached_property
     def forward_events(self) -> list[Event]:
         """The forward's operations as events."""
-        return [Event(o, o.reads, o.makes, o.over, (o.stage, False)) for o in self.forward]
+        return [Event(o, o.reads, o.makes, o.over, (o.stage, False), o.workspace) for o in self.forward]
 
     @functools.cached_property
     def crossers(self) -> dict[int, list[tuple[int, int]]]:
@@ -200,6 +202,7 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         if storage in forward_storages:
             values.setdefault(storage, node)
     by_index = {operation.index: operation for operation in forward}
+    states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
     for storage in forward_storages:
         operation = by_index[reader.makers[storage]]
         value = values.get(storage)
@@ -211,15 +214,17 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         elif Mark.HOISTED in operation.node.meta:
             hoisted.add(storage)
         else:
+            scratch = operation.workspace
+            if operation.index in states:  # the generator's own state is put aside while it draws again
+                scratch += states[operation.index]
             ways[storage] = Way(
-                operation, operation.node, Form.SAME, operation.reads, operation.makes, 0, operation.seconds
+                operation, operation.node, Form.SAME, operation.reads, operation.makes, scratch, operation.seconds
             )
             if value is not None and makes_mask_alone(value):
-                scratch = sum(reader.sizes[s] for s in operation.makes if s != storage)
+                scratch += sum(reader.sizes[s] for s in operation.makes if s != storage)
                 alone[storage] = Way(operation, operation.node, Form.MASK, (), (storage,), scratch, operation.seconds)
     # The caller's outputs are at hand in any case.
     not_kept = {s for s, node in values.items() if Mark.NOT_KEPT in node.meta and s not in outputs}
-    states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
     return OperationGraph(
         tuple(forward),
         backward,
@@ -349,6 +354,7 @@ class _Reader:
             tuple(made),
             node.meta[Mark.SECONDS],
             self._over(node) if self._in_place and len(made) == 1 else (),
+            node.meta.get(Mark.WORKSPACE, 0),
         )
 
     def _over(self, node: fx.Node) -> tuple[int, ...]:

@@ -206,8 +206,10 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     if peak.position < 0:
         return Peak(peak.bytes, 0, False, None, ())
     event = events[peak.position]
-    live = tuple((_name(graph, copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN])
-    return Peak(peak.bytes, event.what.segment, event.room[1], event.what, live)
+    live = [(_name(graph, copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    if event.scratch:
+        live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
+    return Peak(peak.bytes, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))
 
 
 def _name(graph: OperationGraph, storage: int) -> str:
@@ -241,7 +243,7 @@ def backward_events(
             reads = [latest.get(storage, storage) for storage in reads]
             over = tuple([latest.get(storage, storage) for storage in over])
         if way is None:
-            events.append(Event(operation, reads, operation.makes, over, (step.stage, True)))
+            events.append(Event(operation, reads, operation.makes, over, (step.stage, True), operation.workspace))
             continue
         if operation.index in states:
             reads.append(states[operation.index])

@@ -13,6 +13,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.options import StageCompiler
+from roundpipe_fx.runtime.watched_operators import watch_operators
 
 __all__ = ["Boxed", "compile_stage", "compile_stages"]
 
@@ -21,7 +22,10 @@ Boxed = Callable[[list[Any]], tuple[Any, ...]]
 
 
 def compile_stages(
-    modules: Iterable[StageModule], compiler: StageCompiler, cache: dict[str, Boxed]
+    modules: Iterable[StageModule],
+    compiler: StageCompiler,
+    cache: dict[str, Boxed],
+    see_workspace: Callable[[str, int], None] | None = None,
 ) -> dict[str, Boxed]:
     """Make every stage module callable.
 
@@ -29,6 +33,8 @@ def compile_stages(
         modules: what to compile.
         compiler: ``"eager"``, ``"inductor"`` or a callable.
         cache: what was compiled before, by fingerprint; extended.
+        see_workspace: told of the bytes that operators allocate for themselves where that depends on data, by name,
+            each time one runs. Only for ``"eager"``.
 
     Returns:
         the callables by module name.
@@ -36,7 +42,10 @@ def compile_stages(
     ready = {}
     for module in modules:
         if module.fingerprint not in cache:
-            cache[module.fingerprint] = compile_stage(module.module, compiler)
+            graph_module = module.module
+            if compiler == "eager" and see_workspace is not None:
+                graph_module = watch_operators(graph_module, see_workspace)
+            cache[module.fingerprint] = compile_stage(graph_module, compiler)
         ready[module.name] = cache[module.fingerprint]
     return ready
 

@@ -1,0 +1,75 @@
+"""dropout: on the CPU, the drawing of its mask and two products.
+
+There ``native_dropout`` and its gradient are made of these themselves, each into a new place. As operations of the
+graph the products are written over what dies, and the mask is a value of its own: drawn from the generator and a shape
+alone, so that it is drawn again without the dropout's input, and the dropout's result is made again from a mask that
+was saved without drawing. The values are the same bit for bit. Other devices have one kernel for it.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.insertion import insert_call
+from roundpipe_fx.joint_graph import JointGraph, tensor_values
+
+__all__ = ["expand_dropout"]
+
+aten = torch.ops.aten
+
+
+def expand_dropout(joint: JointGraph) -> JointGraph:
+    """Rewrite dropouts on the CPU and their gradients. Runs before annotate.
+
+    Dropouts of tensors whose sizes are symbols, or that do not lie in the order of their dimensions, stay as they are.
+    """
+    for node in list(joint.computed()):
+        if any(value.device.type != "cpu" for value in tensor_values(node)):
+            continue
+        if node.target is aten.native_dropout.default and _is_plain(node):
+            _expand(node)
+        elif node.target is aten.native_dropout_backward.default:
+            gradient, mask, scale = node.args
+            masked = insert_call(node, aten.mul.Tensor, gradient, mask)
+            _replace(node, insert_call(node, aten.mul.Tensor, masked, scale))
+    return joint
+
+
+def _is_plain(node: fx.Node) -> bool:
+    source, probability, train = node.args
+    assert isinstance(source, fx.Node)
+    value = source.meta["val"]
+    return (
+        isinstance(probability, float)
+        and 0 < probability < 1
+        and train is not False
+        and all(isinstance(size, int) for size in (*value.shape, *value.stride()))
+        and value.is_contiguous()
+        and all(user.target is operator.getitem for user in node.users)
+    )
+
+
+def _expand(node: fx.Node) -> None:
+    source, probability, _ = node.args
+    assert isinstance(source, fx.Node) and isinstance(probability, float)
+    value = source.meta["val"]
+    # Of what it draws for, ``bernoulli`` reads the shape and the type only.
+    shape = insert_call(node, aten.full.default, [], False, dtype=torch.bool, device=value.device)
+    expanded = insert_call(node, aten.expand.default, shape, list(value.shape))
+    mask = insert_call(node, aten.bernoulli.p, expanded, 1 - probability)
+    # The kernel multiplies by a factor of the operand's type.
+    factor = float(torch.tensor(1 / (1 - probability), dtype=value.dtype))
+    masked = insert_call(node, aten.mul.Tensor, source, mask)
+    result = insert_call(node, aten.mul.Tensor, masked, factor)
+    for item in list(node.users):
+        _replace(item, mask if item.args[1] == 1 else result)
+    node.graph.erase_node(node)
+
+
+def _replace(node: fx.Node, by: fx.Node) -> None:
+    by.meta["val"] = node.meta["val"]  # views of it are told by its storage
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)

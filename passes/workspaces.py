@@ -1,0 +1,28 @@
+"""workspaces: bytes that kernels allocate for themselves, noted where the memory of a step is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from roundpipe_fx.cost import workspaces_of
+from roundpipe_fx.joint_graph import JointGraph, Mark
+
+__all__ = ["mark_workspaces"]
+
+
+def mark_workspaces(
+    joint: JointGraph, device: torch.device, fused: bool, learned: Mapping[str, int] | None = None
+) -> JointGraph:
+    """Mark every node whose kernel needs memory beside its operands and results with how many bytes.
+
+    Args:
+        joint: the graph; its nodes' ``meta`` is written.
+        device: where the kernels run, and are measured.
+        fused: pointwise operations are compiled into kernels that need none.
+        learned: what operators whose needs depend on data have been seen to need, by name.
+    """
+    for node, size in workspaces_of(joint.computed(), device, fused, learned).items():
+        node.meta[Mark.WORKSPACE] = size
+    return joint

@@ -1,0 +1,60 @@
+"""signature: operators told apart by what they are given, and made-up arguments to run them alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["made_up_arguments", "signature_of"]
+
+
+def signature_of(node: fx.Node, single: bool = False) -> str:
+    """The operator with shapes, strides and dtypes of its operands, and its other arguments.
+
+    Args:
+        node: the node.
+        single: as if all operands had one element.
+    """
+
+    def text(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return tree_map(text, value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            if single:
+                return str(value.dtype)
+            return f"{value.dtype}{[*map(size_hint, value.shape)]}{[*map(size_hint, value.stride())]}"
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    args, kwargs = tree_map(text, (node.args, node.kwargs))
+    return f"{node.target}{args}{kwargs or ''}"
+
+
+def made_up_arguments(
+    node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool = False
+) -> tuple[Any, Any]:
+    """Arguments and keyword arguments like a node's, with real tensors on a device.
+
+    Args:
+        node: the node.
+        device: where the tensors are made.
+        fill: puts numbers into a tensor.
+        single: make tensors of one element.
+    """
+
+    def real(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return tree_map(real, value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            shape = [1 if single else size_hint(size) for size in value.shape]
+            stride = [size_hint(step) for step in value.stride()]
+            return fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
+        return size_hint(value) if isinstance(value, torch.SymInt) else value
+
+    args, kwargs = tree_map(real, (node.args, node.kwargs))
+    return args, kwargs

@@ -1,0 +1,119 @@
+"""workspace: bytes that an operator's kernel allocates for itself and frees before it returns.
+
+Convolutions reorder their operands, attention keeps sums for each thread, an operand of another type is converted
+first. None of this is in a graph, and all of it is in memory. It is measured: the operator is run once, alone, on
+made-up operands, and what the allocator hands out meanwhile is noted. Operators that do the same on the same shapes
+are run once. Operators that are not PyTorch's own are not run for this: what they do may depend on data, or reach
+beyond this process. Steps show what they need (:class:`roundpipe_fx.assumptions.Assumptions`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.joint_graph import has_side_effect, input_nodes, is_view, tensor_values
+from roundpipe_fx.torch_private import WatchedMemory, rng_states, watch_memory
+
+__all__ = ["depends_on_data", "workspaces_of"]
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+_OWN = ("aten", "prims", "streams")
+_PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+
+
+def workspaces_of(
+    nodes: Iterable[fx.Node], device: torch.device, fused: bool = False, learned: Mapping[str, int] | None = None
+) -> dict[fx.Node, int]:
+    """Bytes that kernels need beside their operands and results, by node; absent where they need none.
+
+    PyTorch's own operators are measured, but for those whose results' sizes depend on data.
+
+    Args:
+        nodes: operations on fake tensors.
+        device: where to measure.
+        fused: pointwise operations are compiled into kernels that need none.
+        learned: what other operators have been seen to need, by name.
+    """
+    asked: dict[str, list[fx.Node]] = {}
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        if depends_on_data(node):
+            found[node] = (learned or {}).get(str(node.target), 0)
+        elif _is_measured(node, device) and not (fused and _is_pointwise(node)):
+            asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
+    # A thread of its own: it has no modes, and no profiler of the user's.
+    with ThreadPoolExecutor(1, "roundpipe_fx workspaces") as thread:
+        work = thread.submit(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
+        measured = work.result()
+    found.update((node, measured[signature]) for signature, same in asked.items() for node in same)
+    return {node: size for node, size in found.items() if size}
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Whether a node calls an operator that needs what the numbers say that it is given, or nobody knows what."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or is_view(node):
+        return False
+    return target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
+def _is_free_of_sizes(node: fx.Node) -> bool:
+    """Whether a pointwise operation converts no operand: beside numbers that it is given it needs nothing."""
+    return _is_pointwise(node) and len({v.dtype for source in input_nodes(node) for v in tensor_values(source)}) == 1
+
+
+def _is_measured(node: fx.Node, device: torch.device) -> bool:
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return False
+    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags) and target not in (
+        aten.index.Tensor,
+    ):
+        return False
+    operands = [value for source in input_nodes(node) for value in tensor_values(source)]
+    if not operands or is_view(node) or has_side_effect(node):
+        return False
+    if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
+        return False
+    if device.type != "cpu":
+        # Its kernels convert as they go. cuBLAS works in memory of the stream, which stays allocated.
+        return target.overloadpacket not in _PRODUCTS and not _is_pointwise(node)
+    if target.overloadpacket in _PRODUCTS:
+        return not all(value.dtype in (torch.float32, torch.float64) and _is_matrix(value) for value in operands)
+    return not (_is_free_of_sizes(node) and not any(isinstance(value, int | float) for value in node.args))
+
+
+def _is_matrix(value: torch.Tensor) -> bool:
+    """Whether BLAS takes a matrix as it lies."""
+    return value.dim() < 2 or 1 in (value.stride(-1), value.stride(-2))
+
+
+def _measure(node: fx.Node, device: torch.device) -> int:
+    try:
+        args, kwargs = made_up_arguments(node, device, torch.Tensor.zero_, _is_free_of_sizes(node))
+        with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
+            try:
+                if device.type != "cpu":  # the first time handles and kernels are loaded
+                    node.target(*args, **kwargs)  # type: ignore[operator]
+                seen: list[WatchedMemory] = []
+                watch_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
+            finally:
+                restore()
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+        # Made-up operands do not suit every operator.
+        log.info("%s cannot be measured alone: %s", node.target, error)
+        return 0
+    return seen[0].peak - seen[0].left

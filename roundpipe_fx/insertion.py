@@ -1,0 +1,39 @@
+"""insertion: nodes that a pass adds to a captured graph, with values and origin as the tracer would have noted them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx.joint_graph import tensor_values
+
+__all__ = ["inherit_origin", "insert_call"]
+
+_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "custom")
+
+
+def inherit_origin(node: fx.Node, source: fx.Node) -> None:
+    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
+    for key in _ORIGIN:
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
+def insert_call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call before a node that it stands for, with its fake value.
+
+    Args:
+        before: where; the new node has its origin.
+        target: an operator.
+        *args: nodes and constants.
+        **kwargs: nodes and constants.
+    """
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args, kwargs)
+    inherit_origin(made, before)
+    values = next(tensor_values(node) for node in (before, *before.all_input_nodes) if tensor_values(node))
+    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*fake_args, **fake_kwargs)
+    return made
