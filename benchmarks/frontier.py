@@ -45,7 +45,7 @@ from benchmarks.side_by_side import (
     paired_ratio,
     report,
 )
-from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.cost.roofline import DEVICES, numbers_drawn
 from roundpipe_fx.planner.choose import choose
 from roundpipe_fx.planner.lower_bound import lower_bound
 from roundpipe_fx.planner.rotor import rotor_candidates
@@ -90,7 +90,7 @@ def _seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     formula = flop_registry.get(getattr(func, "overloadpacket", None))
     flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
     traffic = sum(t.untyped_storage().nbytes() for t in (*read.values(), *(made[key] for key in fresh_storages)))
-    return CPU.seconds(flops, traffic)
+    return CPU.seconds(flops, traffic, draws=numbers_drawn(func, result))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def timed(case: Case, batch: dict[str, Any], peer: Measured, pairs: int) -> dict
         except roundpipe_fx.InfeasibleBudgetError:
             found[name] = None
         else:
-            found[name] = paired_ratio(measured.step, peer.step, pairs, 1)[0]
+            found[name] = paired_ratio(measured.step, peer.step, pairs, warm_up=2)[0]
     return found
 
 
@@ -254,7 +254,7 @@ def _ratio(ours: float, theirs: float) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("models", nargs="*", help="names of models; none: all")
-    parser.add_argument("--pairs", type=int, default=5, help="paired steps a comparison; 0: no timing")
+    parser.add_argument("--pairs", type=int, default=9, help="paired steps a comparison; 0: no timing")
     arguments = parser.parse_args()
     chosen = [case for case in heavy_cases() if not arguments.models or case.name in arguments.models]
     rows: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import insert_call
+from roundpipe_fx.insertion import insert_call, replace_by
 from roundpipe_fx.joint_graph import JointGraph, tensor_values
 
 __all__ = ["expand_dropout"]
@@ -34,7 +34,7 @@ def expand_dropout(joint: JointGraph) -> JointGraph:
         elif node.target is aten.native_dropout_backward.default:
             gradient, mask, scale = node.args
             masked = insert_call(node, aten.mul.Tensor, gradient, mask)
-            _replace(node, insert_call(node, aten.mul.Tensor, masked, scale))
+            replace_by(node, insert_call(node, aten.mul.Tensor, masked, scale))
     return joint
 
 
@@ -65,11 +65,5 @@ def _expand(node: fx.Node) -> None:
     masked = insert_call(node, aten.mul.Tensor, source, mask)
     result = insert_call(node, aten.mul.Tensor, masked, factor)
     for item in list(node.users):
-        _replace(item, mask if item.args[1] == 1 else result)
-    node.graph.erase_node(node)
-
-
-def _replace(node: fx.Node, by: fx.Node) -> None:
-    by.meta["val"] = node.meta["val"]  # views of it are told by its storage
-    node.replace_all_uses_with(by)
+        replace_by(item, mask if item.args[1] == 1 else result)
     node.graph.erase_node(node)

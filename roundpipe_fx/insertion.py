@@ -8,7 +8,7 @@ from torch import fx
 
 from roundpipe_fx.joint_graph import tensor_values
 
-__all__ = ["inherit_origin", "insert_call"]
+__all__ = ["inherit_origin", "insert_call", "replace_by"]
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "custom")
 
@@ -37,3 +37,10 @@ def insert_call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.N
     with values[0].fake_mode:  # type: ignore[attr-defined]
         made.meta["val"] = target(*fake_args, **fake_kwargs)
     return made
+
+
+def replace_by(node: fx.Node, by: fx.Node) -> None:
+    """Let an added node take the place of one that has the same value, which is erased."""
+    by.meta["val"] = node.meta["val"]  # views of it are told by its storage
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)

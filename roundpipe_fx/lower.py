@@ -21,6 +21,7 @@ from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.fuse_costs import fuse_costs
+from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.reinplace import reinplace
@@ -126,7 +127,7 @@ def prepare(
     costs = cost_model(options.cost, device, options.device_name)
     joint = expand_masks(joint)
     if compiler == "eager" and options.device_name in (None, "cpu"):
-        joint = expand_dropout(joint)
+        joint = restore_interpolation(expand_dropout(joint))
     joint = annotate(joint, costs)
     if options.device_name is None:  # the device is at hand
         joint = mark_workspaces(joint, device, compiler != "eager", workspaces)

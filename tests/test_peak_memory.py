@@ -109,3 +109,26 @@ def test_unused_outputs_cost_nothing() -> None:
     with roundpipe_fx.measure_peak("cpu") as used:
         (loss + 0 * logits.sum()).backward()
     assert peak.bytes <= used.bytes - 64 * 4096 * 4
+
+
+def test_what_kernels_allocate_for_themselves_is_seen_by_all_blocks() -> None:
+    x, y = torch.ones(256), torch.ones(256, dtype=torch.bfloat16)
+    with roundpipe_fx.measure_peak("cpu") as outer:
+        kept = x + 1
+        with roundpipe_fx.measure_peak("cpu") as inner:
+            result = x + y  # converts y
+        assert inner.current == 1024 and outer.current == 2048
+    assert inner.bytes == 2048 and outer.bytes == 3072
+    assert kept.shape == result.shape
+
+
+def test_a_profiler_and_a_measurement_exclude_each_other() -> None:
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+        roundpipe_fx.measure_peak("cpu"),
+        pytest.raises(RuntimeError, match="profiler"),
+    ):
+        torch.ones(2) + 1
+    with roundpipe_fx.measure_peak("cpu") as peak:  # nothing is left behind
+        torch.ones(256)
+    assert peak.bytes == 1024

@@ -41,9 +41,7 @@ def forward(args):
         down_1_1_bias, relu, getitem_5,
     ]
     del (down_1_1_num_batches_tracked, down_1_1_running_mean, down_1_1_running_var)
-    [
-        primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, _to_copy, _to_copy_1, cat,
-    ] = stage_1_forward(call)
+    [primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, cat] = stage_1_forward(call)
     # stage 2 forward: up.0.0 … head
     call = [
         up_0_0_weight, up_0_1_num_batches_tracked, up_0_1_running_mean, up_0_1_running_var, up_0_1_weight, up_0_1_bias,
@@ -56,7 +54,7 @@ def forward(args):
         x, down_0_1_weight, down_0_1_bias, down_1_0_weight, down_1_1_weight, down_1_1_bias, up_0_0_weight,
         up_0_1_weight, up_0_1_bias, head_weight, head_bias, primals_5_before_update, primals_4_before_update,
         primals_11_before_update, primals_10_before_update, primals_17_before_update, primals_16_before_update, relu,
-        getitem_5, _to_copy, _to_copy_1, cat,
+        getitem_5, cat,
     )
 
 
@@ -82,8 +80,6 @@ def backward(args):
         primals_16_before_update,
         relu,
         getitem_5,
-        _to_copy,
-        _to_copy_1,
         cat,
         tangents_1,
     ) = args
@@ -122,12 +118,12 @@ def backward(args):
     streams.record_event(4, 0)
     # stage 1 backward: down.1.0 … down.1.2
     call = [
-        down_1_0_weight, down_1_1_weight, getitem_5, _to_copy, _to_copy_1, convolution_6, getitem_44, getitem_45,
-        getitem_46, getitem_47, relu_4, getitem_23,
+        down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_44, getitem_45, getitem_46, getitem_47,
+        relu_4, getitem_23,
     ]
     del (
-        down_1_0_weight, down_1_1_weight, getitem_5, _to_copy, _to_copy_1, convolution_6, getitem_44, getitem_45,
-        getitem_46, getitem_47, relu_4, getitem_23,
+        down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_44, getitem_45, getitem_46, getitem_47,
+        relu_4, getitem_23,
     )
     [slice_2, getitem_27, getitem_28, getitem_29, getitem_30] = stage_1_backward(call)
     streams.fork(0, 1)

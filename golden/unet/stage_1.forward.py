@@ -32,15 +32,6 @@ def stage_1_forward(args):
     # down.1.2
     relu_1: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_7);  getitem_7 = None
     # model
-    arange: "float32[8]" = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
-    add_2: "float32[8]" = aten.add_.Tensor(arange, 0.0);  arange = None
-    mul: "float32[8]" = aten.mul_.Tensor(add_2, 0.5);  add_2 = None
-    _to_copy: "int64[8]" = aten._to_copy.default(mul, dtype=torch.int64);  mul = None
-    unsqueeze: "int64[8, 1]" = aten.unsqueeze.default(_to_copy, -1)
-    arange_1: "float32[8]" = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
-    add_3: "float32[8]" = aten.add_.Tensor(arange_1, 0.0);  arange_1 = None
-    mul_1: "float32[8]" = aten.mul_.Tensor(add_3, 0.5);  add_3 = None
-    _to_copy_1: "int64[8]" = aten._to_copy.default(mul_1, dtype=torch.int64);  mul_1 = None
-    _unsafe_index: "float32[2, 8, 8, 8]" = aten._unsafe_index.Tensor(relu_1, [None, None, unsqueeze, _to_copy_1]);  relu_1 = unsqueeze = None
-    cat: "float32[2, 12, 8, 8]" = aten.cat.default([_unsafe_index, relu], 1);  _unsafe_index = relu = None
-    return (primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, _to_copy, _to_copy_1, cat)
+    upsample_nearest2d_default: "float32[2, 8, 8, 8]" = aten.upsample_nearest2d.default(relu_1, [8, 8]);  relu_1 = None
+    cat: "float32[2, 12, 8, 8]" = aten.cat.default([upsample_nearest2d_default, relu], 1);  upsample_nearest2d_default = relu = None
+    return (primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, cat)

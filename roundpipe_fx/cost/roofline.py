@@ -2,7 +2,8 @@
 
 Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
 Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
-(``torch.utils.flop_counter``).
+(``torch.utils.flop_counter``). Random numbers come on top: the CPU's generator draws one after another, however many
+threads there are, which takes a hundred times as long as writing them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
 
-__all__ = ["DEVICES", "Roofline", "flops_of", "roofline_of"]
+__all__ = ["DEVICES", "Roofline", "flops_of", "numbers_drawn", "roofline_of"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Roofline:
         link: bytes a second from this device to another.
         overhead: seconds that launching an operation costs, whatever its size.
         memory: bytes of the device; 0 where that is no fixed number.
+        draw: seconds that drawing a random number takes beyond writing it.
     """
 
     name: str
@@ -40,15 +42,17 @@ class Roofline:
     link: float
     overhead: float
     memory: int = 0
+    draw: float = 0.0
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
-        return self.seconds(flops, traffic, dtype)
+        operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
+        return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
 
-    def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
-        """Modelled seconds of an operation with ``flops`` operations that moves ``traffic`` bytes."""
+    def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
+        """Modelled seconds of ``flops`` operations that move ``traffic`` bytes and draw so many random numbers."""
         peak = self.flops.get(dtype, self.flops[torch.float32])
-        return max(flops / peak, traffic / self.bandwidth) + self.overhead
+        return max(flops / peak, traffic / self.bandwidth) + draws * self.draw + self.overhead
 
     def transfer_seconds(self, size: int) -> float:
         """Modelled seconds of sending ``size`` bytes to another device."""
@@ -62,7 +66,9 @@ def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, gib
 
 # Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction.
 DEVICES: Mapping[str, Roofline] = {
-    "cpu": Roofline("CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e-6),
+    "cpu": Roofline(
+        "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e-6, draw=5e-9
+    ),
     "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 80),
     "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 80),
     "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 141),
@@ -97,6 +103,18 @@ def flops_of(node: fx.Node) -> int:
         return 0
     args, kwargs, out = tree_map(_shape, (node.args, node.kwargs, node.meta.get("val")))
     return int(formula(*args, **kwargs, out_val=out))
+
+
+def numbers_drawn(target: Any, result: Any) -> int:
+    """Random numbers that an operator draws for its result.
+
+    Attention is marked as drawing too; those kernels that do are none of the CPU's.
+    """
+    seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
+    if not seeded or target.overloadpacket in flop_registry:
+        return 0
+    values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+    return _shape(values[-1]).numel() if values else 0  # the mask, where there are several; never a generator's state
 
 
 def _shape(value: Any) -> Any:

@@ -1,0 +1,122 @@
+"""interpolation: indexing that repeats the nearest neighbour becomes the kernel that does it.
+
+PyTorch traces ``interpolate`` by nearest neighbours as indexing by tables, and its gradient as additions at those
+places, which the CPU makes one by one on one core. The kernels give the same bits, hold no tables and use all cores. A
+table is made of constants, so it is worked out here and compared with what the kernel reads; only where they agree,
+and the result lies in memory in the same way, is the indexing replaced.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.insertion import insert_call, replace_by
+from roundpipe_fx.joint_graph import JointGraph, has_side_effect, is_seeded
+
+__all__ = ["restore_interpolation"]
+
+aten = torch.ops.aten
+
+# By number of dimensions in space: the kernel and that of its gradient.
+_KERNELS = {
+    1: (
+        (aten.upsample_nearest1d.default, aten.upsample_nearest1d_backward.default),
+        (aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact1d_backward.default),
+    ),
+    2: (
+        (aten.upsample_nearest2d.default, aten.upsample_nearest2d_backward.default),
+        (aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact2d_backward.default),
+    ),
+    3: (
+        (aten.upsample_nearest3d.default, aten.upsample_nearest3d_backward.default),
+        (aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d_backward.default),
+    ),
+}
+_LONGEST = 16
+"""A table takes fewer operations than this."""
+
+
+def restore_interpolation(joint: JointGraph) -> JointGraph:
+    """Replace indexing by nearest neighbours, and its gradient, on the CPU. Runs before annotate."""
+    found = False
+    for node in list(joint.computed()):
+        if node.target is aten._unsafe_index.Tensor:
+            found |= _replace_indexing(node)
+        elif node.target is aten._unsafe_index_put.default:
+            found |= _replace_gradient(node)
+    if found:
+        joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
+    return joint
+
+
+def _replace_indexing(node: fx.Node) -> bool:
+    source, indices = node.args
+    assert isinstance(source, fx.Node)
+    whole, repeated = source.meta["val"], node.meta["val"]
+    kernels = _kernels(indices, whole, repeated)
+    return kernels is not None and _replace(node, kernels[0], source, list(repeated.shape[2:]))
+
+
+def _replace_gradient(node: fx.Node) -> bool:
+    zeros, indices, gradient, *accumulate = node.args
+    if accumulate != [True] or not isinstance(zeros, fx.Node) or not isinstance(gradient, fx.Node):
+        return False
+    whole, repeated = zeros.meta["val"], gradient.meta["val"]
+    if zeros.target not in (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default):
+        return False
+    if whole.dtype != repeated.dtype:
+        return False
+    kernels = _kernels(indices, whole, repeated)
+    sizes = list(repeated.shape[2:]), list(whole.shape)
+    return kernels is not None and _replace(node, kernels[1], gradient, *sizes)
+
+
+def _replace(node: fx.Node, kernel: Any, *args: Any) -> bool:
+    made = insert_call(node, kernel, *args)
+    if made.meta["val"].stride() != node.meta["val"].stride():
+        node.graph.erase_node(made)
+        return False
+    replace_by(node, made)
+    return True
+
+
+def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple[Any, Any] | None:
+    """The kernel that reads the same neighbours as indices do, and that of its gradient."""
+    sizes = (*whole.shape, *repeated.shape)
+    dimensions = whole.dim() - 2
+    if (
+        dimensions not in _KERNELS
+        or not all(isinstance(size, int) and size for size in sizes)
+        or {whole.device.type, repeated.device.type} != {"cpu"}
+        or list(indices[:2]) != [None, None]
+        or len(indices) != dimensions + 2
+        or not all(isinstance(index, fx.Node) for index in indices[2:])
+    ):
+        return None
+    worked_out: dict[fx.Node, Any] = {}
+    tables = [_constant(index, worked_out) for index in indices[2:]]
+    if any(table is None for table in tables):
+        return None
+    space = whole.shape[2:]
+    image = torch.arange(space.numel(), dtype=torch.float64).view(1, 1, *space)
+    wanted = image[(slice(None), slice(None), *tables)]
+    for kernel, gradient in _KERNELS[dimensions]:
+        if torch.equal(kernel(image, list(repeated.shape[2:])), wanted):
+            return kernel, gradient
+    return None
+
+
+def _constant(node: fx.Node, worked_out: dict[fx.Node, Any]) -> torch.Tensor | None:
+    """The value of a node that depends on nothing; ``None`` if it does, or takes long to work out."""
+    if node in worked_out:
+        return worked_out[node]
+    sources = node.all_input_nodes
+    usable = isinstance(node.target, torch._ops.OpOverload) and not is_seeded(node) and len(worked_out) < _LONGEST
+    worked_out[node] = None
+    if usable and all(_constant(source, worked_out) is not None for source in sources):
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: worked_out[source])
+        worked_out[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    return worked_out[node]

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.joint_graph import is_seeded, is_view
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.dropout import expand_dropout
+from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.planner.graphs import CPU
+
+aten = torch.ops.aten
+
+
+class Dropped(nn.Module):
+    def __init__(self, probability: float, dtype: torch.dtype = torch.float32, transposed: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 5).to(dtype))
+        self.probability = probability
+        self.transposed = transposed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        y = F.dropout(y.t() if self.transposed else y, self.probability)
+        return (y.view(-1) if not self.transposed else y).sin().sum()
+
+
+def targets(joint) -> list:
+    return [node.target for node in joint.computed()]
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.floats(0.01, 0.99),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(0, 5),
+)
+def test_bits_are_those_of_the_kernels(probability: float, dtype: torch.dtype, seed: int) -> None:
+    torch.manual_seed(seed)
+    x = torch.randn(6, 5).to(dtype)
+    x[0, 0], x[0, 1] = float("inf"), float("nan")
+    joint = capture_joint(Dropped(probability, dtype), x)
+    inputs = example_inputs(joint)
+    torch.manual_seed(seed)
+    expected = run_joint(joint, inputs)
+    state = torch.get_rng_state()
+    expand_dropout(joint)
+    assert aten.native_dropout.default not in targets(joint)
+    assert aten.native_dropout_backward.default not in targets(joint)
+    torch.manual_seed(seed)
+    found = run_joint(joint, inputs)
+    assert torch.equal(torch.get_rng_state(), state)
+    for left, right in zip(found, expected, strict=True):
+        assert (left is None) == (right is None)
+        if left is not None:
+            # As integers: zeros have a sign, and what is no number equals nothing.
+            width = {2: torch.int16, 4: torch.int32, 8: torch.int64}[left.dtype.itemsize]
+            assert torch.equal(left.view(width), right.view(width))
+
+
+def test_views_of_the_result_stay_views_and_the_mask_needs_no_operand() -> None:
+    joint = annotate(expand_dropout(capture_joint(Dropped(0.5), torch.randn(6, 5))), CPU)
+    (mask,) = (node for node in joint.computed() if is_seeded(node))
+    (drawn_for,) = mask.all_input_nodes
+    assert is_view(drawn_for) and drawn_for.all_input_nodes[0].target is aten.full.default
+    (flat,) = (node for node in joint.computed() if node.target is aten.view.default and not node.meta["val"].dim() - 1)
+    assert is_view(flat)
+
+
+@pytest.mark.parametrize("probability", [0.0, 1.0])
+def test_dropping_all_or_nothing_stays_as_it_is(probability: float) -> None:
+    joint = capture_joint(Dropped(probability), torch.randn(6, 5))
+    before = targets(joint)
+    assert aten.bernoulli.p not in targets(expand_dropout(joint))
+    assert aten.native_dropout.default not in before or aten.native_dropout.default in targets(joint)
+
+
+def test_operands_in_another_order_of_memory_stay_as_they_are() -> None:
+    joint = expand_dropout(capture_joint(Dropped(0.5, transposed=True), torch.randn(6, 5)))
+    assert aten.native_dropout.default in targets(joint) and aten.bernoulli.p not in targets(joint)
+
+
+class Dropouts(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            *(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 64)) for _ in range(4))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().sum()
+
+
+def test_a_result_is_made_again_from_a_mask_that_was_kept() -> None:
+    model, batch = Dropouts(), {"x": torch.randn(256, 64)}
+    reference = aot_eager_step(model, batch)
+    compiled = roundpipe_fx.compile(model, memory_budget=0.2, fullgraph=True)
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    plan = compiled.plan
+    kept = {value.name for stage in plan.stages for value in stage.saved}
+    again = {value.name for stage in plan.stages for value in stage.recomputed}
+    drawn = {value.name for stage in plan.stages for value in stage.replayed}
+    assert any(name.startswith("bernoulli") for name in kept - drawn)
+    assert any(name.startswith("mul") for name in again)

@@ -1,0 +1,163 @@
+"""What kernels allocate for themselves: measured, planned with, and seen where it depends on data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.profiler import ProfilerActivity, profile
+
+import roundpipe_fx
+from roundpipe_fx.cost import workspaces_of
+from roundpipe_fx.joint_graph import Mark
+from roundpipe_fx.passes import workspaces
+from roundpipe_fx.passes.workspaces import mark_workspaces
+from tests.capturing import capture_joint
+from tests.comparison import aot_eager_step, assert_bitwise, train_step
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def node_of(target, *shapes_and_dtypes, arguments=()) -> fx.Node:
+    """A node that calls an operator on fake tensors."""
+    graph = fx.Graph()
+    inputs = []
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        values = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+        result = target(*values, *arguments)
+    for index, value in enumerate(values):
+        inputs.append(graph.placeholder(f"x{index}"))
+        inputs[-1].meta["val"] = value
+    node = graph.call_function(target, (*inputs, *arguments))
+    node.meta["val"] = result
+    return node
+
+
+def workspace_of(node: fx.Node, **options) -> int:
+    return workspaces_of([node], CPU, **options).get(node, 0)
+
+
+def test_what_a_kernel_converts_is_its_own() -> None:
+    size = ((64, 32), torch.float32)
+    half = ((64, 32), torch.bfloat16)
+    assert workspace_of(node_of(aten.add.Tensor, size, size)) == 0
+    assert workspace_of(node_of(aten.add.Tensor, size, half)) == 64 * 32 * 4
+    # A number becomes a tensor of one element, and is converted: whatever the size of the other operand.
+    assert 0 < workspace_of(node_of(aten.mul.Tensor, size, arguments=(2.5,))) <= 16
+    assert workspace_of(node_of(aten.mul.Tensor, size, half), fused=True) == 0
+
+
+def test_what_is_measured_leaves_no_trace() -> None:
+    state = torch.get_rng_state()
+    node = node_of(aten.bernoulli.p, ((64, 32), torch.float32), arguments=(0.5,))
+    assert workspace_of(node) >= 0
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_matrices_are_not_multiplied_to_know_that_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe_fx.cost import workspace
+
+    monkeypatch.setattr(workspace, "_measure", lambda *_: pytest.fail("measured"))
+    assert workspace_of(node_of(aten.mm.default, ((8, 4), torch.float32), ((4, 8), torch.float32))) == 0
+
+
+def test_the_same_on_the_same_shapes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe_fx.cost import workspace
+
+    measured = []
+    monkeypatch.setattr(workspace, "_measure", lambda node, _: measured.append(node) or 7)
+    nodes = [node_of(aten.cumsum.default, ((n, 4), torch.bool), arguments=(0,)) for n in (8, 8, 9)]
+    assert set(workspaces_of(nodes, CPU).values()) == {7} and len(measured) == 2
+
+
+def test_a_profiler_of_the_user_does_not_disturb() -> None:
+    node = node_of(aten.add.Tensor, ((64, 32), torch.float32), ((64, 32), torch.bfloat16))
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert workspace_of(node) == 64 * 32 * 4
+
+
+class Converting(nn.Module):
+    """Its peak is where a kernel converts an operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * y).square().sum()
+
+
+def peak_of_step(run, model: nn.Module, batch: dict) -> int:
+    for _ in range(2):
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            run(**batch).backward()
+    return peak.bytes
+
+
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}, {"memory_budget": 1.0}])
+def test_it_is_in_the_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Converting()
+    batch = {"x": torch.randn(512, 64), "y": torch.ones(512, 256, dtype=torch.bfloat16)}
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options)
+    measured = peak_of_step(compiled, compiled, batch)
+    assert measured <= compiled.plan.peak_bytes <= measured + 64
+    assert any(value.name.startswith("workspace of ") for value in compiled.plan.peak.live)
+    monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+    blind = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options).trace(**batch)
+    assert blind.peak_bytes < measured
+
+
+def test_marks() -> None:
+    joint = capture_joint(Converting(), torch.randn(8, 64), torch.ones(8, 256, dtype=torch.bfloat16))
+    mark_workspaces(joint, CPU, fused=False)
+    marked = {node.target for node in joint.computed() if node.meta.get(Mark.WORKSPACE, 0) >= 8 * 256 * 4}
+    assert aten.mul.Tensor in marked
+    joint = capture_joint(Converting(), torch.randn(8, 64), torch.ones(8, 256, dtype=torch.bfloat16))
+    mark_workspaces(joint, CPU, fused=True)
+    assert not any(node.meta.get(Mark.WORKSPACE, 0) for node in joint.computed() if node.target is aten.mul.Tensor)
+
+
+@torch.library.custom_op("roundpipe_fx_tests::greedy", mutates_args=())
+def greedy(x: torch.Tensor) -> torch.Tensor:
+    """Needs ten times its operand for itself."""
+    return x.repeat(10, 1)[: len(x)] * 2
+
+
+@greedy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+greedy.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return greedy(torch.tanh(self.layer(x))).square().sum()
+
+
+def test_what_other_operators_need_is_seen_in_the_first_step() -> None:
+    model, batch = Greedy(), {"x": torch.randn(128, 32)}
+    reference = aot_eager_step(model, batch)
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0, fullgraph=True)
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    first = compiled.plan
+    assert not first.assumed
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    assert compiled.plan.assumed["workspace of roundpipe_fx_tests.greedy.default"] >= 10 * 128 * 32 * 4
+    assert "workspace of roundpipe_fx_tests.greedy.default ≤ " in str(compiled.plan)
+    assert compiled.plan.peak_bytes >= first.peak_bytes + 9 * 128 * 32 * 4
+    plans = len(compiled.plans)
+    assert peak_of_step(compiled, model, batch) <= compiled.plan.peak_bytes
+    assert len(compiled.plans) == plans  # known now
+    with profile(activities=[ProfilerActivity.CPU]):  # a profiler of the user's goes first
+        assert_bitwise(train_step(compiled, model, batch), reference)
