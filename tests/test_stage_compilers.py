@@ -8,6 +8,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.joint_graph import Phase
+from roundpipe_fx.torch_private import WatchedMemory, watch_memory
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
@@ -36,6 +37,20 @@ def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recomput
     torch.testing.assert_close(step.loss, reference.loss, rtol=1e-5, atol=1e-6)
     for parameter, gradient in step.gradients.items():
         torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.6])
+def test_a_budget_bounds_what_inductor_allocates(budget: float) -> None:
+    """Inductor fuses, orders and reuses as it likes; what it allocates is no more than was planned."""
+    model = TiedTransformer(width=32, depth=4, vocabulary=64)
+    tokens = torch.randint(64, (4, 32))
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor", fullgraph=True)
+    seen: list[WatchedMemory] = []
+    for _ in range(2):
+        model.zero_grad()
+        watch_memory(lambda: compiled(tokens, tokens).backward(), "cpu", seen.append)
+    assert compiled.plan.recompute_seconds > 0
+    assert 0 < seen[-1].peak <= compiled.plan.peak_bytes
 
 
 def test_inductor_with_dynamic_shapes() -> None:

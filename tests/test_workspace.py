@@ -11,10 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
 from roundpipe_fx.cost import workspaces_of
-from roundpipe_fx.joint_graph import Mark
 from roundpipe_fx.passes import workspaces
-from roundpipe_fx.passes.workspaces import mark_workspaces
-from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 
 aten = torch.ops.aten
@@ -110,16 +107,6 @@ def test_it_is_in_the_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
     blind = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options).trace(**batch)
     assert blind.peak_bytes < measured
-
-
-def test_marks() -> None:
-    joint = capture_joint(Converting(), torch.randn(8, 64), torch.ones(8, 256, dtype=torch.bfloat16))
-    mark_workspaces(joint, CPU, fused=False)
-    marked = {node.target for node in joint.computed() if node.meta.get(Mark.WORKSPACE, 0) >= 8 * 256 * 4}
-    assert aten.mul.Tensor in marked
-    joint = capture_joint(Converting(), torch.randn(8, 64), torch.ones(8, 256, dtype=torch.bfloat16))
-    mark_workspaces(joint, CPU, fused=True)
-    assert not any(node.meta.get(Mark.WORKSPACE, 0) for node in joint.computed() if node.target is aten.mul.Tensor)
 
 
 @torch.library.custom_op("roundpipe_fx_tests::greedy", mutates_args=())

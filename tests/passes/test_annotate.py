@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roundpipe_fx.cost.roofline import DEVICES, flops_of
+from roundpipe_fx.cost.roofline import DEVICES, flops_of, numbers_drawn
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.annotate import annotate
 from tests.capturing import capture_joint
@@ -64,3 +64,19 @@ def test_data_dependent_sizes_count_at_their_bound() -> None:
     joint = _annotated(lambda x: x[x[:, 0] > 0].sum(), torch.randn(6, 4, requires_grad=True))
     (chosen,) = [n for n in joint.in_phase(Phase.FORWARD) if n.target is aten.index.Tensor]
     assert chosen.meta[Mark.BYTES] == 6 * 4 * 4
+
+
+def test_drawing_takes_longer_than_writing() -> None:
+    joint = _annotated(nn.Sequential(nn.Linear(4, 64), nn.Dropout(0.5)), torch.randn(256, 4))
+    (dropout,) = (node for node in joint.computed() if node.target is aten.native_dropout.default)
+    assert numbers_drawn(dropout.target, dropout.meta["val"]) == 256 * 64
+    traffic = 256 * 64 * (4 + 4 + 1)
+    assert dropout.meta[Mark.SECONDS] == CPU.seconds(0, traffic, draws=256 * 64)
+    assert dropout.meta[Mark.SECONDS] > 2 * CPU.seconds(0, traffic)
+    assert DEVICES["H200"].node_seconds(dropout, 0, traffic, torch.float32) == DEVICES["H200"].seconds(0, traffic)
+
+
+def test_attention_draws_nothing_on_the_cpu() -> None:
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert torch.Tag.nondeterministic_seeded in attention.tags
+    assert numbers_drawn(attention, (torch.empty(8), torch.empty(8))) == 0

@@ -1,0 +1,68 @@
+"""A byte budget on a CUDA device: the allocator's own counters stay within it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.cost import workspaces_of
+from tests.golden_models import GOLDEN, TiedTransformer
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def _transformer() -> tuple[nn.Module, dict[str, Any]]:
+    tokens = torch.randint(256, (16, 128), device="cuda")
+    return TiedTransformer(width=128, depth=6, vocabulary=256), {"tokens": tokens, "targets": tokens}
+
+
+def _unet() -> tuple[nn.Module, dict[str, Any]]:
+    make, make_batch, _ = GOLDEN["unet"]
+    return make(), {name: value.cuda() for name, value in make_batch().items()}
+
+
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("budget", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("make", [_transformer, _unet])
+def test_the_allocator_stays_within_the_budget(make: Any, budget: float, compiler: str) -> None:
+    model, batch = make()
+    model = model.cuda()
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler=compiler, fullgraph=True)
+    for _ in range(3):  # the libraries' own memory, which stays, comes with the first
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cuda") as peak:
+            compiled(**batch).backward()
+    assert 0 < peak.bytes <= compiled.plan.budget
+
+
+def test_without_a_budget_most_of_the_free_memory_is_one() -> None:
+    model, batch = _transformer()
+    free, _ = torch.cuda.mem_get_info()
+    plan = roundpipe_fx.compile(model.cuda()).trace(**batch)
+    assert 0.8 * free < plan.budget <= 0.9 * free + torch.cuda.memory_reserved()
+    assert plan.recompute_seconds == 0
+
+
+def test_measured_costs_are_of_the_device() -> None:
+    model, batch = _transformer()
+    plan = roundpipe_fx.compile(model.cuda(), memory_budget=0.3, cost="measured").trace(**batch)
+    assert 0 < plan.recompute_seconds < plan.forward_seconds < 1
+
+
+def test_what_kernels_allocate_is_seen_on_the_device() -> None:
+    """The gradient of an embedding sorts the indices, in memory of its own."""
+    gradient = torch.ops.aten.embedding_dense_backward.default
+    arguments = (1000, -1, False)
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        values = [torch.empty(65536, 16, device="cuda"), torch.empty(65536, dtype=torch.long, device="cuda")]
+        result = gradient(*values, *arguments)
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder("gradient"), graph.placeholder("indices")]
+    node = graph.call_function(gradient, (*inputs, *arguments))
+    for item, value in zip((*inputs, node), (*values, result), strict=True):
+        item.meta["val"] = value
+    assert workspaces_of([node], torch.device("cuda")).get(node, 0) >= 65536 * 8
