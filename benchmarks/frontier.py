@@ -31,7 +31,6 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._inductor.compile_fx import select_decomp_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 import roundpipe_fx
 from benchmarks.side_by_side import (
@@ -45,7 +44,7 @@ from benchmarks.side_by_side import (
     paired_ratio,
     report,
 )
-from roundpipe_fx.cost.roofline import DEVICES, numbers_drawn
+from roundpipe_fx.cost.roofline import DEVICES, flops_of_call, numbers_drawn
 from roundpipe_fx.planner.choose import choose
 from roundpipe_fx.planner.lower_bound import lower_bound
 from roundpipe_fx.planner.rotor import rotor_candidates
@@ -87,8 +86,7 @@ def _seconds(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     in_place = isinstance(func, torch._ops.OpOverload) and func._schema.is_mutable
     if not fresh_storages and not in_place:
         return 0.0  # a view
-    formula = flop_registry.get(getattr(func, "overloadpacket", None))
-    flops = int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+    flops = flops_of_call(func, args, kwargs, result)
     traffic = sum(t.untyped_storage().nbytes() for t in (*read.values(), *(made[key] for key in fresh_storages)))
     return CPU.seconds(flops, traffic, draws=numbers_drawn(func, result))
 

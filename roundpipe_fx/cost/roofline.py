@@ -19,7 +19,10 @@ from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
 
-__all__ = ["DEVICES", "Roofline", "flops_of", "numbers_drawn", "roofline_of"]
+__all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
+
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -95,23 +98,36 @@ def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
     return DEVICES["cpu"] if device.type in ("cpu", "meta") else DEVICES["A100"]
 
 
+# The CPU's attention, which PyTorch's flop counter does not know, takes the same arguments as CUDA's.
+_SAME_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
 def flops_of(node: fx.Node) -> int:
     """Floating-point operations of an FX node, 0 where PyTorch's flop counter has no formula (pointwise, views)."""
-    packet = getattr(node.target, "overloadpacket", None)
-    formula = flop_registry.get(packet)
+    return flops_of_call(node.target, node.args, node.kwargs, node.meta.get("val"))
+
+
+def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of an operator's call; operands may be nodes or tensors."""
+    packet = getattr(target, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
         return 0
-    args, kwargs, out = tree_map(_shape, (node.args, node.kwargs, node.meta.get("val")))
+    args, kwargs, out = tree_map(_shape, (args, kwargs, result))
     return int(formula(*args, **kwargs, out_val=out))
 
 
 def numbers_drawn(target: Any, result: Any) -> int:
     """Random numbers that an operator draws for its result.
 
-    Attention is marked as drawing too; those kernels that do are none of the CPU's.
+    Attention is marked as drawing too; the CPU's kernel does not, and no other device's takes long to.
     """
-    seeded = isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-    if not seeded or target.overloadpacket in flop_registry:
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return 0
+    if any(argument.name == "dropout_p" for argument in target._schema.arguments):
         return 0
     values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
     return _shape(values[-1]).numel() if values else 0  # the mask, where there are several; never a generator's state

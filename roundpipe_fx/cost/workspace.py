@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _OWN = ("aten", "prims", "streams")
+_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
@@ -79,9 +80,7 @@ def _is_measured(node: fx.Node, device: torch.device) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
-    if {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(target.tags) and target not in (
-        aten.index.Tensor,
-    ):
+    if target is not aten.index.Tensor and not _BY_DATA.isdisjoint(target.tags):
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     if not operands or is_view(node) or has_side_effect(node):

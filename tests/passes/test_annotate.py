@@ -80,3 +80,19 @@ def test_attention_draws_nothing_on_the_cpu() -> None:
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     assert torch.Tag.nondeterministic_seeded in attention.tags
     assert numbers_drawn(attention, (torch.empty(8), torch.empty(8))) == 0
+
+
+def test_attention_has_flops_on_the_cpu() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x * self.weight
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    joint = _annotated(Attention(), torch.randn(2, 4, 16, 8))
+    products = 2 * (2 * 4 * 16 * 16 * 8)  # two matrix products, a multiplication and an addition each
+    flops = [node.meta[Mark.FLOPS] for node in joint.computed() if "attention" in node.name]
+    assert flops == [2 * products, 5 * products]

@@ -1,0 +1,112 @@
+"""The one place that touches private torch APIs.
+
+Tried with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so a torch
+release that moves something is answered here.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.torch_private.aot import (
+    aot_autograd,
+    aot_flags,
+    checkpoint_policy,
+    default_partition,
+    differentiated_outputs,
+    input_mutations,
+    leave_unused_gradients_out,
+    mutated_inputs,
+    registered_backwards,
+    traces,
+)
+from roundpipe_fx.torch_private.autograd import (
+    detached_with_version,
+    in_backward,
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    top_saved_tensor_hooks,
+    when_backward_ends,
+)
+from roundpipe_fx.torch_private.compiling import boxed_codegen, boxed_false, has_kernel, inductor
+from roundpipe_fx.torch_private.dynamo import (
+    PassedThrough,
+    checkpoint_body,
+    dynamo_flags,
+    forget_compiled,
+    forward_backend_context,
+    graph_break,
+    input_path,
+    module_path_text,
+    traced_forward_call,
+    tracing_inside_checkpoint,
+    user_stack_text,
+)
+from roundpipe_fx.torch_private.memory import WatchedMemory, profiler_runs, watch_memory
+from roundpipe_fx.torch_private.modes import (
+    active_dispatch_modes,
+    dispatch_mode_flags,
+    dispatch_modes,
+    fakes_on,
+    set_dispatch_mode_flags,
+    without_modes,
+)
+from roundpipe_fx.torch_private.rng import rng_states, run_and_save_rng_state, run_with_rng_state
+from roundpipe_fx.torch_private.sizes import (
+    assume_sizes,
+    assumed_sizes,
+    data_dependent_symbol,
+    shape_env_of,
+    size_binding,
+    size_hint,
+)
+
+__all__ = [
+    "PassedThrough",
+    "WatchedMemory",
+    "active_dispatch_modes",
+    "aot_autograd",
+    "aot_flags",
+    "assume_sizes",
+    "assumed_sizes",
+    "boxed_codegen",
+    "boxed_false",
+    "checkpoint_body",
+    "checkpoint_policy",
+    "data_dependent_symbol",
+    "default_partition",
+    "detached_with_version",
+    "differentiated_outputs",
+    "dispatch_mode_flags",
+    "dispatch_modes",
+    "dynamo_flags",
+    "fakes_on",
+    "forget_compiled",
+    "forward_backend_context",
+    "graph_break",
+    "has_kernel",
+    "in_backward",
+    "inductor",
+    "input_mutations",
+    "input_path",
+    "leave_unused_gradients_out",
+    "module_path_text",
+    "mutated_inputs",
+    "pop_saved_tensor_hooks",
+    "profiler_runs",
+    "push_saved_tensor_hooks",
+    "registered_backwards",
+    "rng_states",
+    "run_and_save_rng_state",
+    "run_with_rng_state",
+    "set_dispatch_mode_flags",
+    "shape_env_of",
+    "size_binding",
+    "size_hint",
+    "top_saved_tensor_hooks",
+    "traced_forward_call",
+    "traces",
+    "tracing_inside_checkpoint",
+    "user_stack_text",
+    "watch_memory",
+    "when_backward_ends",
+    "without_modes",
+]

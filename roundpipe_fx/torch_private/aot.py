@@ -1,0 +1,127 @@
+"""AOTAutograd: the joint graph, its inputs and outputs, and operators' own backwards."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+from torch import fx
+
+__all__ = [
+    "aot_autograd",
+    "aot_flags",
+    "checkpoint_policy",
+    "default_partition",
+    "differentiated_outputs",
+    "input_mutations",
+    "leave_unused_gradients_out",
+    "mutated_inputs",
+    "registered_backwards",
+    "traces",
+]
+
+
+def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
+    """``torch._dynamo.backends.common.aot_autograd``: AOTAutograd as the second half of a Dynamo backend."""
+    from torch._dynamo.backends.common import aot_autograd as make
+
+    return make(**kwargs)
+
+
+def aot_flags() -> contextlib.AbstractContextManager[Any]:
+    """AOTAutograd's flags for our compilation: no donated buffers, so ``backward(retain_graph=True)`` works."""
+    return torch._functorch.config.patch(donated_buffer=False)
+
+
+def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
+    """Graph inputs that AOTAutograd's epilogue updates in place from a forward output."""
+    descriptions = joint.graph.output_node().meta.get("desc") or []
+    mutated = {
+        description.mutated_input
+        for description in descriptions
+        if type(description).__name__ == "InputMutationAOTOutput"
+    }
+    return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
+
+
+def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
+    """Inputs that AOTAutograd's epilogue updates in place: number of the input by number of the output it copies."""
+    places = {node.meta.get("desc"): place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    return {
+        place: places[description.mutated_input]
+        for place, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
+        if type(description).__name__ == "InputMutationAOTOutput"
+    }
+
+
+def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
+    """For each incoming gradient of a joint graph the number of the forward output that it is the gradient of."""
+    places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
+    descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
+    return [places[d.output] for d in descriptions if type(d).__name__ == "TangentAOTInput"]
+
+
+def checkpoint_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
+    """What selective checkpointing says of a node of a joint graph."""
+    return node.meta.get("recompute")
+
+
+def registered_backwards(targets: Sequence[Any]) -> list[Any]:
+    """Definitions (``CustomOpDef``) of those operators whose backward was registered from Python."""
+    from torch._library.custom_ops import OPDEFS
+
+    found = {}
+    for target in targets:
+        if isinstance(target, torch._ops.OpOverload):
+            name = target._schema.name
+        elif isinstance(target, torch._ops.OpOverloadPacket):
+            name = target._qualified_op_name
+        else:
+            continue
+        definition = OPDEFS.get(name)
+        if definition is not None and definition._backward_fn is not None:
+            found[name] = definition
+    return list(found.values())
+
+
+def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
+    """Whether ``function`` runs on fake tensors without asking for data. What it does leaves no trace in a graph.
+
+    Args:
+        function: run once, with nothing recorded.
+        tensors: some of the fake tensors that it reads, to find their shape environment by.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    mode = torch._guards.detect_fake_mode(tensors)
+    shape_env = mode.shape_env if mode is not None else None
+    fresh = shape_env.ignore_fresh_unbacked_symbols() if shape_env is not None else contextlib.nullcontext()
+    try:
+        with disable_proxy_modes_tracing(), fresh:
+            function()
+    except (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode):
+        return False
+    return True
+
+
+def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """AOTAutograd's own partition without recomputation."""
+    from torch._functorch.partitioners import default_partition as partition
+
+    return partition(*args, **kwargs)
+
+
+def leave_unused_gradients_out(output: torch.Tensor) -> None:
+    """Let autograd hand ``None``, not a tensor of zeros, to a compiled backward for outputs that nobody used.
+
+    Args:
+        output: what a program of ours returned, by way of AOTAutograd; its backward must cope with ``None``.
+    """
+    if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
+        output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]

@@ -1,0 +1,61 @@
+"""Compiling graphs: FX code generation and Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["boxed_codegen", "boxed_false", "has_kernel", "inductor"]
+
+
+def boxed_codegen() -> Any:
+    """FX code generation for functions that take one list and clear it, so that arguments can die inside."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    return _BoxedCodeGen()
+
+
+def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Compile one functional ATen graph with Inductor. The result is boxed.
+
+    Random numbers are drawn as eager draws them (``fallback_random``), so that stages agree with ``aot_eager`` but for
+    rounding; outputs keep the strides that they have in the graph, which the next stage was compiled for.
+    """
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    mode = detect_fake_mode(example_inputs)
+    # A tracing context of its own: Inductor reports output strides to the active one, which is the whole model's.
+    with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(fallback_random=True):
+        retrace = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
+        with mode if mode is not None else contextlib.nullcontext():
+            lowered = retrace(*example_inputs)
+        output = lowered.graph.output_node()
+        results: Any = output.args[0]
+        values = [result.meta.get("val") if isinstance(result, fx.Node) else None for result in results]
+        output.meta["original_output_strides"] = [
+            value.stride() if isinstance(value, torch.Tensor) else None for value in values
+        ]
+        output.meta["user_visible_output_idxs"] = list(range(len(values)))
+        return compile_fx_inner(lowered, list(example_inputs), cudagraphs=boxed_false(), is_inference=False)
+
+
+def boxed_false() -> Any:
+    """Inductor's spelling of "no CUDA graphs"."""
+    from torch._inductor.utils import BoxedBool
+
+    return BoxedBool(False)
+
+
+def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
+    """Whether a device has a kernel of its own for an operator, rather than one composed of others."""
+    key = getattr(torch._C.DispatchKey, device.upper(), None)
+    return key is not None and operator.has_kernel_for_dispatch_key(key)
