@@ -2,8 +2,9 @@
 
 python -m benchmarks.planning
 
-Planning is reading the operations off the graph and searching; the budget is a share, so that the whole trade-off is
-searched. The graph of 10,000 forward nodes is a GPT-2 deep enough. The 8B Llama is planned on the meta device.
+Planning is measuring what kernels need for themselves, reading the operations off the graph and searching; the budget
+is a share, so that the whole trade-off is searched. The graph of 10,000 forward nodes is a GPT-2 deep enough. The 8B
+Llama is planned on the meta device.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> None:
     capture.lower = spent.timed("lower", capture.lower)
     lower.read_operations = spent.timed("planning", lower.read_operations)
     lower.choose = spent.timed("planning", lower.choose)
+    lower.mark_workspaces = spent.timed("planning", lower.mark_workspaces)
     rows = []
     _trace(spent, "warm-up", *_case("GPT-2", 2))
     for name in ("GPT-2", "Llama", "T5"):

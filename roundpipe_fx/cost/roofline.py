@@ -99,7 +99,7 @@ def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
 
 
 # The CPU's attention, which PyTorch's flop counter does not know, takes the same arguments as CUDA's.
-_SAME_FLOPS = {
+_SAME_FLOPS: Mapping[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
 }
