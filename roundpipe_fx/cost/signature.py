@@ -22,17 +22,19 @@ def signature_of(node: fx.Node, single: bool = False) -> str:
         single: as if all operands had one element.
     """
 
-    def text(value: Any) -> Any:
+    def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return tree_map(text, value.meta.get("val"))
+            return text(value.meta.get("val"))
         if isinstance(value, torch.Tensor):
             if single:
                 return str(value.dtype)
             return f"{value.dtype}{[*map(size_hint, value.shape)]}{[*map(size_hint, value.stride())]}"
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
+        if isinstance(value, list | tuple):
+            return f"({', '.join(map(text, value))})"
+        return str(size_hint(value) if isinstance(value, torch.SymInt) else value)
 
-    args, kwargs = tree_map(text, (node.args, node.kwargs))
-    return f"{node.target}{args}{kwargs or ''}"
+    named = ", ".join(f"{name}={text(value)}" for name, value in node.kwargs.items())
+    return f"{node.target}{text(node.args)}{named}"
 
 
 def made_up_arguments(

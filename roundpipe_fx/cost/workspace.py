@@ -9,6 +9,7 @@ beyond this process. Steps show what they need (:class:`roundpipe_fx.assumptions
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.cost.signature import made_up_arguments, signature_of
-from roundpipe_fx.joint_graph import has_side_effect, input_nodes, is_view, tensor_values
+from roundpipe_fx.joint_graph import Mark, has_side_effect, input_nodes, is_view, tensor_values
 from roundpipe_fx.torch_private import WatchedMemory, rng_states, watch_memory
 
 __all__ = ["depends_on_data", "workspaces_of"]
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 _OWN = ("aten", "prims", "streams")
-_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_BY_DATA = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
@@ -47,6 +48,8 @@ def workspaces_of(
     asked: dict[str, list[fx.Node]] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
+        if not _makes_something(node):
+            continue
         if depends_on_data(node):
             found[node] = (learned or {}).get(str(node.target), 0)
         elif _is_measured(node, device) and not (fused and _is_pointwise(node)):
@@ -62,13 +65,22 @@ def workspaces_of(
 def depends_on_data(node: fx.Node) -> bool:
     """Whether a node calls an operator that needs what the numbers say that it is given, or nobody knows what."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or is_view(node):
+    if not isinstance(target, torch._ops.OpOverload):
         return False
-    return target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm
+    return (target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm) and not is_view(node)
+
+
+def _makes_something(node: fx.Node) -> bool:
+    return node.meta[Mark.BYTES] > 0 if Mark.BYTES in node.meta else not is_view(node)
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    return isinstance(node.target, torch._ops.OpOverload) and _has_tag(node.target, torch.Tag.pointwise)
+
+
+@functools.cache
+def _has_tag(target: torch._ops.OpOverload, *tags: torch.Tag) -> bool:
+    return not set(tags).isdisjoint(target.tags)
 
 
 def _is_free_of_sizes(node: fx.Node) -> bool:
@@ -80,10 +92,10 @@ def _is_measured(node: fx.Node, device: torch.device) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
-    if target is not aten.index.Tensor and not _BY_DATA.isdisjoint(target.tags):
+    if target is not aten.index.Tensor and _has_tag(target, *_BY_DATA):
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
-    if not operands or is_view(node) or has_side_effect(node):
+    if not operands or has_side_effect(node):
         return False
     if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
         return False
