@@ -5,7 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("bits", "questions", "peak_memory", "step_time", "compile_time", "planning", "frontier", "pipeline")
+BENCHMARKS = (
+    "bits",
+    "questions",
+    "peak_memory",
+    "step_time",
+    "compile_time",
+    "drawing",
+    "planning",
+    "frontier",
+    "pipeline",
+)
 
 
 def main() -> None:

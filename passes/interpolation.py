@@ -100,13 +100,21 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
     tables = [_constant(index, worked_out) for index in indices[2:]]
     if any(table is None for table in tables):
         return None
-    space = whole.shape[2:]
-    image = torch.arange(space.numel(), dtype=torch.float64).view(1, 1, *space)
-    wanted = image[(slice(None), slice(None), *tables)]
     for kernel, gradient in _KERNELS[dimensions]:
-        if torch.equal(kernel(image, list(repeated.shape[2:])), wanted):
+        if all(_reads(kernel, place, table, whole, repeated) for place, table in enumerate(tables)):
             return kernel, gradient
     return None
+
+
+def _reads(kernel: Any, place: int, table: Any, whole: torch.Tensor, repeated: torch.Tensor) -> bool:
+    """Whether a kernel reads along one dimension in space what a table says, which varies along that one alone."""
+    dimensions = whole.dim() - 2
+    before, after = int(whole.shape[2 + place]), int(repeated.shape[2 + place])
+    line, lines = [1] * dimensions, [1] * dimensions
+    line[place], lines[place] = before, after
+    numbered = torch.arange(before, dtype=torch.float64).view(1, 1, *line)
+    shape = (after, *[1] * (dimensions - 1 - place))
+    return tuple(table.shape) == shape and torch.equal(kernel(numbered, lines).flatten(), table.flatten().double())
 
 
 def _constant(node: fx.Node, worked_out: dict[fx.Node, Any]) -> torch.Tensor | None:

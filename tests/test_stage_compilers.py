@@ -46,12 +46,12 @@ def test_inductor_allocates_hardly_more_than_was_planned(budget: float) -> None:
     tokens = torch.randint(64, (4, 32))
     compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler="inductor", fullgraph=True)
     seen: list[WatchedMemory] = []
-    for _ in range(2):
-        model.zero_grad()
-        watch_memory(lambda: compiled(tokens, tokens).backward(), "cpu", seen.append)
+    compiled(tokens, tokens).backward()
+    model.zero_grad()
+    watch_memory(lambda: compiled(tokens, tokens).backward(), "cpu", seen.append)
     assert compiled.plan.recompute_seconds > 0
     rows = tokens.numel() * 4
-    assert 0 < seen[-1].peak <= compiled.plan.peak_bytes + 2 * rows
+    assert 0 < seen[-1].peak <= compiled.plan.peak_bytes + rows + 8
 
 
 def test_inductor_with_dynamic_shapes() -> None:

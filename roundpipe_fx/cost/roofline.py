@@ -3,7 +3,7 @@
 Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
 Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
 (``torch.utils.flop_counter``). Random numbers come on top: the CPU's generator draws one after another, however many
-threads there are, which takes a hundred times as long as writing them.
+threads there are (``benchmarks/drawing.py`` measures it).
 """
 
 from __future__ import annotations
