@@ -113,6 +113,9 @@ def operands_to_write_over(node: fx.Node) -> list[fx.Node]:
 def _forms(node: fx.Node) -> list[_Form]:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
         return []
+    in_place, with_output = _in_place_form(node), _form_with_output(node)
+    if in_place is None and with_output is None:
+        return []
     operands = [
         argument
         for argument in node.args
@@ -122,21 +125,21 @@ def _forms(node: fx.Node) -> list[_Form]:
         and _same_layout(argument, node)
     ]
     found = []
-    if operands and operands[0] is node.args[0]:
-        target = _in_place_form(node)
-        if target is not None:
-            found.append(_Form(target, operands[0], None))
+    if in_place is not None and operands and operands[0] is node.args[0]:
+        found.append(_Form(in_place, operands[0], None))
     for operand in operands:
-        with_output = _form_with_output(node)
         if with_output is not None and not (found and operand is node.args[0]):
             found.append(_Form(with_output[0], operand, with_output[1]))
     return found
 
 
 def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | None:
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not is_tensor(node):
-        return None
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return None if node.kwargs.keys() & {"dtype", "memory_format"} else _in_place_kernel(node.target)
+
+
+@functools.cache
+def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if torch.Tag.pointwise not in target.tags and target.overloadpacket not in _PARTIAL:
         return None
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
@@ -146,7 +149,7 @@ def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | None:
     arguments, wanted = form._schema.arguments, target._schema.arguments
     mutated = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
     same = [argument.name for argument in arguments] == [argument.name for argument in wanted]
-    return form if mutated and same and not node.kwargs.keys() & {"dtype", "memory_format"} else None
+    return form if mutated and same else None
 
 
 # Row by row along the last dimension, tried on the CPU; the position of the dimension among the arguments.

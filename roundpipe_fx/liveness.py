@@ -80,9 +80,10 @@ def peak_of(
     for storage in lasting:
         if storage in last:
             last[storage] = len(events)
-    dying: dict[int, list[int]] = {}
+    # By position; what is never read and what lives to the end lie in the last two places.
+    dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
     for storage, position in last.items():
-        dying.setdefault(position, []).append(storage)
+        dying[position].append(storage)
     room: dict[int, Any] = {}
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
     peak, at = live, -1
@@ -100,7 +101,7 @@ def peak_of(
                 break
         if live + event.scratch > peak:
             peak, at = live + event.scratch, position
-        for storage in dying.get(position, ()):
+        for storage in dying[position]:
             if storage != written:
                 live -= sizes[storage]
     return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())

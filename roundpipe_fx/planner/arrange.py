@@ -71,7 +71,8 @@ class Arranger:
             thriftier = self._thriftier(sequence) if len(found) <= most else None
             if thriftier is None:
                 break
-            sequence = self._ordered(thriftier)
+            # Kept in this order: another one is hardly ever better, and looking for it takes as long as all else.
+            sequence = thriftier
             peak = self._peak(sequence).bytes
             if peak < found[-1][1]:
                 found.append((sequence, peak))

@@ -48,7 +48,7 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
     kept = everything_kept(blocks)
     fits = budget == 1.0 or (isinstance(budget, int) and kept.peak.bytes + margin <= budget * share)
     # What fits as it is needs no search.
-    found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks)
+    found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks, kept=kept)
     candidates = found.candidates
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
     candidates = refine(blocks, found, limit - margin)

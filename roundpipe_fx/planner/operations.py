@@ -340,7 +340,7 @@ class _Reader:
         """Note what ``node`` yields; an operation if it computes."""
         made = self._numbers.follow(node)
         self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
-        if node.target is operator.getitem or is_symbolic_scalar(node) or is_view(node):
+        if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):
             return None
         index = self._count
         self._count += 1

@@ -98,15 +98,18 @@ class Found:
     rungs: list[Rung]
 
 
-def search(blocks: Blocks, most: int = _LEVELS) -> Found:
+def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -> Found:
     """Candidates spread over the whole trade-off, and what lies between them.
 
     Args:
         blocks: of the graph.
         most: so many solutions are judged, at most, of each chain: without nested recomputation, and with it.
+        kept: what keeping everything comes to, if that has been worked out.
     """
     chain, keepings = chain_of(blocks)
-    kept = _most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
+    if blocks.graph.regions:
+        kept = _most_kept(blocks, keepings)
+    kept = kept or everything_kept(blocks)
     fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False))
     found = [kept]
     found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, most), "judging plans")]
