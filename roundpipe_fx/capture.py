@@ -7,13 +7,14 @@ forward and, at the first backward, the backward. What it gets back are graphs o
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
-from roundpipe_fx.lower import Lowered, lower
+from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
 from roundpipe_fx.pipeline.graph import PipelinedGraph, pipelined_graph, plan_of_pipeline
@@ -34,8 +35,11 @@ from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+from roundpipe_fx.size_range import lower_for_sizes
 
 __all__ = ["GraphBreakWarning", "capture"]
+
+T = TypeVar("T")
 
 
 class GraphBreakWarning(UserWarning):
@@ -65,36 +69,48 @@ class _Compilation:
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
         if self.pipelining is not None:
             return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
-        torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
-        with torch_private.without_modes(), _without_gc():
-            view = self._view(joint, num_fwd_outputs)
-            self.lowered = lower(
-                view,
-                self.options,
-                self.registered_syncs,
-                share=self.assumptions.share,
-                workspaces=self.assumptions.workspaces,
-            )
+        run_passes = functools.partial(
+            lower,
+            options=self.options,
+            registered_syncs=self.registered_syncs,
+            share=self.assumptions.share,
+            workspaces=self.assumptions.workspaces,
+        )
+        self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.plan)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
+
+    def _for_sizes(
+        self,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        lower: Callable[[JointGraph], T],
+        plan_of: Callable[[T], Plan],
+    ) -> T:
+        """Lower a graph for the sizes that it is to be used with."""
+        assumed = self.assumptions.of_graph(self.name)
+        with torch_private.without_modes(), _without_gc():
+            view = self._view(joint, num_fwd_outputs)
+            if bounded_in_bytes(view, self.options):
+                return lower_for_sizes(view, assumed, lower, lambda lowered: plan_of(lowered).recompute_seconds > 0)
+            torch_private.assume_sizes(joint, assumed)
+            return lower(view)
 
     def _partition_for_pipeline(
         self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         mutations = torch_private.input_mutations(joint)
         differentiated = torch_private.differentiated_outputs(joint)
-        torch_private.assume_sizes(joint, self.assumptions.of_graph(self.name))
-        with torch_private.without_modes(), _without_gc():
-            view = self._view(joint, num_fwd_outputs)
-            pipeline = lower_pipeline(
-                view,
-                self.options,
-                pipelining,
-                self.registered_syncs,
-                share=self.assumptions.share,
-                like=self.likeness.structure,
-            )
+        run_passes = functools.partial(
+            lower_pipeline,
+            options=self.options,
+            pipelining=pipelining,
+            registered_syncs=self.registered_syncs,
+            share=self.assumptions.share,
+            like=self.likeness.structure,
+        )
+        pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.main.lowered.plan)
         self.graph = pipelined_graph(pipeline, mutations, differentiated)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))

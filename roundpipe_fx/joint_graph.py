@@ -74,6 +74,8 @@ class Mark:
     """Index of the stage the node belongs to (stages)."""
     ORIGIN = "rpfx_origin"
     """Name of the forward node that a recomputed node repeats (rematerialize)."""
+    STRIDED = "rpfx_strided"
+    """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
     REPLAYED = "rpfx_replayed"
     """True on a seeded operation that runs again from its saved generator state (rng)."""
 
@@ -114,13 +116,13 @@ class JointGraph:
 
     @property
     def expected_tangents(self) -> list[fx.Node]:
-        """Incoming gradients that a step is expected to bring.
+        """Incoming gradients that a step is expected to bring, or whose zeros are made in full.
 
         Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest.
         """
         tangents = self.tangents
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
-        return losses or tangents
+        return [node for node in tangents if node in losses or Mark.STRIDED in node.meta] if losses else tangents
 
     @property
     def primals(self) -> list[fx.Node]:

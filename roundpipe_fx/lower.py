@@ -22,6 +22,7 @@ from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.interpolation import restore_interpolation
+from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.reinplace import reinplace
@@ -42,7 +43,17 @@ from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Lowered", "Prepared", "Setting", "asked_budget", "cut_as_asked", "emit", "lower", "prepare"]
+__all__ = [
+    "Lowered",
+    "Prepared",
+    "Setting",
+    "asked_budget",
+    "bounded_in_bytes",
+    "cut_as_asked",
+    "emit",
+    "lower",
+    "prepare",
+]
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +139,8 @@ def prepare(
     joint = expand_masks(joint)
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
+    if compiler == "eager":
+        joint = mark_strided_gradients(restore_layouts(joint))
     joint = annotate(joint, costs)
     if options.device_name is None:  # the device is at hand
         joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
@@ -164,6 +177,15 @@ class Setting:
     segments: list[Segment]
     cuts: list[StageCut]
     share: float
+
+
+def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
+    """Whether the budget of a training graph is bytes, whatever its sizes."""
+    if isinstance(options.memory_budget, int) or options.rotor is not None:
+        return True
+    device = options.device or _device_of(joint)
+    by_default = options.memory_budget is None and options.recompute is None and options.device_name is None
+    return by_default and device.type == "cuda"
 
 
 def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:

@@ -27,7 +27,7 @@ from roundpipe_fx.plan import Plan, PlannedStage, PlannedValue
 from roundpipe_fx.planner.choose import Chosen
 from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.simulator import PeakMoment
-from roundpipe_fx.torch_private import assumed_sizes, module_path_text, size_hint
+from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
 __all__ = ["make_plan"]
 
@@ -92,7 +92,8 @@ def make_plan(
         chosen.limit if chosen is not None else None,
         peak,
         chosen.frontier if chosen is not None else (),
-        {**assumed_sizes(joint.module), **_assumed_workspaces(joint)},
+        {**_assumed_of_data(joint), **_assumed_workspaces(joint)},
+        _largest_inputs(joint),
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),
         outputs=joint.num_forward_outputs,
@@ -120,6 +121,22 @@ def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]
             ),
         )
     return tuple(found.values())
+
+
+def _assumed_of_data(joint: JointGraph) -> dict[str, int]:
+    """What sizes that depend on data are taken to be, by symbol."""
+    of_inputs = {size.symbol for size in input_sizes(joint.module)}
+    return {symbol: size for symbol, size in assumed_sizes(joint.module).items() if symbol not in of_inputs}
+
+
+def _largest_inputs(joint: JointGraph) -> dict[str, int]:
+    """The largest inputs that were planned for, by input and dimension."""
+    assumed = assumed_sizes(joint.module)
+    return {
+        f"{joint.label(size.node)}, dimension {size.dim}": size_hint(size.size)
+        for size in input_sizes(joint.module)
+        if size.symbol in assumed
+    }
 
 
 def _assumed_workspaces(joint: JointGraph) -> dict[str, int]:

@@ -129,6 +129,8 @@ class Plan:
             budget.
         assumed: what data-dependent sizes are taken to be, by symbol (the others count with their upper bounds), and
             the bytes that operators allocate for themselves where that depends on data.
+        sizes: the largest inputs that it was made for and is used with, by input and dimension; empty where all sizes
+            are fixed, or the budget is no number of bytes.
         training: whether there is a backward.
         static: whether all incoming gradients have sizes that are known when compiling.
         outputs: how many values the forward returns to its caller.
@@ -147,6 +149,7 @@ class Plan:
     peak: PeakMoment
     trade_off: tuple[tuple[int, float], ...] = field(repr=False)
     assumed: Mapping[str, int]
+    sizes: Mapping[str, int]
     training: bool
     static: bool
     outputs: int
@@ -330,6 +333,8 @@ class Plan:
                 f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
                 f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
             )
+        if self.sizes:
+            lines.append(f"made for sizes up to: {', '.join(f'{name} ≤ {size}' for name, size in self.sizes.items())}")
         if self.assumed:
             sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
             lines.append(f"what depends on data, as seen with headroom: {sizes}")

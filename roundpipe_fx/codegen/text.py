@@ -133,7 +133,12 @@ def _wrapped(opening: str, items: list[str], closing: str) -> list[str]:
         return [line]
     indent = " " * 8
     body = textwrap.wrap(
-        ", ".join(items) + ",", _COLUMNS, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+        ", ".join(items) + ",",
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
     )
     return [opening, *body, f"    {closing.removeprefix(',')}"]
 

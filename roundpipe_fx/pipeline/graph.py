@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
-from roundpipe_fx.joint_graph import is_tensor
+from roundpipe_fx.joint_graph import Mark, is_tensor
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.options import StageCompiler
 from roundpipe_fx.pipeline.lowering import LoweredPipeline, Variant
@@ -37,7 +37,7 @@ class PipelinedGraph:
         last: what the last one runs.
         outputs: fake values of the forward's results, by number.
         tangents: fake values of the incoming gradients.
-        strided: whether stages insist on the strides that they were compiled for.
+        strided: by incoming gradient, whether its strides matter even if it is zeros that nobody made.
         measured: when the actions of the latest run of them ran, for each device; empty before the first.
     """
 
@@ -46,7 +46,7 @@ class PipelinedGraph:
     last: PipelineProgram
     outputs: tuple[Any, ...]
     tangents: tuple[torch.Tensor, ...]
-    strided: bool
+    strided: tuple[bool, ...]
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
@@ -94,7 +94,7 @@ def pipelined_graph(
         last,
         tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tuple(node.meta["val"] for node in tangents),
-        lowered.stage_compiler != "eager",
+        tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
     )
 
 

@@ -76,7 +76,7 @@ class _Step:
             del value
         values, self.values = self.values, None
         tangents = [
-            [_tangent(gradient, like, graph.strided) for gradient, like in zip(own, likes, strict=True)]
+            [_tangent(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
             for own, likes, graph in zip(
                 _chunks(gradients, [len(program.tangents) for program in self.taken.programs]),
                 self.likes,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.codegen import Program, program_text
+from roundpipe_fx.joint_graph import Mark
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
 
@@ -38,12 +39,14 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     exec(compile(text, filename, "exec"), namespace)
     body = namespace[program.name]
 
-    values = [node.meta.get("val") for node in program.module.graph.nodes if node.op == "placeholder"]
+    inputs = program.module.graph.find_nodes(op="placeholder")
+    values = [node.meta.get("val") for node in inputs]
+    in_full = [strided or Mark.STRIDED in node.meta for node in inputs]
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
         for index, argument in enumerate(arguments):
             if argument is None and isinstance(values[index], torch.Tensor):
-                arguments[index] = _zeros(values[index], strided)
+                arguments[index] = _zeros(values[index], in_full[index])
         with streams.running():
             return body(arguments)
 
@@ -52,9 +55,9 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     return run
 
 
-def _zeros(like: torch.Tensor, strided: bool) -> torch.Tensor:
+def _zeros(like: torch.Tensor, in_full: bool) -> torch.Tensor:
     """The gradient of an output that nobody used. Unless its strides matter it is one zero, seen at every place."""
-    if strided:
+    if in_full:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
 

@@ -51,15 +51,18 @@ from roundpipe_fx.torch_private.modes import (
 )
 from roundpipe_fx.torch_private.rng import rng_states, run_and_save_rng_state, run_with_rng_state
 from roundpipe_fx.torch_private.sizes import (
+    InputSize,
     assume_sizes,
     assumed_sizes,
     data_dependent_symbol,
+    input_sizes,
     shape_env_of,
     size_binding,
     size_hint,
 )
 
 __all__ = [
+    "InputSize",
     "PassedThrough",
     "WatchedMemory",
     "active_dispatch_modes",
@@ -87,6 +90,7 @@ __all__ = [
     "inductor",
     "input_mutations",
     "input_path",
+    "input_sizes",
     "leave_unused_gradients_out",
     "module_path_text",
     "mutated_inputs",

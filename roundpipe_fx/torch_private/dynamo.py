@@ -39,15 +39,20 @@ class PassedThrough(torch._dynamo.exc.ShortenTraceback):
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
 
 
+_MOST_COMPILATIONS = 64
+
+
 @contextlib.contextmanager
 def dynamo_flags() -> Iterator[None]:
     """Dynamo's flags for our compilation only, restored on exit.
 
     Data-dependent shapes and scalars are captured into the graph instead of breaking it, loggers are skipped, and
-    hooks that are added to a submodule later are noticed.
+    hooks that are added to a submodule later are noticed. A function may be compiled more often than eight times before
+    Dynamo runs it eagerly: within a budget in bytes there is a plan for each range of sizes, and eagerly there is none.
     """
     config = torch._dynamo.config
     with config.patch(
+        recompile_limit=max(config.recompile_limit, _MOST_COMPILATIONS),
         capture_dynamic_output_shape_ops=True,
         capture_scalar_outputs=True,
         skip_nnmodule_hook_guards=False,

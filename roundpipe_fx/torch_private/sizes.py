@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-__all__ = ["assume_sizes", "assumed_sizes", "data_dependent_symbol", "shape_env_of", "size_binding", "size_hint"]
+__all__ = [
+    "InputSize",
+    "assume_sizes",
+    "assumed_sizes",
+    "data_dependent_symbol",
+    "input_sizes",
+    "shape_env_of",
+    "size_binding",
+    "size_hint",
+]
 
 
 def shape_env_of(value: Any) -> Any | None:
@@ -37,8 +47,8 @@ _LARGEST_BOUND = 1 << 40
 def size_hint(size: Any) -> int:
     """A number to plan with for a size that may be symbolic.
 
-    The traced example's value where there is one; for a data-dependent size (``nonzero``) what was assumed
-    (:func:`assume_sizes`), else its upper bound, since a plan must hold for it; 1024 where no bound is known.
+    What was assumed for it (:func:`assume_sizes`); else the traced example's value where there is one; for a
+    data-dependent size (``nonzero``) its upper bound, since a plan must hold for it; 1024 where no bound is known.
     """
     if isinstance(size, int):
         return size
@@ -47,22 +57,26 @@ def size_hint(size: Any) -> int:
     expression = shape_env.replace(node.expr)
     values = {}
     for symbol in expression.free_symbols:
-        hint = _backed_hint(shape_env, symbol)
+        hint = getattr(shape_env, _ASSUMED, {}).get(str(symbol))
         if hint is None:
-            hint = getattr(shape_env, _ASSUMED, {}).get(str(symbol))
+            hint = _backed_hint(shape_env, symbol)
         if hint is None:
-            bounds = shape_env.var_to_range.get(symbol)
-            upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
-            hint = upper if upper is not None and upper < _LARGEST_BOUND else _UNKNOWN_SIZE
+            hint = _upper_bound(shape_env, symbol) or _UNKNOWN_SIZE
         values[symbol] = hint
     return int(expression.xreplace(values))
+
+
+def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
+    bounds = shape_env.var_to_range.get(symbol)
+    upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
+    return upper if upper is not None and upper < _LARGEST_BOUND else None
 
 
 _ASSUMED = "roundpipe_fx_assumed_sizes"
 
 
 def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
-    """Let :func:`size_hint` take these values for data-dependent sizes of a graph, by symbol."""
+    """Let :func:`size_hint` take these values for sizes of a graph, by symbol."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
@@ -93,3 +107,70 @@ def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
     name = "backed_var_to_val" if hasattr(shape_env, "backed_var_to_val") else "var_to_val"
     value = getattr(shape_env, name).get(symbol)
     return None if value is None else int(value)
+
+
+@dataclass(frozen=True)
+class InputSize:
+    """A size of the graph's inputs that is a symbol.
+
+    Attributes:
+        symbol: its name.
+        node: an input that has the size.
+        dim: the dimension.
+        size: of that dimension; may be more than the symbol alone, a multiple say.
+        at_hand: the symbol's value in the inputs at hand.
+        largest: the most that the user lets it be, where a range was given (``torch._dynamo.mark_dynamic``).
+    """
+
+    symbol: str
+    node: fx.Node
+    dim: int
+    size: torch.SymInt
+    at_hand: int
+    largest: int | None
+
+    def keep_within(self, least: int, most: int) -> None:
+        """Have the graph used from one value of the symbol to another only: others compile anew."""
+        expression = self.size.node.expr
+        symbols = {str(symbol): symbol for symbol in expression.free_symbols}
+        low, high = (int(expression.xreplace({symbols[self.symbol]: value})) for value in (least, most))
+        # Asking a symbolic size adds what was answered to the graph's guards.
+        if least > 2:
+            bool(self.size >= low)
+        bool(self.size <= high)
+
+
+def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
+    """The symbolic sizes of a graph's inputs, each once."""
+    found: dict[str, InputSize] = {}
+    for node in joint.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+            if not isinstance(size, torch.SymInt):
+                continue
+            shape_env = size.node.shape_env
+            expression = shape_env.replace(size.node.expr)
+            symbols = expression.free_symbols
+            hint = _backed_hint(shape_env, next(iter(symbols))) if len(symbols) == 1 else None
+            if hint is None:
+                continue
+            (symbol,) = symbols
+            name = str(symbol)
+            # The dimension that is the symbol itself says it best.
+            if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
+                largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
+                found[name] = InputSize(name, node, dim, size, hint, largest)
+    return list(found.values())
+
+
+def _bounded_by_user(shape_env: Any) -> set[Any]:
+    """Symbols for which the user gave a range; narrowing it would be an error."""
+    from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
+
+    found = set()
+    for tracked in shape_env.tracked_fakes or ():
+        constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
+        for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
+            if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+                found |= shape_env.replace(size.node.expr).free_symbols
+    return found

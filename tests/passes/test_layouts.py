@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutput
+
+import roundpipe_fx
+from roundpipe_fx.joint_graph import Mark
+from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from tests.capturing import capture_joint
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
+
+aten = torch.ops.aten
+
+
+class _Lying(nn.Module):
+    """The gradient that arrives at ``function`` lies otherwise than what ``function`` was given."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 6), nn.Linear(16, 3)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self.first(x)).transpose(1, 2)).square().mean()
+
+
+FUNCTIONS = {
+    "softplus": nn.functional.softplus,
+    "hardswish": nn.functional.hardswish,
+    "hardsigmoid": nn.functional.hardsigmoid,
+    "relu6": nn.functional.relu6,
+    "xlogy": lambda x: torch.xlogy(x, 2 + x.sigmoid()),
+    "log_softmax": lambda x: x.log_softmax(-1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}], ids=str)
+def test_trains_as_eagerly(name: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = _Lying(FUNCTIONS[name])
+    batch = {"x": torch.randn(2, 16, 8)}
+    step, _ = compiled_step(model, batch, stages=1, **options)
+    eagerly = train_step(model, model, batch)
+    assert torch.equal(step.loss, eagerly.loss)
+    for name, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, eagerly.gradients[name], rtol=1e-6, atol=1e-8)
+
+
+def test_copy_is_made_where_the_kernel_orders_dimensions_otherwise() -> None:
+    joint = capture_joint(_Lying(nn.functional.softplus), torch.randn(2, 16, 8))
+    before = [str(node.target) for node in joint.computed()]
+    joint = restore_layouts(joint)
+    added = [str(node.target) for node in joint.computed()]
+    assert added.count("aten.clone.default") == before.count("aten.clone.default") + 1
+    (backward,) = joint.graph.find_nodes(op="call_function", target=aten.softplus_backward.default)
+    value, noted = backward.meta["val"], next(iter(backward.users))
+    assert value.stride() == (96, 1, 16)  # as the real kernel lays it out
+    assert noted.target is aten.permute.default
+
+
+def test_nothing_is_copied_where_all_lies_alike() -> None:
+    joint = capture_joint(_Lying(torch.tanh), torch.randn(2, 16, 8))
+    before = len(list(joint.computed()))
+    assert len(list(restore_layouts(joint).computed())) == before
+
+
+class _LogitsBeside(nn.Module):
+    """Returns its loss, and logits whose gradient meets one that lies otherwise."""
+
+    def __init__(self, turned: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
+        self.turned = turned
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        logits = self.head(self.embed(tokens))
+        flat = (logits.transpose(0, 1) if self.turned else logits).reshape(-1, 12)
+        labels = tokens.t().reshape(-1) if self.turned else tokens.reshape(-1)
+        return CausalLMOutput(loss=nn.functional.cross_entropy(flat, labels), logits=logits)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}], ids=str)
+@pytest.mark.parametrize("turned", [False, True])
+def test_logits_that_nobody_differentiates(turned: bool, options: dict[str, Any]) -> None:
+    model, batch = _LogitsBeside(turned), {"tokens": torch.randint(12, (3, 5))}
+    step, compiled = compiled_step(model, batch, stages=1, **options)
+    assert_bitwise(step, aot_eager_step(model, batch))
+    programs = {program.name: program for program in compiled.plan.programs}
+    marked = [node for node in programs["backward"].module.graph.nodes if Mark.STRIDED in node.meta]
+    assert len(marked) == turned
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_logits_that_nobody_differentiates_in_a_pipeline(schedule: str) -> None:
+    model, batch = _LogitsBeside(turned=True), {"tokens": torch.randint(12, (3, 5))}
+    step, _ = compiled_step(model, batch, stages=2, devices=["cpu"], num_microbatches=1, schedule=schedule)
+    assert_bitwise(step, aot_eager_step(model, batch))
+
+
+def test_peak_of_zeros_made_in_full_is_planned() -> None:
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(400, 8), nn.Linear(8, 400)
+
+        def forward(self, tokens: torch.Tensor) -> Any:
+            logits = self.head(self.embed(tokens))
+            flat = logits.transpose(0, 1).reshape(-1, 400)
+            return CausalLMOutput(loss=nn.functional.cross_entropy(flat, tokens.t().reshape(-1)), logits=logits)
+
+    compiled = roundpipe_fx.compile(Wide(), stages=1, memory_budget=1.0, fullgraph=True)
+    tokens = torch.randint(400, (8, 32))
+    for _ in range(2):
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak() as peak:
+            output = compiled(tokens)
+            output.loss.backward()
+    assert peak.bytes <= compiled.plan.peak_bytes <= 1.03 * peak.bytes
+
+
+def test_gradients_of_one_dimension_are_left_alone() -> None:
+    joint = capture_joint(_LogitsBeside(turned=False), torch.randint(12, (3, 5)))
+    assert not any(Mark.STRIDED in node.meta for node in mark_strided_gradients(joint).tangents)
