@@ -129,10 +129,14 @@ def _widens(node: fx.Node) -> bool:
 def _place_views(joint: JointGraph) -> None:
     """Views go where they are read: into the recomputation, the backward, or both."""
     for node in reversed(joint.in_phase(Phase.RECOMPUTE)):
-        beside = [user for user in node.users if _is_beside(node, user)]
-        if not beside or not is_view(node):
+        if not is_view(node):
             continue
-        if len(beside) == len(node.users):
+        beside = [user for user in node.users if _is_beside(node, user)]
+        # Read by another stage alone, it still comes after what it views.
+        waits = _is_beside(node, viewed(node)) if viewed(node).op != "placeholder" else False
+        if not beside and not waits:
+            continue
+        if len(beside) == len(node.users) or waits:
             node.meta[Mark.PHASE] = Phase.BACKWARD
             continue
         with joint.graph.inserting_after(node):

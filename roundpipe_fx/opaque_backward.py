@@ -40,6 +40,21 @@ def opaque_backwards(module: fx.GraphModule) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
+class _Kind:
+    """What is constant about an input.
+
+    Attributes:
+        order: its dimensions, from the outermost in memory to the innermost; its gradient is laid out alike.
+        dtype: its type.
+        device: where it lies.
+    """
+
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
 class _Call:
     """What is constant about a call of the opaque operator; the operator's ``key`` names it.
 
@@ -49,7 +64,7 @@ class _Call:
         saved: how many tensors the context saved.
         names: attributes of the context that are tensors, in order.
         constants: its other attributes.
-        inputs: rank, dtype and device of each input of the operator that needs a gradient.
+        inputs: each input of the operator that needs a gradient.
     """
 
     function: Callable[..., Any]
@@ -57,7 +72,7 @@ class _Call:
     saved: int
     names: tuple[str, ...]
     constants: dict[str, Any]
-    inputs: tuple[tuple[int, torch.dtype, torch.device], ...]
+    inputs: tuple[_Kind, ...]
 
 
 _calls: dict[str, _Call] = {}
@@ -74,16 +89,23 @@ class _Context:
 
 
 def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Let the context remember the shapes of the operator's inputs, for the gradients'."""
+    """Let the context remember shapes and layouts of the operator's inputs, for the gradients'."""
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
         ctx._roundpipe_inputs = [
-            (tuple(value.shape), value.dtype, value.device) if isinstance(value, torch.Tensor) else None
+            (tuple(value.shape), _Kind(_order(value), value.dtype, value.device))
+            if isinstance(value, torch.Tensor)
+            else None
             for value in inputs
         ]
         return setup_context(ctx=ctx, inputs=inputs, output=output, **keywords) if setup_context else None
 
     return remember
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    strides = [torch_private.size_hint(stride) for stride in value.stride()]
+    return tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
 
 
 def _traceable(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,12 +129,12 @@ def _call_opaque(name: str, original: Callable[..., Any], context: Any, gradient
         len(context.saved_tensors),
         tuple(tensors),
         {key: value for key, value in attributes.items() if key not in tensors and key != "needs_input_grad"},
-        tuple((len(shape), dtype, device) for shape, dtype, device in wanted),
+        tuple(kind for _, kind in wanted),
     )
     digest = hashlib.sha256(repr((call.needs, call.saved, call.names, call.constants, call.inputs)).encode())
     key = f"{name}/{digest.hexdigest()[:8]}"
     _calls[key] = call
-    sizes = [size for shape, _, _ in wanted for size in shape]
+    sizes = [size for shape, _ in wanted for size in shape]
     made = iter(_opaque_backward([*context.saved_tensors, *tensors.values(), *gradients], sizes, key))
     return tuple(next(made) if need else None for need in needs)
 
@@ -127,9 +149,11 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
     wanted = [value for value, need in zip(results, call.needs, strict=True) if need]
     aliased = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     made = []
-    for value, like in zip(wanted, _empty(call, sizes), strict=True):
+    for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
         if value is None:
-            made.append(torch.zeros_like(like))
+            made.append(_empty(kind, shape).zero_())
+        elif value.stride() != _empty(kind, shape, "meta").stride():
+            made.append(_empty(kind, shape).copy_(value))
         else:
             made.append(value.clone() if value.untyped_storage().data_ptr() in aliased else value)
     return made
@@ -137,13 +161,15 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
 
 @_opaque_backward.register_fake
 def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[torch.Tensor]:
-    return _empty(_calls[key], sizes)
+    call = _calls[key]
+    return [_empty(kind, shape) for kind, shape in zip(call.inputs, _shapes(call, sizes), strict=True)]
 
 
-def _empty(call: _Call, sizes: Sequence[int]) -> list[torch.Tensor]:
-    remaining = list(sizes)
-    made = []
-    for rank, dtype, device in call.inputs:
-        shape, remaining = remaining[:rank], remaining[rank:]
-        made.append(torch.empty(shape, dtype=dtype, device=device))
-    return made
+def _shapes(call: _Call, sizes: Sequence[int]) -> list[Sequence[int]]:
+    remaining = iter(sizes)
+    return [[next(remaining) for _ in kind.order] for kind in call.inputs]
+
+
+def _empty(kind: _Kind, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
+    outer_first = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=device or kind.device)
+    return outer_first.permute([kind.order.index(dim) for dim in range(len(shape))])

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx.torch_private import registered_backwards
@@ -87,3 +87,35 @@ def test_a_traceable_backward_is_traced() -> None:
     compiled = roundpipe_fx.compile(model, fullgraph=True)
     assert_bitwise(train_step(compiled, model, batch), expected)
     assert "opaque_backward" not in "".join(compiled.plan.sources().values())
+
+
+class Turned(Model):
+    """Gives the operator a transposed input, whose gradient the backward lays out otherwise."""
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        rows = torch.tanh(self.first(x.t())).t()
+        return scale_rows(rows, self.weight, counts, 1.5).square().sum()
+
+
+def test_gradients_lie_as_they_were_traced() -> None:
+    model, batch = Turned(), {"x": torch.randn(4, 4), "counts": torch.tensor([1, 2, 3, 1])}
+    expected = train_step(model, model, batch)
+    seen = []
+
+    def compiler(module: fx.GraphModule, examples: list[torch.Tensor]) -> object:
+        class Watch(fx.Interpreter):
+            def run_node(self, node: fx.Node) -> object:
+                result = super().run_node(node)
+                if "opaque" in str(node.target):
+                    seen.extend(zip(result, node.meta["val"], strict=True))
+                return result
+
+        return Watch(module).run
+
+    compiled = roundpipe_fx.compile(model, stage_compiler=compiler, fullgraph=True)
+    found = train_step(compiled, model, batch)
+    for name, gradient in found.gradients.items():  # products of turned matrices round otherwise when traced
+        torch.testing.assert_close(gradient, expected.gradients[name])
+    assert len(seen) == 2
+    assert all(real.stride() == noted.stride() for real, noted in seen)
+    assert seen[0][1].stride() == (1, 4)

@@ -6,7 +6,7 @@ import torch
 from torch import fx, nn
 
 from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, viewed
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.rematerialize import keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.segments import cut_segments
@@ -86,3 +86,37 @@ def test_what_shrinks_goes_ahead() -> None:
     joint = start_early(_joint(Mean(), torch.randn(8, 16)))
     early = [node for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN not in node.meta]
     assert early and all(node.meta[Mark.BYTES] <= 32 for node in early)
+
+
+class Windows(nn.Module):
+    """Windows that overlap: their gradient is gathered by indices, views of numbers that need no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).as_strided((4, 7, 2), (8, 1, 1)).square().sum()
+
+
+def test_view_read_by_another_stage_comes_after_what_it_views() -> None:
+    joint = _joint(Windows(), torch.randn(4, 8))
+    backward = set(joint.in_phase(Phase.BACKWARD))
+    views = [
+        node
+        for node in backward
+        if is_view(node) and viewed(node) in backward and not is_view(viewed(node)) and not _waits(joint, node)
+    ]
+    assert views
+    for node in joint.computed():  # its readers are another stage's
+        if any(view in input_nodes(node) for view in views):
+            node.meta[Mark.STAGE] = node.meta[Mark.STAGE] - 1
+    start_early(joint)
+    for node in joint.in_phase(Phase.RECOMPUTE):
+        for source in input_nodes(node):
+            beside = source.meta.get(Mark.STAGE) == node.meta[Mark.STAGE]
+            assert not (beside and source.meta.get(Mark.PHASE) is Phase.BACKWARD), (node, source)
+
+
+def _waits(joint: JointGraph, node: fx.Node) -> bool:
+    return node in joint.tangents or any(_waits(joint, source) for source in input_nodes(node))
