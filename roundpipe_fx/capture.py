@@ -222,7 +222,7 @@ def capture(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         likeness: how the first graph of the step at hand was cut.
     """
-    _warn_of_graph_break(module, warned)
+    _warn_of_graph_break(module, warned, options)
     mark_checkpoints(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
@@ -275,7 +275,7 @@ def _is_outermost(joint: fx.GraphModule) -> bool:
     return not placeholders or any("desc" in node.meta for node in placeholders)
 
 
-def _warn_of_graph_break(module: fx.GraphModule, warned: set[str]) -> None:
+def _warn_of_graph_break(module: fx.GraphModule, warned: set[str], options: Options) -> None:
     reason = torch_private.graph_break(module)
     if reason is None:
         return
@@ -283,9 +283,11 @@ def _warn_of_graph_break(module: fx.GraphModule, warned: set[str]) -> None:
     if where in warned:
         return
     warned.add(where)
+    budget = " A memory budget bounds each part for itself, not the step." if options.memory_budget is not None else ""
     warnings.warn(
         f"roundpipe_fx: the model was not traced as one graph; it breaks at {where}. Each part is compiled on its own, "
-        f"and nothing is decided across the break. Use fullgraph=True to make this an error. Reason: {reason.reason}",
+        f"and nothing is decided across the break.{budget} Use fullgraph=True to make this an error. "
+        f"Reason: {reason.reason}",
         GraphBreakWarning,
         stacklevel=2,
     )
