@@ -114,7 +114,7 @@ def _forms(node: fx.Node) -> list[_Form]:
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
         return []
     in_place, with_output = _in_place_form(node), _form_with_output(node)
-    if in_place is None and with_output is None:
+    if (in_place is None and with_output is None) or _lies_uncertainly(node):
         return []
     operands = [
         argument
@@ -197,6 +197,20 @@ def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[tor
         if types == [str(argument.type) for argument in target._schema.arguments] and has_kernel(form, device):
             return form, outputs[0]
     return None
+
+
+def _lies_uncertainly(result: fx.Node) -> bool:
+    """Whether strides of dimensions of one element may be others than were noted.
+
+    They change no place in memory, but some kernels (batch norm's) choose by them how to go through a tensor, and so
+    how to round. Where operands do not agree about them, fake kernels do not always tell the real ones.
+    """
+    value = result.meta["val"]
+    if not any(isinstance(size, int) and size == 1 for size in value.shape):
+        return False
+    shape, strides = str(tuple(value.shape)), str(value.stride())
+    operands = [source.meta["val"] for source in input_nodes(result) if is_tensor(source)]
+    return any(str(tuple(operand.shape)) == shape and str(operand.stride()) != strides for operand in operands)
 
 
 def _same_layout(operand: fx.Node, result: fx.Node) -> bool:

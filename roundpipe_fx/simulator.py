@@ -24,6 +24,7 @@ from torch import fx
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import Mark, Phase, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
+from roundpipe_fx.outside_loss import loss_bytes
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
 
@@ -58,6 +59,10 @@ class LiveValue:
     name: str
     module: str
     bytes: int
+
+
+_CALLER = "the caller"
+"""What runs while the loss is computed outside."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,7 @@ def simulate_programs(
             for node in backward.inputs
             if node not in given
         }
+        run.events.append(Event((_CALLER, None), (), (), scratch=loss_bytes(tangents, granularity)))
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
         lasting += arriving[len(run.events)]
         given = {**given, **arrived}
@@ -116,7 +122,10 @@ def simulate_programs(
     live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
     workspace = run.events[peak.position].scratch if peak.position >= 0 else 0
-    if workspace:
+    if node is None and workspace:
+        name = "loss"
+        live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
+    elif workspace:
         live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
     return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
 

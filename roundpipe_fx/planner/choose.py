@@ -61,7 +61,8 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
 
 def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> InfeasibleBudgetError:
     peak = simulate(graph, lowest.schedule, list_live=True)
-    where = "at its beginning"
+    where = "between its forward and its backward, while a loss is computed outside the model" if peak.backward else ""
+    where = where or "at its beginning"
     if peak.operation is not None:
         module = module_path(peak.operation.node, module_path_text) or "the model"
         phase = "backward" if peak.backward else "forward"

@@ -28,6 +28,7 @@ from roundpipe_fx.joint_graph import (
     tensor_values,
 )
 from roundpipe_fx.liveness import Event
+from roundpipe_fx.outside_loss import loss_bytes
 from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
 from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
@@ -104,6 +105,7 @@ class OperationGraph:
             before that one's backward, it serves all of them.
         outputs: forward storages that the caller gets.
         tangents: storages of incoming gradients.
+        loss: bytes that a loss takes that is computed outside.
         gradients: storages that the backward returns.
         ways: by forward storage, how it is made again; absent where it must not be.
         alone: for masks of dropouts, the way that draws the mask without the dropout's input.
@@ -126,6 +128,7 @@ class OperationGraph:
     hold_at: dict[int, int]
     outputs: frozenset[int]
     tangents: frozenset[int]
+    loss: int
     gradients: frozenset[int]
     ways: dict[int, Way]
     alone: dict[int, Way]
@@ -237,6 +240,7 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         _hold_at(forward, backward, not_kept),
         frozenset(outputs & forward_storages),
         tangents,
+        loss_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
         frozenset(gradients - {OUTSIDE}),
         ways,
         alone,

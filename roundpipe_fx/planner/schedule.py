@@ -100,7 +100,7 @@ class Peak:
         bytes: how many.
         segment: where: the segment whose operation runs then.
         backward: whether that is in its backward.
-        operation: the operation.
+        operation: the operation; ``None``: nothing runs, or between forward and backward the loss outside.
         live: names and bytes of the largest storages alive then.
     """
 
@@ -192,7 +192,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     sizes = dict(enumerate(graph.sizes))
     # A generator's state is saved by the forward operation that is replayed, and read by each replay.
     states: dict[int, int] = {}
-    arriving: dict[int, Collection[int]] = {len(graph.forward): graph.tangents}
+    arriving: dict[int, Collection[int]] = {len(graph.forward) + 1: graph.tangents}
     for step in steps:
         index = step.operation.index
         if step.way is not None and index in graph.states and index not in states:
@@ -201,12 +201,16 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
             arriving[index] = (-2 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
     lasting = {*graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
-    events = [*graph.forward_events, *backward]
+    loss = Event(None, (), (), scratch=graph.loss)
+    events = [*graph.forward_events, loss, *backward]
     peak = peak_of(events, sizes, (), lasting, arriving, list_live)
     if peak.position < 0:
         return Peak(peak.bytes, 0, False, None, ())
     event = events[peak.position]
     live = [(_name(graph, copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    if event is loss:
+        live = sorted([*live, ("loss outside", event.scratch)], key=lambda value: -value[1])
+        return Peak(peak.bytes, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
     if event.scratch:
         live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
     return Peak(peak.bytes, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))

@@ -1,0 +1,86 @@
+"""A budget holds for the step, with a loss that the caller computes from the model's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe_fx
+
+
+class Words(nn.Module):
+    """Logits over many words: what is outside is more than what is inside."""
+
+    def __init__(self, words: int = 400) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, 16), nn.Linear(16, words)
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.embed(tokens)))
+
+
+class WithLoss(Words):
+    def forward(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = super().forward(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten()), logits
+
+
+def _cross_entropy(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "cross entropy": _cross_entropy,
+    "mean squares": lambda logits, tokens: F.mse_loss(logits, torch.zeros(()).expand_as(logits)),
+    "absolute values": lambda logits, tokens: logits.abs().mean(),
+    "sum": lambda logits, tokens: logits.sum(),
+}
+
+
+def _peak_of_step(compiled: nn.Module, loss: Callable[..., torch.Tensor]) -> int:
+    tokens = torch.randint(400, (4, 32))
+    compiled.zero_grad()
+    with roundpipe_fx.measure_peak() as peak:
+        logits = compiled(tokens)
+        loss(logits, tokens).backward()
+    return peak.bytes
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("budget", [1.0, 0.0])
+def test_step_stays_within_the_budget(budget: float, loss: str) -> None:
+    compiled = roundpipe_fx.compile(Words(), memory_budget=budget, fullgraph=True)
+    measured = [_peak_of_step(compiled, LOSSES[loss]) for _ in range(2)]
+    assert max(measured) <= compiled.plan.peak_bytes <= compiled.plan.budget
+    if loss == "cross entropy":
+        assert compiled.plan.peak_bytes <= 1.001 * max(measured)
+        assert compiled.plan.peak.call == "the caller"
+        assert "in the caller at loss" in str(compiled.plan)
+
+
+def test_budget_in_bytes() -> None:
+    highest = roundpipe_fx.plan(Words(), torch.randint(400, (4, 32)), memory_budget=1.0, device="cpu").peak_bytes
+    lowest = roundpipe_fx.plan(Words(), torch.randint(400, (4, 32)), memory_budget=0.0, device="cpu").peak_bytes
+    budget = (lowest + highest) // 2
+    compiled = roundpipe_fx.compile(Words(), memory_budget=budget, fullgraph=True)
+    assert _peak_of_step(compiled, _cross_entropy) <= budget < highest
+    assert compiled.plan.recompute_seconds > 0
+
+
+def test_room_is_left_where_a_loss_is_outside_alone() -> None:
+    tokens = torch.randint(400, (4, 32))
+    inside = roundpipe_fx.plan(WithLoss(), tokens, memory_budget=0.0, device="cpu")
+    outside = roundpipe_fx.plan(Words(), tokens, memory_budget=0.0, device="cpu")
+    assert inside.operations is not None and inside.operations.loss == 0
+    assert outside.operations is not None and outside.operations.loss == 3 * 4 * 32 * 400 * 4 + 16
+
+
+def test_refusal_says_that_the_loss_binds() -> None:
+    compiled = roundpipe_fx.compile(Words(), memory_budget=500_000, fullgraph=True)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match="while a loss is computed outside the model"):
+        compiled(torch.randint(400, (4, 32)))
