@@ -104,8 +104,8 @@ def test_a_size_that_is_too_large_is_refused_and_others_go_on() -> None:
 
 def test_what_fits_at_this_size_and_at_none_larger() -> None:
     least = roundpipe_fx.plan(_mlp(), torch.randn(64, 16), memory_budget=0.0, device="cpu").peak_bytes
-    compiled = roundpipe_fx.compile(_mlp(), memory_budget=int(1.05 * least), fullgraph=True, dynamic=True)
-    assert _peak_of_step(compiled, torch.randn(64, 16)) <= 1.05 * least
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=int(1.01 * least), fullgraph=True, dynamic=True)
+    assert _peak_of_step(compiled, torch.randn(64, 16)) <= 1.01 * least
     assert dict(compiled.plan.sizes) == {"args_0, dimension 0": 64}
 
 
