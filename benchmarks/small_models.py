@@ -129,7 +129,7 @@ def small_batch(task: str, config: Any) -> dict[str, Any]:
     """Inputs with labels; the same each time."""
     torch.manual_seed(1)
     if task == "image":
-        size = getattr(config, "image_size", 64)
+        size = getattr(getattr(config, "vision_config", config), "image_size", 64)
         size = size if isinstance(size, int) and size <= 64 else 64
         images = torch.randn(2, getattr(config, "num_channels", 3), size, size)
         return {"pixel_values": images, "labels": torch.randint(2, (2,))}
