@@ -352,7 +352,7 @@ class Plan:
         return "\n".join(lines)
 
 
-_FORMAT = "roundpipe_fx plan 2"
+_FORMAT = "roundpipe_fx plan 3"
 
 
 def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import bytes_text
@@ -48,6 +49,24 @@ def test_write(tmp_path: Path) -> None:
     files = compiled.trace(torch.randn(2, 3, 8, 8)).write(tmp_path / "out")
     assert {path.name for path in files} >= {"program.py", "stage_0.forward.py", "stage_1.backward.py"}
     for path in files:
+        compile(path.read_text(), str(path), "exec")
+
+
+def test_names_longer_than_a_line_stay_whole(tmp_path: Path) -> None:
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            names = [f"{'a_long_name_' * 12}{index}" for index in range(3)]
+            self.weights = nn.ParameterDict({name: nn.Parameter(torch.randn(4, 4)) for name in names})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for weight in self.weights.values():
+                x = torch.tanh(x @ weight)
+            return x.sum()
+
+    compiled = roundpipe_fx.compile(Deep(), stages=1, recompute="full")
+    compiled(torch.randn(2, 4)).backward()
+    for path in compiled.plan.write(tmp_path):
         compile(path.read_text(), str(path), "exec")
 
 
