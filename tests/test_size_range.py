@@ -37,14 +37,13 @@ def _references(model: nn.Module, batches: list[dict[str, Any]]) -> list[Step]:
         return [train_step(run, model, batch) for batch in batches]
 
 
-@pytest.mark.parametrize("share", [0.2, 0.6])
-def test_no_length_exceeds_the_budget(share: float) -> None:
+def test_no_length_exceeds_the_budget() -> None:
     torch.manual_seed(0)
     model = hugging_face.gpt2(layers=2)
     longest = hugging_face.language_batch(2, 96)
-    budget = roundpipe_fx.plan(copy.deepcopy(model), **longest, memory_budget=share, device="cpu").peak_bytes
+    budget = roundpipe_fx.plan(copy.deepcopy(model), **longest, memory_budget=0.2, device="cpu").peak_bytes
     budget = int(1.2 * budget)
-    lengths = (24, 48, 40, 96, 17, 96)
+    lengths = (24, 48, 96, 17)
     batches = [hugging_face.language_batch(2, length) for length in lengths]
     references = _references(model, batches)
     compiled = roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True)
@@ -110,14 +109,9 @@ def test_what_fits_at_this_size_and_at_none_larger() -> None:
 
 
 def test_two_sizes() -> None:
-    torch.manual_seed(0)
-    model = hugging_face.gpt2(layers=2)
-    budget = 700_000
-    compiled = roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True)
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=90_000, fullgraph=True)
     for rows, length in ((2, 16), (3, 24), (2, 48), (5, 20)):
-        with roundpipe_fx.measure_peak() as peak:
-            compiled(**hugging_face.language_batch(rows, length)).loss.backward()
-        assert peak.bytes <= budget
+        assert _peak_of_step(compiled, torch.randn(rows, length, 16)) <= 90_000
     assert len(compiled.plan.sizes) == 2
 
 
