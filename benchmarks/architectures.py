@@ -1,6 +1,6 @@
 """How many of Hugging Face's architectures train, and with which bits: a small model of each.
 
-python -m benchmarks.architectures                  # all, three quarters of an hour on two cores
+python -m benchmarks.architectures                  # all: takes long
 python -m benchmarks.architectures causal           # of one task
 python -m benchmarks.architectures causal/gpt2 …    # one
 

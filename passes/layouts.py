@@ -16,6 +16,7 @@ Real strides are found by running an operator on small tensors that lie alike.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from roundpipe_fx.torch_private import size_hint, without_modes
 __all__ = ["mark_strided_gradients", "restore_layouts"]
 
 aten = torch.ops.aten
+
+log = logging.getLogger(__name__)
 
 
 class _Likeness(NamedTuple):
@@ -104,7 +107,8 @@ def _faked(node: fx.Node, source: fx.Node, value: torch.Tensor) -> Any:
     with value.fake_mode:  # type: ignore[attr-defined]
         try:
             return node.target(*args, **kwargs)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+            log.info("%s cannot take one zero seen at every place: %s", node.target, error)
             return None
 
 
@@ -186,7 +190,9 @@ def _run_small(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any]
     with without_modes(), torch.no_grad():
         try:
             result = target(*map(real, args), **{name: real(value) for name, value in kwargs})
-        except (RuntimeError, IndexError, NotImplementedError, AssertionError):  # no such kernel, no such device
+        except (RuntimeError, IndexError, NotImplementedError, AssertionError) as error:
+            # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
+            log.info("the layout of what %s returns cannot be tried: %s", target, error)
             return None
     return tuple(result.stride()) if isinstance(result, torch.Tensor) else None
 

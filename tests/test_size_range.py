@@ -157,15 +157,16 @@ def test_shares_and_no_budget_serve_all_sizes() -> None:
 def test_ragged_microbatches_of_many_batches() -> None:
     model = _mlp()
     compiled = roundpipe_fx.compile(
-        model, stages=2, devices=["cpu"], num_microbatches=3, schedule="1f1b", memory_budget=90_000
+        model, stages=2, devices=["cpu"], num_microbatches=3, schedule="1f1b", memory_budget=50_000
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for rows in (24, 25, 48, 70, 120):
+        for rows in (24, 25, 70, 120, 200):
+            x = torch.randn(rows, 16)
             model.zero_grad()
             with roundpipe_fx.measure_peak() as peak:
-                compiled.forward_backward(torch.randn(rows, 16), loss_fn=torch.sum)
-            assert peak.bytes <= 90_000
+                compiled.forward_backward(x, loss_fn=torch.sum)
+            assert peak.bytes <= 50_000
 
 
 def test_steps_keep_what_a_size_is_a_multiple_of() -> None:

@@ -71,7 +71,7 @@ class Arranger:
             thriftier = self._thriftier(sequence) if len(found) <= most else None
             if thriftier is None:
                 break
-            # Kept in this order: another one is hardly ever better, and looking for it takes as long as all else.
+            # Not put into a better order each time: planning has to be quick.
             sequence = thriftier
             peak = self._peak(sequence).bytes
             if peak < found[-1][1]:

@@ -61,9 +61,10 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
 
 def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> InfeasibleBudgetError:
     peak = simulate(graph, lowest.schedule, list_live=True)
-    where = "between its forward and its backward, while a loss is computed outside the model" if peak.backward else ""
-    where = where or "at its beginning"
-    if peak.operation is not None:
+    if peak.operation is None:
+        loss = "between its forward and its backward, while a loss is computed outside the model"
+        where = loss if peak.backward else "at its beginning"
+    else:
         module = module_path(peak.operation.node, module_path_text) or "the model"
         phase = "backward" if peak.backward else "forward"
         where = (
