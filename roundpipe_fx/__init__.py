@@ -6,7 +6,6 @@ modules.
 """
 
 from roundpipe_fx.budget import InfeasibleBudgetError
-from roundpipe_fx.capture import GraphBreakWarning
 from roundpipe_fx.checkpointing import (
     checkpoint,
     checkpoint_sequential,
@@ -18,6 +17,7 @@ from roundpipe_fx.checkpointing import (
     save_for_recompute,
 )
 from roundpipe_fx.compiled_module import CompiledModule, compile
+from roundpipe_fx.graph_breaks import GraphBreakWarning
 from roundpipe_fx.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan

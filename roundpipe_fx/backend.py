@@ -10,10 +10,12 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.capture import capture
+from roundpipe_fx.graph_breaks import around_calls
 from roundpipe_fx.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.sync_ops import registered_sync_ops
+from roundpipe_fx.torch_private import UserLine
 
 __all__ = ["make_backend", "roundpipe_fx_backend"]
 
@@ -36,18 +38,19 @@ def make_backend(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         likeness: how the first graph of the step at hand was cut.
     """
-    warned: set[str] = set()
+    warned: set[UserLine] = set()
 
     def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture(
             module, example_inputs, options, registered_sync_ops(), on_plan, warned, assumptions, pipelining, likeness
         )
 
-    roundpipe_fx.backend_ctx_ctor = torch_private.dynamo_flags  # type: ignore[attr-defined]
+    budgeted = options.memory_budget is not None
+    roundpipe_fx.backend_ctx_ctor = lambda: around_calls(warned, budgeted)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 
-_warned: set[str] = set()
+_warned: set[UserLine] = set()
 
 
 def roundpipe_fx_backend(
@@ -64,5 +67,6 @@ def roundpipe_fx_backend(
     return capture(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned)
 
 
-roundpipe_fx_backend.backend_ctx_ctor = torch_private.dynamo_flags  # type: ignore[attr-defined]
+roundpipe_fx_backend.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]
 torch_private.forward_backend_context()
+torch_private.log_metrics_with_functions()

@@ -11,7 +11,6 @@ import functools
 import gc
 import hashlib
 import itertools
-import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
 from roundpipe_fx.codegen import Program
+from roundpipe_fx.graph_breaks import warn_of_graph_break
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
@@ -35,15 +35,13 @@ from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+from roundpipe_fx.settled_draws import keep_settled_draws
 from roundpipe_fx.size_range import lower_for_sizes
+from roundpipe_fx.torch_private import UserLine
 
-__all__ = ["GraphBreakWarning", "capture"]
+__all__ = ["capture"]
 
 T = TypeVar("T")
-
-
-class GraphBreakWarning(UserWarning):
-    """The model could not be traced as one graph; the parts were compiled each on its own."""
 
 
 @dataclass
@@ -204,7 +202,7 @@ def capture(
     options: Options,
     registered_syncs: Collection[Any],
     on_plan: Callable[[Plan], None],
-    warned: set[str],
+    warned: set[UserLine],
     assumptions: Assumptions | None = None,
     pipelining: Pipelining | None = None,
     likeness: Likeness | None = None,
@@ -217,13 +215,14 @@ def capture(
         options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         on_plan: called with each plan that is made.
-        warned: graph breaks that the user was told of already; extended.
+        warned: lines of graph breaks that the user was told of already; extended.
         assumptions: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         likeness: how the first graph of the step at hand was cut.
     """
-    _warn_of_graph_break(module, warned, options)
+    warn_of_graph_break(module, warned, options.memory_budget is not None)
     mark_checkpoints(module)
+    keep_settled_draws(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compilation = _Compilation(
@@ -273,21 +272,3 @@ def _is_outermost(joint: fx.GraphModule) -> bool:
     """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     return not placeholders or any("desc" in node.meta for node in placeholders)
-
-
-def _warn_of_graph_break(module: fx.GraphModule, warned: set[str], options: Options) -> None:
-    reason = torch_private.graph_break(module)
-    if reason is None:
-        return
-    where = torch_private.user_stack_text(reason)
-    if where in warned:
-        return
-    warned.add(where)
-    budget = " A memory budget bounds each part for itself, not the step." if options.memory_budget is not None else ""
-    warnings.warn(
-        f"roundpipe_fx: the model was not traced as one graph; it breaks at {where}. Each part is compiled on its own, "
-        f"and nothing is decided across the break.{budget} Use fullgraph=True to make this an error. "
-        f"Reason: {reason.reason}",
-        GraphBreakWarning,
-        stacklevel=2,
-    )

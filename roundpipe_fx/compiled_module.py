@@ -193,6 +193,7 @@ class CompiledModule(nn.Module):
     def _compile(self) -> None:
         """Compile anew at the next call."""
         own = self.__dict__
+        torch_private.try_again()
         if "_run" in own:
             torch_private.forget_compiled(own["_original"])
         if own["_pipelining"] is not None:

@@ -40,6 +40,7 @@ from roundpipe_fx.planner.follow_sequence import fit_sequence
 from roundpipe_fx.planner.operations import read_operations
 from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.segment import Segment, StageCut
+from roundpipe_fx.settled_draws import release_settled_draws
 from roundpipe_fx.simulator import allocation_granularity, simulate_programs
 from roundpipe_fx.torch_private import module_path_text
 
@@ -136,7 +137,7 @@ def prepare(
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
-    joint = expand_masks(joint)
+    joint = expand_masks(release_settled_draws(joint))
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":

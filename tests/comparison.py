@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._dynamo.backends.debugging import aot_eager
 
 import roundpipe_fx
+from roundpipe_fx.settled_draws import keep_settled_draws
 from roundpipe_fx.torch_private import dynamo_flags
 
 
@@ -50,7 +52,12 @@ def aot_eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int = 0, au
     """The reference: ``torch.compile(backend="aot_eager")`` on a copy of the model."""
     model = copy.deepcopy(model)
     with dynamo_flags():
-        return train_step(torch.compile(model, backend="aot_eager"), model, batch, seed, autocast)
+        return train_step(torch.compile(model, backend=_aot_eager), model, batch, seed, autocast)
+
+
+def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    keep_settled_draws(module)
+    return aot_eager(module, inputs)
 
 
 def compiled_step(

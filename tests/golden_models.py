@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -197,6 +198,35 @@ class NoisyWeight(nn.Module):
         return F.linear(x, weight, self.linear.bias).square().mean()
 
 
+class LayerDrop(nn.Module):
+    """Layers that are skipped at random, by default never: what is drawn for it is read by nobody, and drawn."""
+
+    def __init__(
+        self,
+        probability: float = 0.0,
+        compare: Callable[[Any, float], Any] = operator.lt,
+        keeps: bool = False,
+        depth: int = 2,
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(depth))
+        self.last = nn.Linear(8, 1)
+        self.probability = probability
+        self.compare = compare
+        self.keeps = keeps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if self.training:
+                if self.compare(torch.rand([]), self.probability):
+                    if not self.keeps:
+                        continue
+                elif self.keeps:
+                    continue
+            x = F.dropout(layer(x).tanh(), 0.5, self.training)
+        return self.last(x).square().sum()
+
+
 def _tokens(batch: int = 2, length: int = 4, vocabulary: int = 16) -> dict[str, Any]:
     tokens = torch.randint(vocabulary, (batch, length + 1))
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
@@ -213,6 +243,7 @@ GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], i
         lambda: {"source": torch.randn(2, 3, 8), "target": torch.randn(2, 4, 8)},
         ["decoder.0"],
     ),
+    "layer_drop": (LayerDrop, lambda: {"x": torch.randn(4, 8)}, ["layers.1"]),
 }
 
 # name: (model, its inputs, options): programs within a byte budget, or with recompute regions of the user's.

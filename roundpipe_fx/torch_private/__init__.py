@@ -29,16 +29,20 @@ from roundpipe_fx.torch_private.autograd import (
 from roundpipe_fx.torch_private.compiling import boxed_codegen, boxed_false, has_kernel, inductor
 from roundpipe_fx.torch_private.dynamo import (
     PassedThrough,
+    UserLine,
     checkpoint_body,
     dynamo_flags,
     forget_compiled,
     forward_backend_context,
     graph_break,
     input_path,
+    line_of_break,
+    log_metrics_with_functions,
     module_path_text,
     traced_forward_call,
     tracing_inside_checkpoint,
-    user_stack_text,
+    try_again,
+    untraced_functions,
 )
 from roundpipe_fx.torch_private.memory import WatchedMemory, profiler_runs, watch_memory
 from roundpipe_fx.torch_private.modes import (
@@ -49,6 +53,7 @@ from roundpipe_fx.torch_private.modes import (
     set_dispatch_mode_flags,
     without_modes,
 )
+from roundpipe_fx.torch_private.random_branches import settled_draw
 from roundpipe_fx.torch_private.rng import rng_states, run_and_save_rng_state, run_with_rng_state
 from roundpipe_fx.torch_private.sizes import (
     InputSize,
@@ -64,6 +69,7 @@ from roundpipe_fx.torch_private.sizes import (
 __all__ = [
     "InputSize",
     "PassedThrough",
+    "UserLine",
     "WatchedMemory",
     "active_dispatch_modes",
     "aot_autograd",
@@ -92,6 +98,8 @@ __all__ = [
     "input_path",
     "input_sizes",
     "leave_unused_gradients_out",
+    "line_of_break",
+    "log_metrics_with_functions",
     "module_path_text",
     "mutated_inputs",
     "pop_saved_tensor_hooks",
@@ -102,6 +110,7 @@ __all__ = [
     "run_and_save_rng_state",
     "run_with_rng_state",
     "set_dispatch_mode_flags",
+    "settled_draw",
     "shape_env_of",
     "size_binding",
     "size_hint",
@@ -109,7 +118,8 @@ __all__ = [
     "traced_forward_call",
     "traces",
     "tracing_inside_checkpoint",
-    "user_stack_text",
+    "try_again",
+    "untraced_functions",
     "watch_memory",
     "when_backward_ends",
     "without_modes",

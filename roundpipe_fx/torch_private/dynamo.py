@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import re
+import weakref
 from collections.abc import Iterator
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
 
+from roundpipe_fx.torch_private.random_branches import known_random_branches
+
 __all__ = [
     "PassedThrough",
+    "UserLine",
     "checkpoint_body",
     "dynamo_flags",
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
     "input_path",
+    "line_of_break",
+    "log_metrics_with_functions",
     "module_path_text",
     "traced_forward_call",
     "tracing_inside_checkpoint",
-    "user_stack_text",
+    "try_again",
+    "untraced_functions",
 ]
 
 
@@ -39,6 +48,24 @@ class PassedThrough(torch._dynamo.exc.ShortenTraceback):
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
 
 
+def log_metrics_with_functions() -> None:
+    """Let Dynamo log its configuration although ``ignore_logging_functions`` is set, which torch 2.11 fails to do.
+
+    It would log an error with a traceback at each compilation, and lose what it measured of it.
+    """
+    from torch._dynamo import utils
+
+    in_full = utils._get_dynamo_config_for_logging
+
+    def unless_it_cannot_be_written() -> str | None:
+        try:
+            return in_full()
+        except TypeError:
+            return None
+
+    utils._get_dynamo_config_for_logging = unless_it_cannot_be_written
+
+
 _MOST_COMPILATIONS = 64
 
 
@@ -46,18 +73,20 @@ _MOST_COMPILATIONS = 64
 def dynamo_flags() -> Iterator[None]:
     """Dynamo's flags for our compilation only, restored on exit.
 
-    Data-dependent shapes and scalars are captured into the graph instead of breaking it, loggers are skipped, and
-    hooks that are added to a submodule later are noticed. A function may be compiled more often than eight times before
-    Dynamo runs it eagerly: within a budget in bytes there is a plan for each range of sizes, and eagerly there is none.
+    Data-dependent shapes and scalars are captured into the graph instead of breaking it, as are branches on random
+    numbers that can go one way only; loggers are skipped, and hooks that are added to a submodule later are noticed.
+    A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
+    is a plan for each range of sizes, and eagerly there is none.
     """
     config = torch._dynamo.config
-    with config.patch(
+    flags = config.patch(
         recompile_limit=max(config.recompile_limit, _MOST_COMPILATIONS),
         capture_dynamic_output_shape_ops=True,
         capture_scalar_outputs=True,
         skip_nnmodule_hook_guards=False,
         ignore_logging_functions=set(config.ignore_logging_functions) | _logging_functions(),
-    ):
+    )
+    with flags, known_random_branches():
         yield
 
 
@@ -94,12 +123,73 @@ def graph_break(module: fx.GraphModule) -> Any | None:
     return reason if reason is not None and reason.graph_break else None
 
 
-def user_stack_text(reason: Any) -> str:
-    """Where in the user's code a graph break happened: ``file:line in function``."""
+class UserLine(NamedTuple):
+    """A line of the user's code."""
+
+    file: str
+    number: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number} in {self.function}"
+
+
+def line_of_break(reason: Any) -> UserLine:
+    """Where in the user's code a graph break happened."""
     if not reason.user_stack:
-        return "an unknown line"
+        return UserLine("an unknown file", 0, "an unknown function")
     frame = reason.user_stack[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
+    return UserLine(frame.filename, frame.lineno, frame.name)
+
+
+class UntracedFunction(NamedTuple):
+    """A function that Dynamo gave up and runs eagerly.
+
+    Attributes:
+        line: where.
+        reason: why.
+    """
+
+    line: UserLine
+    reason: str
+
+
+_given_up: list[weakref.ref[CodeType]] = []
+
+
+@contextlib.contextmanager
+def untraced_functions() -> Iterator[list[UntracedFunction]]:
+    """The functions that Dynamo gives up while entered; known on leaving, unless by an exception.
+
+    Dynamo asks no backend about these. It has them among its metrics of compilations.
+    """
+    from torch._dynamo.utils import get_compilation_metrics
+
+    found: list[UntracedFunction] = []
+    last = next(reversed(get_compilation_metrics()), None)
+    yield found
+    for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
+        if attempt.fail_type in ("Unsupported", "UserError"):
+            file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
+            line = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
+            _given_up.extend(_codes_at(attempt.co_filename, attempt.co_firstlineno))
+            found.append(UntracedFunction(line, attempt.fail_reason or ""))
+
+
+def _codes_at(file: str | None, line: int | None) -> list[weakref.ref[CodeType]]:
+    """The code of functions that Dynamo tried and that begin at a line."""
+    from torch._dynamo.convert_frame import input_codes
+
+    found = [(reference, reference()) for reference in input_codes.seen]
+    return [reference for reference, code in found if code and (code.co_filename, code.co_firstlineno) == (file, line)]
+
+
+def try_again() -> None:
+    """Let Dynamo try the functions again that it gave up: it does not for any model of their class."""
+    while _given_up:
+        code = _given_up.pop()()
+        if code is not None:
+            torch._dynamo.eval_frame.reset_code(code)
 
 
 _PATH_STEP = re.compile(r"_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]")

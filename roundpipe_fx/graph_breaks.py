@@ -1,0 +1,64 @@
+"""Graph breaks: where a model could not be traced as one graph. The user is told of each place once.
+
+There are two kinds. After most breaks tracing goes on, and each part is a graph of its own. Where a break lies in a
+loop, Dynamo gives the whole function up: it runs eagerly, and only what it calls is compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.torch_private import UserLine
+
+__all__ = ["GraphBreakWarning", "around_calls", "warn_of_graph_break"]
+
+
+class GraphBreakWarning(UserWarning):
+    """The model could not be traced as one graph; the parts were compiled each on its own."""
+
+
+def warn_of_graph_break(module: fx.GraphModule, warned: set[UserLine], budgeted: bool) -> None:
+    """Tell of the break that ended a graph, if one did.
+
+    Args:
+        module: Dynamo's graph.
+        warned: lines that the user was told of already; extended.
+        budgeted: whether there is a memory budget, about which there is more to say.
+    """
+    reason = torch_private.graph_break(module)
+    if reason is not None:
+        parts = "Each part is compiled on its own, and nothing is decided across the break."
+        _warn(torch_private.line_of_break(reason), parts, reason.reason, warned, budgeted)
+
+
+@contextlib.contextmanager
+def around_calls(warned: set[UserLine], budgeted: bool = False) -> Iterator[None]:
+    """Around each call of what is compiled: Dynamo's flags for it, and news of functions that it gave up."""
+    error = sys.exception()
+    with torch_private.dynamo_flags(), torch_private.untraced_functions() as untraced:
+        yield
+    if sys.exception() is not error:  # Dynamo leaves without telling of the call's error, which says enough
+        return
+    for line, reason in untraced:
+        parts = f"{line.function} runs eagerly; what it calls is compiled on its own."
+        what, _, why = reason.partition("\n")
+        explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
+        _warn(line, parts, f"{what}. {explained}", warned, budgeted)
+
+
+def _warn(line: UserLine, parts: str, reason: str, warned: set[UserLine], budgeted: bool) -> None:
+    if line in warned:
+        return
+    warned.add(line)
+    budget = " A memory budget bounds each part for itself, not the step." if budgeted else ""
+    text = (
+        f"roundpipe_fx: the model was not traced as one graph; it breaks at {line}. {parts}{budget} "
+        f"Use fullgraph=True to make this an error. Reason: {reason}"
+    )
+    warnings.warn_explicit(text, GraphBreakWarning, line.file, line.number)

@@ -1,0 +1,93 @@
+"""Branches on random numbers that can go one way only: layer drop with a probability of zero.
+
+``if torch.rand([]) < self.layerdrop: continue`` stands in the layer loop of many models, and Dynamo breaks the graph
+there, at each layer, also where ``layerdrop`` is 0, as it is by default. Numbers of ``torch.rand`` lie in [0, 1), so
+the comparison is then known while tracing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+__all__ = ["known_random_branches", "settled_draw"]
+
+_local = threading.local()
+
+
+@contextlib.contextmanager
+def known_random_branches() -> Iterator[None]:
+    """While entered, what Dynamo traces in this thread does not break where a random number decides nothing.
+
+    The comparison stays in the graph, see :func:`settled_draw`.
+    """
+    _install()
+    before = getattr(_local, "active", False)
+    _local.active = True
+    try:
+        yield
+    finally:
+        _local.active = before
+
+
+def _install() -> None:
+    """Let Dynamo's tensors be constants where they are known: before it breaks at a branch it asks for that."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    if "as_python_constant" in vars(TensorVariable):
+        return
+
+    def as_python_constant(self: Any) -> Any:
+        # Bodies of higher-order operators break nothing: what they draw must stay with them.
+        if getattr(_local, "active", False) and self.proxy.tracer.parent is None:
+            known = _outcome(self.proxy.node)
+            if known is not None:
+                return known
+        return super(TensorVariable, self).as_python_constant()
+
+    TensorVariable.as_python_constant = as_python_constant  # type: ignore[method-assign]
+
+
+def settled_draw(node: fx.Node) -> fx.Node | None:
+    """The random number of a comparison in Dynamo's graph whose outcome was known; else ``None``."""
+    return None if _outcome(node) is None else next(arg for arg in node.args if _is_draw(arg))  # type: ignore[return-value]
+
+
+_MIRRORED = {operator.lt: operator.gt, operator.le: operator.ge, operator.gt: operator.lt, operator.ge: operator.le}
+
+
+def _is_draw(arg: Any) -> bool:
+    return isinstance(arg, fx.Node) and arg.op == "call_function" and arg.target is torch.rand
+
+
+def _outcome(node: fx.Node) -> bool | None:
+    """What a comparison of a random number with another gives, whatever is drawn; else ``None``."""
+    if node.op != "call_function" or node.target not in _MIRRORED:
+        return None
+    compare, (left, right) = node.target, node.args
+    if _is_draw(right):
+        compare, left, right = _MIRRORED[compare], right, left
+    limit = _number(right)
+    if not _is_draw(left) or limit is None:
+        return None
+    if limit >= 1:
+        return compare in (operator.lt, operator.le)
+    if limit < 0 or (limit == 0 and compare in (operator.lt, operator.ge)):
+        return compare in (operator.gt, operator.ge)
+    return None
+
+
+def _number(arg: Any) -> Any:
+    """A number, or one that may vary from call to call and is guarded as it is compared."""
+    if isinstance(arg, int | float):
+        return arg
+    value = arg.meta.get("example_value") if isinstance(arg, fx.Node) else None
+    varies = isinstance(value, torch.SymInt | torch.SymFloat) and not free_unbacked_symbols(value)
+    return value if varies else None
