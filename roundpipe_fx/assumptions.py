@@ -11,6 +11,7 @@ shows it.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,7 @@ __all__ = ["Assumptions"]
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
+_noting = threading.Lock()
 
 
 @dataclass
@@ -40,11 +42,12 @@ class Assumptions:
     headroom: float = _FIRST_HEADROOM / 2
 
     def see(self, name: str, size: int) -> None:
-        """Note a size that a step had."""
-        if size > self.largest.get(name, -1):
-            self.largest[name] = size
-            if size > self.assumed.get(name, -1):
-                self.stale = True
+        """Note a size that a step had. May be called from several threads."""
+        with _noting:
+            if size > self.largest.get(name, -1):
+                self.largest[name] = size
+                if size > self.assumed.get(name, -1):
+                    self.stale = True
 
     def see_workspace(self, operator: str, size: int) -> None:
         """Note the bytes that an operator allocated for itself in a step."""

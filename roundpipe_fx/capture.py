@@ -27,13 +27,14 @@ from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
-from roundpipe_fx.pipeline.graph import PipelinedGraph, pipelined_graph, plan_of_pipeline
+from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
+from roundpipe_fx.runtime.seen_sizes import sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.settled_draws import keep_settled_draws
 from roundpipe_fx.size_range import lower_for_sizes
@@ -107,9 +108,11 @@ class _Compilation:
             registered_syncs=self.registered_syncs,
             share=self.assumptions.share,
             like=self.likeness.structure,
+            workspaces=self.assumptions.workspaces,
         )
         pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.main.lowered.plan)
-        self.graph = pipelined_graph(pipeline, mutations, differentiated)
+        seen = Seen(self._see_size, self.assumptions.see_workspace) if pipeline.budget is not None else None
+        self.graph = pipelined_graph(pipeline, mutations, differentiated, seen)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))
         assert self.lowered.backward is not None
@@ -122,29 +125,11 @@ class _Compilation:
             return pipelined(self.graph, [_stand_in(node) for node in kept])
         plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
-        return observed(
-            run, plan.outputs if plan.static else 0, self._sizes_seen() if plan.budget is not None else None
-        )
+        see = sizes_seer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
+        return observed(run, plan.outputs if plan.static else 0, see)
 
-    def _sizes_seen(self) -> Callable[[tuple[Any, ...]], None] | None:
-        """What notes the data-dependent sizes among the results of a forward; ``None`` if there are none."""
-        assert self.lowered is not None
-        places: dict[str, tuple[int, int | None]] = {}
-        for index, node in enumerate(self.lowered.forward.results):
-            value = node.meta.get("val") if isinstance(node, fx.Node) else None
-            sizes = list(enumerate(value.shape)) if isinstance(value, torch.Tensor) else [(None, value)]
-            for dim, size in sizes:
-                symbol = torch_private.data_dependent_symbol(size)
-                if symbol is not None:
-                    places.setdefault(f"{self.name}/{symbol}", (index, dim))
-        if not places:
-            return None
-
-        def see(results: tuple[Any, ...]) -> None:
-            for name, (index, dim) in places.items():
-                self.assumptions.see(name, int(results[index] if dim is None else results[index].shape[dim]))
-
-        return see
+    def _see_size(self, symbol: str, size: int) -> None:
+        self.assumptions.see(f"{self.name}/{symbol}", size)
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None

@@ -257,7 +257,9 @@ class CompiledModule(nn.Module):
                 "forward_backward needs a model that is compiled for microbatches: "
                 "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
             )
-        return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
+        return _planning_anew(
+            self, lambda: self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
+        )
 
     @property
     def training(self) -> bool:
@@ -440,20 +442,27 @@ _SMALLER = 0.8
 
 
 def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
-    if model._pipeline is not None:
-        return model._pipeline.forward(args, kwargs)
+    def run() -> Any:
+        if model._pipeline is not None:
+            return model._pipeline.forward(args, kwargs)
+        return _run(model, args, kwargs)
+
+    return _planning_anew(model, run)
+
+
+def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
+    """Run the model, or a step; compile it anew before if its plan is out of date, and once more if memory runs out."""
     if model._assumptions.stale:
         model._assumptions.renew()
-        log.info("planning anew with the data-dependent sizes that were seen: %s", model._assumptions.assumed)
+        log.info("planning anew with what steps have shown: %s", model._assumptions.assumed)
         model._compile()
     parameter = next(model._original.parameters(), None)
     devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
-    has_budget = model._options.memory_budget is not None or (model._options.recompute is None and devices)
-    if not has_budget or not torch.is_grad_enabled():
-        return _run(model, args, kwargs)
+    if not _has_budget(model, bool(devices)) or not torch.is_grad_enabled():
+        return run()
     with torch_private.rng_states(devices) as restore:
         try:
-            return _run(model, args, kwargs)
+            return run()
         except torch.OutOfMemoryError as error:
             # Outside the handler the error's traceback no longer holds what the step had allocated.
             failure = error.with_traceback(None)
@@ -462,13 +471,19 @@ def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
     warnings.warn(
         f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
         f"{model._assumptions.share:.0%} of the budget and running the step again.",
-        stacklevel=2,
+        stacklevel=3,
     )
     model._compile()
     try:
-        return _run(model, args, kwargs)
+        return run()
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
+
+
+def _has_budget(model: CompiledModule, on_accelerator: bool) -> bool:
+    if model._pipelining is not None and model._pipelining.checkpoint is not None:
+        return False
+    return model._options.memory_budget is not None or (model._options.recompute is None and on_accelerator)
 
 
 def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -102,9 +102,9 @@ def stage_0_backward(args):
     gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_22, view_43, grad_input=view_22);  view_22 = view_43 = None
     # blocks.0.mlp.0
     view_23: "float32[8, 16]" = aten.view.default(gelu_backward, [8, 16]);  gelu_backward = None
-    sum_2: "float32[1, 16]" = aten.sum.dim_IntList(view_23, [0], True)
     t_15: "float32[16, 8]" = aten.t.default(view_23)
     mm_6: "float32[16, 8]" = aten.mm.default(t_15, view_42);  t_15 = view_42 = None
+    sum_2: "float32[1, 16]" = aten.sum.dim_IntList(view_23, [0], True)
     t_14: "float32[16, 8]" = aten.t.default(t_32);  t_32 = None
     mm_5: "float32[8, 8]" = aten.mm.default(view_23, t_14);  view_23 = t_14 = None
     view_25: "float32[2, 4, 8]" = aten.view.default(mm_5, [2, 4, 8]);  mm_5 = None
@@ -169,16 +169,17 @@ def stage_0_backward(args):
     t_20: "float32[8, 8]" = aten.t.default(mm_8);  mm_8 = None
     t_21: "float32[8, 8]" = aten.t.default(t_20);  t_20 = None
     # blocks.0.attention
-    transpose_6: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_26, 1, 2);  getitem_26 = None
-    view_31: "float32[2, 4, 8]" = aten.view.default(transpose_6, [2, 4, 8]);  transpose_6 = None
-    transpose_5: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_27, 1, 2);  getitem_27 = None
-    view_30: "float32[2, 4, 8]" = aten.view.default(transpose_5, [2, 4, 8]);  transpose_5 = None
-    cat: "float32[2, 4, 16]" = aten.cat.default([view_31, view_30], 2);  view_31 = view_30 = None
     transpose_7: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_25, 1, 2);  getitem_25 = None
     view_32: "float32[2, 4, 8]" = aten.view.default(transpose_7, [2, 4, 8]);  transpose_7 = None
     # blocks.0.attention.query
     view_33: "float32[8, 8]" = aten.view.default(view_32, [8, 8]);  view_32 = None
     sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_33, [0], True)
+    # blocks.0.attention
+    transpose_6: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_26, 1, 2);  getitem_26 = None
+    view_31: "float32[2, 4, 8]" = aten.view.default(transpose_6, [2, 4, 8]);  transpose_6 = None
+    transpose_5: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_27, 1, 2);  getitem_27 = None
+    view_30: "float32[2, 4, 8]" = aten.view.default(transpose_5, [2, 4, 8]);  transpose_5 = None
+    cat: "float32[2, 4, 16]" = aten.cat.default([view_31, view_30], 2);  view_31 = view_30 = None
     # blocks.0.attention.key_value
     view_36: "float32[8, 16]" = aten.view.default(cat, [8, 16]);  cat = None
     # blocks.0.attention.key_value (again)

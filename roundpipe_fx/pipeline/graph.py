@@ -6,7 +6,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -21,10 +21,12 @@ from roundpipe_fx.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
+from roundpipe_fx.runtime.seen_sizes import SeeSize, sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.schedules import StageGraph, Step, with_transfers
+from roundpipe_fx.runtime.watched_operators import watch_operators
+from roundpipe_fx.schedules import Kind, StageGraph, Step, with_transfers
 
-__all__ = ["PipelinedGraph", "pipelined_graph", "plan_of_pipeline", "union"]
+__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "union"]
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,20 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
     )
 
 
+class Seen(NamedTuple):
+    """Who is told what steps show.
+
+    Attributes:
+        size: told a symbol's name and a size that depends on data.
+        workspace: told an operator's name and the bytes that it allocated for itself.
+    """
+
+    size: SeeSize
+    workspace: SeeSize
+
+
 def pipelined_graph(
-    pipeline: LoweredPipeline, mutations: Mapping[int, int], differentiated: Sequence[int]
+    pipeline: LoweredPipeline, mutations: Mapping[int, int], differentiated: Sequence[int], seen: Seen | None = None
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 
@@ -79,13 +93,14 @@ def pipelined_graph(
         pipeline: what was lowered.
         mutations: inputs that are updated in place, by the output that brings the new value.
         differentiated: the output that each tangent is the gradient of.
+        seen: told what steps show; ``None``: nobody wants to know.
     """
     cache: dict[str, _Compiled] = {}
     lowered = pipeline.main.lowered
-    main = _program(pipeline.main, mutations, differentiated, cache)
+    main = _program(pipeline.main, mutations, differentiated, cache, seen)
     last = main
     if pipeline.last is not pipeline.main:
-        last = _program(pipeline.last, mutations, differentiated, cache)
+        last = _program(pipeline.last, mutations, differentiated, cache, seen)
     results = lowered.forward.results[: lowered.forward.outputs]
     tangents = _tangents(lowered)
     return PipelinedGraph(
@@ -111,6 +126,7 @@ def _program(
     mutations: Mapping[int, int],
     differentiated: Sequence[int],
     cache: dict[str, _Compiled],
+    seen: Seen | None,
 ) -> PipelineProgram:
     lowered = variant.lowered
     numbers = {node: index for index, node in enumerate(variant.steps.maker)}
@@ -118,15 +134,17 @@ def _program(
     known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
 
-    def code(module: StageModule) -> StepCode:
+    def code(step: Step, module: StageModule) -> StepCode:
         if module.fingerprint not in cache:
-            cache[module.fingerprint] = _Compiled(module.module, lowered.stage_compiler)
+            see_workspace = seen.workspace if seen is not None else None
+            cache[module.fingerprint] = _Compiled(module.module, lowered.stage_compiler, see_workspace)
         compiled = cache[module.fingerprint]
+        see = sizes_seer(module.outputs, seen.size) if seen is not None and step[0] is Kind.FORWARD else None
         inputs = tuple(known[node] for node in module.inputs)
         outputs = tuple(numbers[node] for node in module.outputs)
-        return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random)
+        return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random, see)
 
-    steps: dict[Step, StepCode] = {step: code(module) for step, module in variant.steps.modules.items()}
+    steps: dict[Step, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
     backward = lowered.backward.results if lowered.backward is not None else ()
     return PipelineProgram(
         steps,
@@ -141,9 +159,10 @@ def _program(
 class _Compiled:
     """A stage module, compiled where it was traced and, when asked for, for other devices."""
 
-    def __init__(self, module: fx.GraphModule, compiler: StageCompiler) -> None:
+    def __init__(self, module: fx.GraphModule, compiler: StageCompiler, see_workspace: SeeSize | None) -> None:
         self._module = module
         self._compiler = compiler
+        self._see_workspace = see_workspace
         self._lock = threading.Lock()
         self._elsewhere: dict[torch.device, Boxed] = {}
         self.random = random_streams.draws(module)
@@ -157,10 +176,12 @@ class _Compiled:
             return self._elsewhere[device]
 
     def _compile(self, module: fx.GraphModule) -> Boxed:
+        if self._compiler == "eager":
+            drawing = random_streams.with_streams(module) if self.random else module
+            watched = drawing if self._see_workspace is None else watch_operators(drawing, self._see_workspace)
+            return compile_stage(watched, "eager")
         if not self.random:
             return compile_stage(module, self._compiler)
-        if self._compiler == "eager":
-            return compile_stage(random_streams.with_streams(module), "eager")
         return random_streams.whole(compile_stage(module, self._compiler))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,7 @@ def lower_pipeline(
     training: bool = True,
     share: float = 1.0,
     like: Structure | None = None,
+    workspaces: Mapping[str, int] | None = None,
 ) -> LoweredPipeline:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
 
@@ -145,13 +146,14 @@ def lower_pipeline(
         training: whether the graph has a backward.
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
+        workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
         InvalidScheduleError: a given schedule does not fit the stages.
         ValueError: a stage name that does not exist in the model.
     """
-    prepared = prepare(joint, options, registered_syncs)
+    prepared = prepare(joint, options, registered_syncs, workspaces)
     names = [pipelining.schedule] if isinstance(pipelining.schedule, str) else ["given"]
     if like is not None:
         names = [like.name]

@@ -146,10 +146,11 @@ class Pipeline:
             take_all([functools.partial(self.compiled["model"], a, k) for a, k in pieces], self._likeness)
 
     def close(self) -> None:
-        """End the workers."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        """End the workers, once the step that they are at is done."""
+        with self._lock:
+            if self._workers is not None:
+                self._workers.close()
+                self._workers = None
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()

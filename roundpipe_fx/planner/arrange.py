@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from roundpipe_fx.liveness import Event, LivePeak, peak_of
+from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.planner.lean import lean_sequence
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.order import order_events
@@ -40,6 +40,7 @@ class Arranger:
         used = {storage for step in steps for storage in (*step.reads, *step.makes)}
         self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
         self._seen: dict[tuple[int, ...], tuple[list[Event], dict[int, int], dict[int, int]]] = {}
+        self._peaks: dict[tuple[int, ...], int] = {}
 
     def structure(self) -> Any:
         """Equal for blocks that are alike but for the numbers of their storages."""
@@ -65,19 +66,18 @@ class Arranger:
     def arrangements(self, most: int) -> list[tuple[list[int], int]]:
         """Sequences with their peaks: the best order of the steps, then ever thriftier ones."""
         sequence = self._ordered(list(range(len(self._steps))))
-        peak = self._peak(sequence).bytes
-        found = [(sequence, peak)]
+        found = [(sequence, self._peak(sequence))]
         for _ in range(_TRIES):
             thriftier = self._thriftier(sequence) if len(found) <= most else None
             if thriftier is None:
                 break
             # Not put into a better order each time: planning has to be quick.
             sequence = thriftier
-            peak = self._peak(sequence).bytes
+            peak = self._peak(sequence)
             if peak < found[-1][1]:
                 found.append((sequence, peak))
         leanest = self._lean(found[-1][1]) if most else None
-        return found if leanest is None else [*found, (leanest, self._peak(leanest).bytes)]
+        return found if leanest is None else [*found, (leanest, self._peak(leanest))]
 
     def _lean(self, below: int) -> list[int] | None:
         """A lean sequence, if its peak is below one that is known."""
@@ -97,12 +97,12 @@ class Arranger:
         known = peak_of(events, sizes, self._before, self._lasting).bytes
         order = order_events(events, sizes, self._before, self._lasting, known)
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
-        return lean_sequence(steps, orders, lambda sequence: self._peak(sequence).bytes, below)
+        return lean_sequence(steps, orders, self._peak, below)
 
     def as_they_come(self) -> list[tuple[list[int], int]]:
         """The steps as they are."""
         sequence = list(range(len(self._steps)))
-        return [(sequence, self._peak(sequence).bytes)]
+        return [(sequence, self._peak(sequence))]
 
     def _events(self, sequence: Sequence[int]) -> tuple[list[Event], dict[int, int], dict[int, int]]:
         """Events, bytes by storage and by copy, and storages by copy."""
@@ -113,15 +113,17 @@ class Arranger:
             self._seen[known] = events, sizes, copied
         return self._seen[known]
 
-    def _peak(self, sequence: Sequence[int]) -> LivePeak:
-        events, sizes, _ = self._events(sequence)
-        return peak_of(events, sizes, self._before, self._lasting)
+    def _peak(self, sequence: Sequence[int]) -> int:
+        known = tuple(sequence)
+        if known not in self._peaks:
+            events, sizes, _ = self._events(sequence)
+            self._peaks[known] = peak_of(events, sizes, self._before, self._lasting).bytes
+        return self._peaks[known]
 
     def _ordered(self, sequence: list[int]) -> list[int]:
         """The sequence, or a better order of it."""
         events, sizes, _ = self._events(sequence)
-        known = peak_of(events, sizes, self._before, self._lasting).bytes
-        order = order_events(events, sizes, self._before, self._lasting, known)
+        order = order_events(events, sizes, self._before, self._lasting, self._peak(sequence))
         return sequence if order is None else [sequence[position] for position in order]
 
     def _thriftier(self, sequence: list[int]) -> list[int] | None:
@@ -144,7 +146,7 @@ class Arranger:
                 continue
             tried = [*sequence[:position], *remade, *sequence[position:]]
             cost = sum(self._steps[p].seconds for p in remade)
-            result = (self._peak(tried).bytes, cost, tried)
+            result = (self._peak(tried), cost, tried)
             if result[0] <= peak.bytes and (best is None or result[:2] < best[:2]):
                 best = result
         return None if best is None else best[2]

@@ -15,7 +15,7 @@ from roundpipe_fx.liveness import Event
 
 __all__ = ["order_events"]
 
-_WIDTH = 4
+_WIDTH = 3
 _LOOKED_AT = 2
 """Of so many times as many steps it is worked out what follows from them."""
 _MOST_WORK = 300

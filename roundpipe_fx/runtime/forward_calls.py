@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class outputs_of_programs:
         return reference is not None and reference() is output
 
 
-def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[tuple[Any, ...]], None] | None = None) -> Boxed:
+def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
     """A forward program that heeds :class:`trace_only` and :class:`outputs_of_programs`.
 
     Args:

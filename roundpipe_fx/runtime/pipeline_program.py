@@ -41,6 +41,7 @@ class StepCode:
         outputs: numbers of the values that it makes.
         elsewhere: the same for another device than the one that the model was traced on.
         random: whether it draws random numbers.
+        see: shown the results, for the sizes among them that depend on data; ``None``: there are none.
     """
 
     call: Boxed
@@ -48,6 +49,7 @@ class StepCode:
     outputs: tuple[int, ...]
     elsewhere: Callable[[torch.device], Boxed]
     random: bool = False
+    see: Callable[[Sequence[Any]], None] | None = None
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,8 @@ class _Run:
                     results = call(arguments)
             else:
                 results = call(arguments)
+            if code.see is not None:
+                code.see(results)
             for value in unread:
                 lane.drop(value)
             spans.append(Span(instruction.action, base, start, lane.mark()))
