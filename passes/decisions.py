@@ -27,6 +27,7 @@ from roundpipe_fx.joint_graph import (
     Mark,
     Phase,
     has_side_effect,
+    has_tag,
     input_nodes,
     is_mask,
     is_seeded,
@@ -70,10 +71,9 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
     if target in registered or getattr(target, "overloadpacket", None) in registered:
         return "registered by the user"
     if isinstance(target, torch._ops.OpOverload):
-        tags = target.tags
-        if torch.Tag.data_dependent_output in tags:
+        if has_tag(target, torch.Tag.data_dependent_output):
             return "its result is read by the host"
-        if torch.Tag.dynamic_output_shape in tags and not _is_plain_index(node):
+        if has_tag(target, torch.Tag.dynamic_output_shape) and not _is_plain_index(node):
             return "its size depends on data"
         if _copies_to_host(node):
             return "copied from the device to the host"
@@ -106,7 +106,7 @@ def _is_decision(node: fx.Node) -> bool:
     """Whether whole numbers that ``node`` makes out of data select or route in the forward."""
     target = node.target
     assert isinstance(target, torch._ops.OpOverload)
-    if is_view(node) or node.meta.get(Mark.PHASE) is not Phase.FORWARD:
+    if node.meta.get(Mark.PHASE) is not Phase.FORWARD or not any(map(_is_whole, node_outputs(node))) or is_view(node):
         return False
     reads_data = any(
         value.is_floating_point() or _selects(target) for source in input_nodes(node) for value in tensor_values(source)

@@ -37,7 +37,7 @@ def expand_dropout(joint: JointGraph) -> JointGraph:
             # A product lies like its first operand; what follows relies on how the result was noted to lie.
             factors = (gradient, mask) if _lies_like(gradient, node) else (mask, gradient)
             masked = insert_call(node, aten.mul.Tensor, *factors)
-            replace_by(node, insert_call(node, aten.mul.Tensor, masked, scale))
+            replace_by(node, insert_call(node, aten.mul.Tensor, masked, scale, value=node.meta["val"]))
     return joint
 
 
@@ -63,14 +63,15 @@ def _expand(node: fx.Node) -> None:
     source, probability, _ = node.args
     assert isinstance(source, fx.Node) and isinstance(probability, float)
     value = source.meta["val"]
+    dropped, drawn = node.meta["val"]
     # Of what it draws for, ``bernoulli`` reads the shape and the type only.
     shape = insert_call(node, aten.full.default, [], False, dtype=torch.bool, device=value.device)
     expanded = insert_call(node, aten.expand.default, shape, list(value.shape))
-    mask = insert_call(node, aten.bernoulli.p, expanded, 1 - probability)
+    mask = insert_call(node, aten.bernoulli.p, expanded, 1 - probability, value=drawn)
     # The kernel multiplies by a factor of the operand's type.
     factor = float(torch.tensor(1 / (1 - probability), dtype=value.dtype))
     masked = insert_call(node, aten.mul.Tensor, source, mask)
-    result = insert_call(node, aten.mul.Tensor, masked, factor)
+    result = insert_call(node, aten.mul.Tensor, masked, factor, value=dropped)
     for item in list(node.users):
         replace_by(item, mask if item.args[1] == 1 else result)
     node.graph.erase_node(node)

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.cost import CostModel, tensor_bytes
-from roundpipe_fx.joint_graph import JointGraph, Mark, input_nodes, is_seeded, is_view, tensor_values, viewed
+from roundpipe_fx.joint_graph import JointGraph, Mark, has_tag, input_nodes, is_seeded, is_view, tensor_values, viewed
 
 __all__ = ["fuse_costs"]
 
@@ -32,7 +32,7 @@ def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
 
 
 def _fuses(node: fx.Node) -> bool:
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
+    pointwise = has_tag(node.target, torch.Tag.pointwise)
     return pointwise and not is_view(node) and not is_seeded(node) and len(tensor_values(node)) == 1
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.insertion import insert_call, replace_by
-from roundpipe_fx.joint_graph import JointGraph, has_side_effect, is_seeded
+from roundpipe_fx.joint_graph import JointGraph, is_seeded
 
 __all__ = ["restore_interpolation"]
 
@@ -48,7 +48,7 @@ def restore_interpolation(joint: JointGraph) -> JointGraph:
         elif node.target is aten._unsafe_index_put.default:
             found |= _replace_gradient(node)
     if found:
-        joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
+        joint.drop_unread()
     return joint
 
 

@@ -14,12 +14,13 @@ row by row on the CPU, reading a row before they write it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import input_nodes, is_tensor, tensor_values
+from roundpipe_fx.joint_graph import has_tag, input_nodes, is_tensor, tensor_values
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import has_kernel
 
@@ -70,23 +71,25 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
             found.add(storage)
         return found
 
+    def dies(operand: fx.Node, node: fx.Node) -> bool:
+        """Whether nothing is left of an operand after a node."""
+        home = homes(operand)
+        return (
+            OUTSIDE not in home
+            and all(last_use.get(storage, 0) <= position[node] for storage in home)
+            and not any(home & homes(source) for source in input_nodes(node) if source is not operand)
+        )
+
     for node in nodes:
-        for form in _forms(node):
-            operand = form.operand
-            home = homes(operand)
-            if (
-                OUTSIDE in home
-                or any(last_use.get(storage, 0) > position[node] for storage in home)
-                or any(home & homes(source) for source in input_nodes(node) if source is not operand)
-            ):
-                continue
-            node.target = form.target
-            if form.output is not None:
-                node.update_kwarg(form.output, operand)
-            (old,), (new,) = home, numbers.of(node)
-            moved[new] = old
-            last_use[old] = last_use.get(new, position[node])
-            break
+        form = next(iter(_forms(node, dies)), None)
+        if form is None:
+            continue
+        (old,), (new,) = homes(form.operand), numbers.of(node)
+        node.target = form.target
+        if form.output is not None:
+            node.update_kwarg(form.output, form.operand)
+        moved[new] = old
+        last_use[old] = last_use.get(new, position[node])
     return graph
 
 
@@ -110,11 +113,12 @@ def operands_to_write_over(node: fx.Node) -> list[fx.Node]:
     return [form.operand for form in _forms(node)]
 
 
-def _forms(node: fx.Node) -> list[_Form]:
+def _forms(node: fx.Node, dies: Callable[[fx.Node, fx.Node], bool] = lambda operand, node: True) -> list[_Form]:
+    """Forms of an operation that write over operands of which nothing is left after it, best first."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
         return []
     in_place, with_output = _in_place_form(node), _form_with_output(node)
-    if (in_place is None and with_output is None) or _lies_uncertainly(node):
+    if in_place is None and with_output is None:
         return []
     operands = [
         argument
@@ -122,8 +126,11 @@ def _forms(node: fx.Node) -> list[_Form]:
         if isinstance(argument, fx.Node)
         and sum(other is argument for other in node.all_input_nodes) == 1
         and sum(other is argument for other in node.args) == 1
+        and dies(argument, node)
         and _same_layout(argument, node)
     ]
+    if not operands or _lies_uncertainly(node):
+        return []
     found = []
     if in_place is not None and operands and operands[0] is node.args[0]:
         found.append(_Form(in_place, operands[0], None))
@@ -140,7 +147,7 @@ def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | None:
 
 @functools.cache
 def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    if torch.Tag.pointwise not in target.tags and target.overloadpacket not in _PARTIAL:
+    if not has_tag(target, torch.Tag.pointwise) and target.overloadpacket not in _PARTIAL:
         return None
     packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
     form = getattr(packet, target._overloadname, None) if packet is not None else None
@@ -166,7 +173,7 @@ def _form_with_output(node: fx.Node) -> tuple[torch._ops.OpOverload, str] | None
     target = node.target
     value = node.meta["val"]
     assert isinstance(target, torch._ops.OpOverload)
-    if torch.Tag.pointwise not in target.tags and not (target in _BY_ROW and _goes_by_row(node)):
+    if not has_tag(target, torch.Tag.pointwise) and not (target in _BY_ROW and _goes_by_row(node)):
         return None
     if node.kwargs.keys() & {"dtype", "memory_format", "layout", "device"}:
         return None

@@ -110,7 +110,8 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], costs: CostModel) 
             form = Form.SAME if selection(original) is None else Form.GATHER
             copy = repetition(joint, original, form, first_backward)
             _replace_inputs(copy, copies)
-            annotate_node(copy, costs)
+            if form is not Form.SAME:
+                annotate_node(copy, costs)
             copy.meta[Mark.PHASE] = Phase.RECOMPUTE
             copy.meta[Mark.STAGE] = stage
             copies[original] = copy

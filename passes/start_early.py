@@ -37,12 +37,11 @@ def start_early(joint: JointGraph) -> JointGraph:
         else:
             free.setdefault(node.meta[Mark.STAGE], []).append(node)
     for nodes in free.values():
-        late = _cut([node for node in nodes if not is_view(node)])
+        views = {node for node in nodes if is_view(node)}
+        late = _cut([node for node in nodes if node not in views])
         for node in nodes:
-            if not is_view(node) and node not in late:
+            if node not in late:
                 node.meta[Mark.PHASE] = Phase.RECOMPUTE
-    for view in (node for nodes in free.values() for node in nodes if is_view(node)):
-        view.meta[Mark.PHASE] = Phase.RECOMPUTE
     _place_views(joint)
     if _widen_late(joint):
         _place_views(joint)
@@ -132,8 +131,9 @@ def _place_views(joint: JointGraph) -> None:
         if not is_view(node):
             continue
         beside = [user for user in node.users if _is_beside(node, user)]
+        base = viewed(node)
         # Read by another stage alone, it still comes after what it views.
-        waits = _is_beside(node, viewed(node)) if viewed(node).op != "placeholder" else False
+        waits = base.op != "placeholder" and _is_beside(node, base)
         if not beside and not waits:
             continue
         if len(beside) == len(node.users) or waits:

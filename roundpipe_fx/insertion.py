@@ -20,18 +20,22 @@ def inherit_origin(node: fx.Node, source: fx.Node) -> None:
             node.meta[key] = source.meta[key]
 
 
-def insert_call(before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
     """Add a call before a node that it stands for, with its fake value.
 
     Args:
         before: where; the new node has its origin.
         target: an operator.
         *args: nodes and constants.
+        value: the fake value, where another node has it already.
         **kwargs: nodes and constants.
     """
     with before.graph.inserting_before(before):
         made = before.graph.call_function(target, args, kwargs)
     inherit_origin(made, before)
+    if value is not None:
+        made.meta["val"] = value
+        return made
     values = next(tensor_values(node) for node in (before, *before.all_input_nodes) if tensor_values(node))
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
     with values[0].fake_mode:  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ An inference graph is the same thing without tangents and gradients.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,11 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.torch_private import graph_module
+
 __all__ = [
     "JointGraph",
     "Mark",
     "Phase",
     "has_side_effect",
+    "has_tag",
     "input_nodes",
     "is_mask",
     "is_seeded",
@@ -159,12 +163,18 @@ class JointGraph:
         output = graph.output(graph.graph_copy(self.graph, copies))
         output.meta = dict(self.graph.output_node().meta)
         return JointGraph(
-            fx.GraphModule(self.module, graph),
+            graph_module(self.module, graph),
             self.num_forward_outputs,
             {copies[node]: label for node, label in self.labels.items()},
             frozenset(copies[node] for node in self.parameters),
             frozenset(copies[node] for node in self.mutated_inputs),
         )
+
+    def drop_unread(self) -> None:
+        """Erase what nobody reads, but for what draws random numbers or has another effect."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and not has_side_effect(node) and not is_seeded(node):
+                self.graph.erase_node(node)
 
     def label(self, node: fx.Node) -> str:
         """A name for people: the model's own for a graph input, the node's otherwise."""
@@ -245,7 +255,13 @@ def viewed(node: fx.Node) -> fx.Node:
 
 def is_seeded(node: fx.Node) -> bool:
     """Whether the node draws random numbers from a generator."""
-    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+    return has_tag(node.target, torch.Tag.nondeterministic_seeded)
+
+
+@functools.cache
+def has_tag(target: Any, tag: torch.Tag) -> bool:
+    """Whether a node's target is an operator with a tag. Asked once: reading tags takes long."""
+    return isinstance(target, torch._ops.OpOverload) and tag in target.tags
 
 
 def has_side_effect(node: fx.Node) -> bool:

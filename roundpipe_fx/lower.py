@@ -13,7 +13,7 @@ from torch import fx
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import CostModel, MeasuredCosts, cost_model
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, tensor_values
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
@@ -256,7 +256,7 @@ def emit(
         joint = split_backward(joint)
     if training:
         joint = replay_rng(joint, setting.costs)
-    joint.graph.eliminate_dead_code(lambda node: has_side_effect(node) or is_seeded(node))
+    joint.drop_unread()
     seconds: dict[tuple[int, Phase], float] = {}
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]

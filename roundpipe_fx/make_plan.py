@@ -153,6 +153,7 @@ class _Costs:
 
     def __init__(self, joint: JointGraph, saved: Iterable[fx.Node]) -> None:
         self._saved = {node.name for node in saved}
+        self._makes: dict[fx.Node, tuple[float, list[fx.Node]]] = {}
         self.times = Counter(node.meta[Mark.ORIGIN] for node in joint.computed() if Mark.ORIGIN in node.meta)
 
     def is_passing(self, node: fx.Node) -> bool:
@@ -175,13 +176,21 @@ class _Costs:
         total, pending, seen = 0.0, [node], {node}
         while pending:
             current = pending.pop()
-            total += float(current.meta.get(Mark.SECONDS, 0.0))
-            for source in input_nodes(current):
-                kept = source.name in self._saved or source.op == "placeholder"
-                if source not in seen and not kept:
+            if current not in self._makes:
+                self._makes[current] = self._making(current)
+            seconds, sources = self._makes[current]
+            total += seconds
+            for source in sources:
+                if source not in seen:
                     seen.add(source)
                     pending.append(source)
         return total
+
+    def _making(self, node: fx.Node) -> tuple[float, list[fx.Node]]:
+        """Seconds of an operation, and what of what it reads has to be made for it."""
+        sources = input_nodes(node)
+        made = [source for source in sources if source.op != "placeholder" and source.name not in self._saved]
+        return float(node.meta.get(Mark.SECONDS, 0.0)), made
 
 
 def _bytes(node: fx.Node) -> int:

@@ -84,7 +84,10 @@ def stand_in_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node) -> fx.Node:
-    """A copy of a forward node that reads what the original reads, inserted before a node and not yet annotated."""
+    """A copy of a forward node that reads what the original reads, inserted before a node.
+
+    It is annotated like the original, which in another form than the same it must not stay.
+    """
     with joint.graph.inserting_before(before):
         picked = selection(original) if form is Form.GATHER else None
         if picked is not None:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from roundpipe_fx.codegen.stage_modules import StageModule, value_name
 from roundpipe_fx.joint_graph import JointGraph, Phase, is_symbolic_scalar, saved_values
+from roundpipe_fx.torch_private import graph_module
 
 __all__ = ["Program", "emit_backward_program", "emit_forward_program"]
 
@@ -130,5 +131,5 @@ def _emit(
             item.meta = dict(node.meta)
             values[node] = item
     graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in results))
-    module = fx.GraphModule(root, graph, class_name=f"{name}_program")
+    module = graph_module(root, graph, f"{name}_program")
     return Program(name, module, tuple(calls), tuple(inputs), tuple(results), outputs)

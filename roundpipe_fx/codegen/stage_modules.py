@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.fingerprint import fingerprint
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
-from roundpipe_fx.torch_private import boxed_codegen
+from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
 __all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]
 
@@ -103,7 +103,7 @@ def _graph_module(
     if rewrite is not None:
         rewrite(graph)
     graph.set_codegen(boxed_codegen())
-    return fx.GraphModule(joint.module, graph, class_name=name)
+    return graph_module(joint.module, graph, name)
 
 
 def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
@@ -121,7 +121,7 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         value = node.meta.get("val")
         if value is not None:
             node.meta["val"] = tree_map_only(torch.Tensor, lambda tensor: _fake_on(tensor, device), value)
-    return fx.GraphModule(module, graph, class_name=module._get_name())
+    return graph_module(module, graph, module._get_name())
 
 
 def _fake_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,7 +20,7 @@ from roundpipe_fx.codegen.stage_modules import StageModule
 from roundpipe_fx.joint_graph import Mark, module_path
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["HEADER", "program_text", "stage_text", "type_text"]
+__all__ = ["HEADER", "dying_values", "program_text", "stage_text", "type_text"]
 
 HEADER = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n\naten = torch.ops.aten\n"
 
@@ -51,7 +51,7 @@ def stage_text(module: StageModule) -> str:
         lines += [f"        {names[node]},  # {type_text(node.meta.get('val'))}" for node in inputs]
         lines.append("    ) = args")
     lines.append("    args.clear()")
-    dying = _dying(graph)
+    dying = dying_values(graph)
     current = None
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -179,7 +179,7 @@ def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     return found
 
 
-def _dying(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     """Values used for the last time, by the node that does so; a value that nothing uses dies where it is made."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     seen: set[fx.Node] = set()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import torch
 from torch import fx
 
@@ -16,7 +18,8 @@ __all__ = ["annotate_node", "tensor_bytes"]
 def annotate_node(node: fx.Node, costs: CostModel) -> None:
     """Mark one node with its bytes, flops and seconds."""
     inherited = {storage for source in input_nodes(node) for storage in storages(source)}
-    if is_view(node):
+    own = storages(node)
+    if is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own):
         new_bytes, flops, seconds = 0, 0, 0.0
     else:
         new_bytes = tensor_bytes(tensor_values(node), exclude=inherited)
@@ -24,7 +27,7 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
         values = tensor_values(node)
         dtype = values[0].dtype if values else torch.float32
-        tuple_item = not values or all(storage in inherited for storage in storages(node))
+        tuple_item = not values or inherited.issuperset(own)
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
     if not new_bytes:
         node.meta.pop(Mark.WORKSPACE, None)  # it came with what was copied from another node

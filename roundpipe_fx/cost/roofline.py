@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.joint_graph import has_tag
 
 __all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
 
@@ -125,7 +126,7 @@ def numbers_drawn(target: Any, result: Any) -> int:
 
     Attention is marked as drawing too; the CPU's kernel does not, and no other device's takes long to.
     """
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+    if not has_tag(target, torch.Tag.nondeterministic_seeded):
         return 0
     if any(argument.name == "dropout_p" for argument in target._schema.arguments):
         return 0

@@ -9,7 +9,6 @@ beyond this process. Steps show what they need (:class:`roundpipe_fx.assumptions
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +17,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.cost.signature import made_up_arguments, signature_of
-from roundpipe_fx.joint_graph import Mark, has_side_effect, input_nodes, is_view, tensor_values
+from roundpipe_fx.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
 from roundpipe_fx.torch_private import WatchedMemory, rng_states, watch_memory
 
 __all__ = ["depends_on_data", "workspaces_of"]
@@ -75,12 +74,7 @@ def _makes_something(node: fx.Node) -> bool:
 
 
 def _is_pointwise(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and _has_tag(node.target, torch.Tag.pointwise)
-
-
-@functools.cache
-def _has_tag(target: torch._ops.OpOverload, *tags: torch.Tag) -> bool:
-    return not set(tags).isdisjoint(target.tags)
+    return has_tag(node.target, torch.Tag.pointwise)
 
 
 def _is_free_of_sizes(node: fx.Node) -> bool:
@@ -92,7 +86,7 @@ def _is_measured(node: fx.Node, device: torch.device) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
-    if target is not aten.index.Tensor and _has_tag(target, *_BY_DATA):
+    if target is not aten.index.Tensor and any(has_tag(target, tag) for tag in _BY_DATA):
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     if not operands or has_side_effect(node):

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.joint_graph import is_seeded
-from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
+from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
 
 __all__ = ["RandomStream", "drawing", "draws", "finish", "random_streams", "whole", "with_streams"]
 
@@ -79,7 +79,7 @@ def with_streams(module: fx.GraphModule) -> fx.GraphModule:
     for node in graph.nodes:
         if _is_random(node):
             node.target = _from_stream(node.target)
-    return fx.GraphModule(module, graph, class_name=module._get_name())
+    return graph_module(module, graph, module._get_name())
 
 
 def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

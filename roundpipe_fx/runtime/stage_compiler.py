@@ -13,6 +13,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.options import StageCompiler
+from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.watched_operators import watch_operators
 
 __all__ = ["Boxed", "compile_stage", "compile_stages"]
@@ -53,7 +54,7 @@ def compile_stages(
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Make one stage module callable."""
     if compiler == "eager":
-        return graph_module.forward
+        return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     unboxed = _unboxed(graph_module)
     if compiler == "inductor":
@@ -66,7 +67,7 @@ def _unboxed(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph with ordinary positional arguments, as compilers expect it."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    return fx.GraphModule(module, graph, class_name=module._get_name())
+    return torch_private.graph_module(module, graph, module._get_name())
 
 
 def _boxed(function: Callable[..., Any]) -> Boxed:

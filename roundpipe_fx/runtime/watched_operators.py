@@ -13,7 +13,7 @@ from torch import fx
 
 from roundpipe_fx.cost import depends_on_data
 from roundpipe_fx.joint_graph import tensor_values
-from roundpipe_fx.torch_private import boxed_codegen, profiler_runs, watch_memory
+from roundpipe_fx.torch_private import boxed_codegen, graph_module, profiler_runs, watch_memory
 
 __all__ = ["watch_operators"]
 
@@ -33,7 +33,7 @@ def watch_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -> 
         if depends_on_data(node):
             node.target = _watched(node.target, tensor_values(node), see)
     graph.set_codegen(boxed_codegen())
-    return fx.GraphModule(module, graph, class_name=module._get_name())
+    return graph_module(module, graph, module._get_name())
 
 
 def _watched(target: Any, values: list[Any], see: Callable[[str, int], None]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ from roundpipe_fx.torch_private.autograd import (
     top_saved_tensor_hooks,
     when_backward_ends,
 )
-from roundpipe_fx.torch_private.compiling import boxed_codegen, boxed_false, has_kernel, inductor
+from roundpipe_fx.torch_private.compiling import boxed_codegen, boxed_false, graph_module, has_kernel, inductor
 from roundpipe_fx.torch_private.dynamo import (
     PassedThrough,
     UserLine,
@@ -91,6 +91,7 @@ __all__ = [
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
+    "graph_module",
     "has_kernel",
     "in_backward",
     "inductor",

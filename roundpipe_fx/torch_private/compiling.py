@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["boxed_codegen", "boxed_false", "has_kernel", "inductor"]
+__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor"]
 
 
 def boxed_codegen() -> Any:
@@ -17,6 +17,19 @@ def boxed_codegen() -> Any:
     from torch.fx.graph import _BoxedCodeGen
 
     return _BoxedCodeGen()
+
+
+def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
+    """An ``fx.GraphModule`` whose code is generated when it is first called or read: most never are.
+
+    Args:
+        root: where the graph's attributes are.
+        graph: what it runs.
+        name: of its class.
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    return _LazyGraphModule(root, graph, class_name=name)
 
 
 def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -1,0 +1,113 @@
+"""An eager stage: a stage module's graph as one Python function, which calls PyTorch's operators one by one.
+
+FX has a code generator for this; it writes code that can be imported anywhere, and takes three times as long. Here
+what is called, and every constant that has no plain text, is bound to a name of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import math
+import operator
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx.codegen.text import dying_values
+
+__all__ = ["eager_stage"]
+
+_numbers = itertools.count()
+
+
+def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """A boxed function: takes one list of arguments, clears it, and lets every value die at its last use."""
+    graph = module.graph
+    names = _Names({node.name for node in graph.nodes})
+    name = module._get_name()
+    inputs = [node.name for node in graph.nodes if node.op == "placeholder"]
+    lines = [f"def {name}(args):"]
+    if inputs:
+        lines.append(f"    {', '.join(inputs)}, = args")
+    lines.append("    args.clear()")
+    dying = dying_values(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            continue
+        if node.op == "output":
+            lines.append(f"    return {names.text(node.args[0])}")
+            continue
+        line = f"    {node.name} = {_expression(node, module, names)}"
+        if dying[node]:
+            line += f"; {' = '.join(value.name for value in dying[node])} = None"
+        lines.append(line)
+    text = "\n".join(lines) + "\n"
+    filename = f"<roundpipe_fx {name} {next(_numbers)}>"
+    linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+    exec(compile(text, filename, "exec"), names.bound)
+    function = names.bound.pop(name)
+    weakref.finalize(function, linecache.cache.pop, filename, None)
+    return function
+
+
+def _expression(node: fx.Node, module: fx.GraphModule, names: _Names) -> str:
+    if node.op == "get_attr":
+        return names.of(operator.attrgetter(str(node.target))(module), "constant")
+    assert node.op == "call_function", f"{node.op} in a stage module"
+    if node.target is operator.getitem:
+        source, index = node.args
+        return f"{names.text(source)}[{names.text(index)}]"
+    arguments = [names.text(value) for value in node.args]
+    arguments += [f"{key}={names.text(value)}" for key, value in node.kwargs.items()]
+    return f"{names.of(node.target, str(node.target))}({', '.join(arguments)})"
+
+
+class _Names:
+    """Texts of values, and what the names in them are bound to.
+
+    Attributes:
+        bound: objects by name.
+    """
+
+    def __init__(self, taken: set[str]) -> None:
+        self._taken = taken
+        self._known: dict[int, str] = {}
+        self.bound: dict[str, Any] = {}
+
+    def of(self, value: Any, called: str) -> str:
+        """The name of an object."""
+        if id(value) not in self._known:
+            plain = "".join(letter if letter.isalnum() else "_" for letter in called)
+            tried = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count()))
+            name = next(n for n in tried if n.isidentifier() and n not in self._taken and n not in self.bound)
+            self._known[id(value)] = name
+            self.bound[name] = value
+        return self._known[id(value)]
+
+    def text(self, value: Any) -> str:
+        """An argument as Python."""
+        kind = type(value)
+        if isinstance(value, fx.Node):
+            return value.name
+        if value is None or kind in (int, bool, str) or (kind is float and math.isfinite(value)):
+            return repr(value)
+        if kind is tuple:
+            return f"({''.join(f'{self.text(item)}, ' for item in value)})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{self.text(key)}: {self.text(item)}' for key, item in value.items())}}}"
+        if kind is slice:
+            return f"{self.of(slice, 'slice')}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
+        assert not _reads(value), f"{value!r} cannot be written"
+        return self.of(value, kind.__name__)
+
+
+def _reads(value: Any) -> bool:
+    """Whether an argument of some other type has nodes in it."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(value, found.append)
+    return bool(found)
