@@ -495,3 +495,27 @@ def test_unused_dropout_draws_too() -> None:
     reference = copy.deepcopy(model)
     expected = train_step(torch.compile(reference, backend="aot_eager"), reference, {"x": x})
     assert_bitwise(train_step(roundpipe_fx.compile(model, recompute="full"), model, {"x": x}), expected)
+
+
+class _Named(nn.Module):
+    """Inputs called like what emitted text calls its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, args: torch.Tensor, streams: torch.Tensor, torch: torch.Tensor) -> torch.Tensor:
+        return (self.layer(args).sin() * streams + torch).square().sum()
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"memory_budget": 0.0}, {"num_microbatches": 1}])
+def test_inputs_may_be_called_anything(options: dict) -> None:
+    model, inputs = _Named(), [torch.randn(2, 4) for _ in range(3)]
+    expected = torch.autograd.grad(model(*inputs), list(model.parameters()))
+    compiled = roundpipe_fx.compile(model, stages=1, **options)
+    found = torch.autograd.grad(compiled(*inputs), list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    texts = {name: text for name, text in compiled.plan.sources().items() if name.endswith(".py")}
+    assert texts
+    for name, text in texts.items():
+        compile(text, name, "exec")

@@ -6,6 +6,7 @@ A stage module is stateless: parameters, saved values and gradients are all inpu
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -51,7 +52,13 @@ class StageModule:
 def value_name(joint: JointGraph, node: fx.Node) -> str:
     """A Python identifier for a value, the same in every emitted text: from the label of an input, else the node's."""
     name = re.sub(r"\W+", "_", joint.label(node))
+    if name in _TAKEN or keyword.iskeyword(name):
+        return f"{name}_"
     return f"_{name}" if name[:1].isdigit() else name
+
+
+_TAKEN = frozenset({"args", "aten", "device", "inf", "nan", "operator", "streams", "torch"})
+"""What emitted text calls its own."""
 
 
 def emit_stage_modules(

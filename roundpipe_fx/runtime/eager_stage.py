@@ -1,12 +1,13 @@
 """An eager stage: a stage module's graph as one Python function, which calls PyTorch's operators one by one.
 
-FX has a code generator for this; it writes code that can be imported anywhere, and takes three times as long. Here
-what is called, and every constant that has no plain text, is bound to a name of its own.
+FX has a code generator for this, which writes code that can be imported anywhere. Compiling has to be quick: here what
+is called, and every constant that has no plain text, is bound to a name of its own.
 """
 
 from __future__ import annotations
 
 import itertools
+import keyword
 import linecache
 import math
 import operator
@@ -82,7 +83,11 @@ class _Names:
         if id(value) not in self._known:
             plain = "".join(letter if letter.isalnum() else "_" for letter in called)
             tried = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count()))
-            name = next(n for n in tried if n.isidentifier() and n not in self._taken and n not in self.bound)
+            name = next(
+                n
+                for n in tried
+                if n.isidentifier() and not keyword.iskeyword(n) and n not in self._taken and n not in self.bound
+            )
             self._known[id(value)] = name
             self.bound[name] = value
         return self._known[id(value)]

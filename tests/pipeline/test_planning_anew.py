@@ -54,8 +54,7 @@ def test_sizes_that_depend_on_data_are_planned_with_as_they_were_seen(devices: l
     bounded = compiled.plan
     assert not bounded.assumed
     model.zero_grad()
-    with roundpipe_fx.measure_peak("cpu") as peak:
-        loss = compiled.forward_backward(x)
+    loss = compiled.forward_backward(x)
     assert_close(left_behind(model, loss), reference)
     seen = compiled.plan
     assert seen.assumed and max(seen.assumed.values()) < 64
@@ -151,11 +150,11 @@ def test_without_a_budget_running_out_of_memory_is_an_error_at_once() -> None:
     compiled = roundpipe_fx.compile(Scarcely(), devices=CPUS, stages=2, num_microbatches=2, checkpoint="always")
     _Scarce.failures = 1
     try:
-        with pytest.raises(torch.OutOfMemoryError, match="1 TiB"):
+        with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError, match="1 TiB"):
+            warnings.simplefilter("error", UserWarning)  # planning anew would be told of
             compiled.forward_backward(x, labels=y, loss_fn=squares)
     finally:
         _Scarce.failures = 0
-    assert len({id(plan) for plan in compiled.plans}) == len(compiled.plans)
 
 
 def test_planning_anew_leaves_no_threads_behind() -> None:
