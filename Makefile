@@ -17,7 +17,7 @@ demo: $(READY)  ## train a small mixture of experts and compare with eager and t
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ from roundpipe_fx.plan import Plan
 from roundpipe_fx.sync_ops import registered_sync_ops
 from roundpipe_fx.torch_private import UserLine
 
-__all__ = ["make_backend", "roundpipe_fx_backend"]
+__all__ = ["Backend", "make_backend", "roundpipe_fx_backend"]
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -46,7 +46,9 @@ def make_backend(
         )
 
     budgeted = options.memory_budget is not None
-    roundpipe_fx.backend_ctx_ctor = lambda: around_calls(warned, budgeted)  # type: ignore[attr-defined]
+    # Pipelines are of one graph, so nothing breaks, and they are called for each microbatch.
+    around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted)
+    roundpipe_fx.backend_ctx_ctor = around  # type: ignore[attr-defined]
     return roundpipe_fx
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import logging
-import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,19 +14,17 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
-from roundpipe_fx.backend import make_backend
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.backend import Backend, make_backend
 from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
 from roundpipe_fx.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining, parse_pipelining
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.plan import Plan
+from roundpipe_fx.planning_anew import planning_anew
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.schedules import Schedule
 
 __all__ = ["CompiledModule", "compile"]
-
-log = logging.getLogger(__name__)
 
 
 def compile(
@@ -147,11 +144,15 @@ _OWN = (
     "_deferred_batch_norm",
     "_pipeline",
     "_run",
-    "forward",
+    "_unused",
+    "_replaced_forward",
 )
 
 
 _BY_CONVENTION = Splitting()
+
+_unused_backends: list[Backend] = []
+"""What models were compiled with that are no more. Garbage collection may come at any time, so it only notes them."""
 
 
 class CompiledModule(nn.Module):
@@ -187,27 +188,42 @@ class CompiledModule(nn.Module):
         own["_splitting"] = splitting
         own["_deferred_batch_norm"] = deferred_batch_norm
         own["_pipeline"] = None
+        own["_unused"] = None
         self._compile()
-        own["forward"] = functools.wraps(original.forward)(functools.partial(_forward, self))
+        own["_replaced_forward"] = None
 
     def _compile(self) -> None:
         """Compile anew at the next call."""
         own = self.__dict__
         torch_private.try_again()
-        if "_run" in own:
-            torch_private.forget_compiled(own["_original"])
+        self._forget()
         if own["_pipelining"] is not None:
             self._compile_pipeline()
             return
         backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
+        self._note(backend)
         own["_run"] = torch.compile(
             own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
         )
+
+    def _note(self, backend: Backend) -> None:
+        """Note what this model is compiled with: unused from when it is compiled anew, or there is no such model."""
+        self.__dict__["_unused"] = weakref.finalize(self, _unused_backends.append, backend)
+        self._unused.atexit = False
+
+    def _forget(self) -> None:
+        """Drop what was compiled for this model so far, and for models that are no more."""
+        if self._unused is not None:
+            self._unused()
+        unused = _unused_backends[:]
+        torch_private.forget_compiled(unused)
+        del _unused_backends[: len(unused)]
 
     def _compile_pipeline(self) -> None:
         own = self.__dict__
         likeness = Likeness()
         backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"], likeness)
+        self._note(backend)
         if own["_pipeline"] is not None:
             own["_pipeline"].close()
         own["_pipeline"] = Pipeline(
@@ -269,6 +285,17 @@ class CompiledModule(nn.Module):
     @training.setter
     def training(self, mode: bool) -> None:
         self._original.training = mode
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The compiled forward, with the signature of the model's own; or what it was replaced by."""
+        # Made when asked for: kept, it would hold the model that it is of, which then only garbage collection ends.
+        replaced = self.__dict__["_replaced_forward"]
+        return replaced or functools.wraps(self._original.forward)(functools.partial(_forward, self))
+
+    @forward.setter
+    def forward(self, forward: Callable[..., Any]) -> None:
+        self._replaced_forward = forward
 
     @property
     def plan(self) -> Plan:
@@ -437,9 +464,6 @@ class CompiledModule(nn.Module):
 _OPTIMIZER = "roundpipe_fx.optim_parameters"
 """Where a state dict's metadata has the optimizer's parameters."""
 
-_SMALLER = 0.8
-"""What is left of the budget after running out of memory."""
-
 
 def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
     def run() -> Any:
@@ -451,39 +475,13 @@ def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
-    """Run the model, or a step; compile it anew before if its plan is out of date, and once more if memory runs out."""
-    if model._assumptions.stale:
-        model._assumptions.renew()
-        log.info("planning anew with what steps have shown: %s", model._assumptions.assumed)
-        model._compile()
+    """Run the model, or a step of it, on plans that know what earlier steps have shown."""
     parameter = next(model._original.parameters(), None)
     devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
-    if not _has_budget(model, bool(devices)) or not torch.is_grad_enabled():
-        return run()
-    with torch_private.rng_states(devices) as restore:
-        try:
-            return run()
-        except torch.OutOfMemoryError as error:
-            # Outside the handler the error's traceback no longer holds what the step had allocated.
-            failure = error.with_traceback(None)
-        restore()
-    model._assumptions.share *= _SMALLER
-    warnings.warn(
-        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
-        f"{model._assumptions.share:.0%} of the budget and running the step again.",
-        stacklevel=3,
-    )
-    model._compile()
-    try:
-        return run()
-    except (torch.OutOfMemoryError, InfeasibleBudgetError):
-        raise failure from None
-
-
-def _has_budget(model: CompiledModule, on_accelerator: bool) -> bool:
+    budgeted = model._options.memory_budget is not None or (model._options.recompute is None and bool(devices))
     if model._pipelining is not None and model._pipelining.checkpoint is not None:
-        return False
-    return model._options.memory_budget is not None or (model._options.recompute is None and on_accelerator)
+        budgeted = False
+    return planning_anew(run, model._compile, model._assumptions, devices, budgeted)
 
 
 def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

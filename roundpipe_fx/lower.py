@@ -27,6 +27,7 @@ from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
+from roundpipe_fx.passes.repeated_views import drop_repeated_views
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
@@ -142,7 +143,7 @@ def prepare(
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":
         joint = mark_strided_gradients(restore_layouts(joint))
-    joint = annotate(joint, costs)
+    joint = annotate(drop_repeated_views(joint), costs)
     if options.device_name is None:  # the device is at hand
         joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
     joint = hoist_decisions(joint, registered_syncs)

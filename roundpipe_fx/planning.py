@@ -80,7 +80,8 @@ def plan(
     # loss would be missing in the graph.
     stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
-    planned = CompiledModule(copy.deepcopy(model, stand_ins), options, fullgraph=True, dynamic=None)
+    # For these sizes, whatever others were planned or compiled for before.
+    planned = CompiledModule(copy.deepcopy(model, stand_ins), options, fullgraph=True, dynamic=False)
     return planned.trace(*args, **kwargs)
 
 

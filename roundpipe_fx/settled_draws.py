@@ -31,12 +31,12 @@ fx.node.has_side_effect(_SETTLED)  # it is there not to be dropped
 
 def keep_settled_draws(module: fx.GraphModule) -> None:
     """Let AOTAutograd keep what was drawn for branches that were known."""
-    for node in list(module.graph.nodes):
-        draw = settled_draw(node)
-        if draw is not None:
-            with module.graph.inserting_after(draw):
-                module.graph.call_function(_SETTLED, (draw,))
-    module.recompile()
+    draws = [draw for node in module.graph.nodes if (draw := settled_draw(node)) is not None]
+    for draw in draws:
+        with module.graph.inserting_after(draw):
+            module.graph.call_function(_SETTLED, (draw,))
+    if draws:
+        module.recompile()
 
 
 def release_settled_draws(joint: JointGraph) -> JointGraph:

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from roundpipe_fx.passes import workspaces
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: looking for garbage in it takes a good part of the time that tests take."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.torch_private import dynamo_flags
+from roundpipe_fx.torch_private import dynamo_flags, flags
 from tests.comparison import assert_bitwise, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer, UNet
 
@@ -72,6 +74,82 @@ def test_dynamo_flags_are_restored() -> None:
     with pytest.raises(torch._dynamo.exc.Unsupported):
         roundpipe_fx.compile(Branching(), fullgraph=True)(torch.randn(2, 4))
     assert before == {name: getattr(config, name) for name in before}
+
+
+def test_dynamo_flags_may_be_nested() -> None:
+    config = torch._dynamo.config
+    with dynamo_flags():
+        with dynamo_flags():
+            assert config.capture_scalar_outputs
+        assert config.capture_scalar_outputs, "the inner end is not the outer's"
+        with pytest.raises(ZeroDivisionError), dynamo_flags():
+            _ = 1 / 0
+        assert config.capture_scalar_outputs
+    assert not config.capture_scalar_outputs
+    with pytest.raises(ZeroDivisionError), dynamo_flags():
+        _ = 1 / 0
+    assert not config.capture_scalar_outputs
+    with dynamo_flags():
+        assert config.capture_scalar_outputs
+
+
+class Swept(nn.Module):
+    """Its class is compiled again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh().sum()
+
+
+def test_a_class_may_be_compiled_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts compilations by function, and runs it eagerly from some number on."""
+    monkeypatch.setattr(flags, "_MOST_COMPILATIONS", 24)
+    flags._setter.cache_clear()
+    x = torch.randn(2, 4)
+    used = [roundpipe_fx.compile(Swept(), memory_budget=1.0) for _ in range(2)]
+    for _ in range(20):
+        compiled = roundpipe_fx.compile(Swept(), memory_budget=1.0)
+        for model in (compiled, *used):
+            model(x).backward()
+        assert len(compiled.plans) == 1
+        roundpipe_fx.plan(Swept(), x, memory_budget=1.0, device="cpu")
+    flags._setter.cache_clear()
+    assert all(len(model.plans) < 5 for model in used), "models in use are seldom compiled again"
+
+
+def test_a_compiled_model_ends_with_its_last_reference() -> None:
+    compiled = roundpipe_fx.compile(Swept())
+    compiled(torch.randn(2, 4)).backward()
+    alive = weakref.ref(compiled)
+    gc.disable()
+    try:
+        del compiled
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_forward_may_be_replaced() -> None:
+    """As accelerate does for mixed precision."""
+    model, x = Swept(), torch.randn(2, 4)
+    compiled = roundpipe_fx.compile(model)
+    own = compiled.forward
+    compiled.forward = lambda x: 2 * own(x)
+    assert torch.equal(compiled(x), 2 * model(x))
+    assert inspect.signature(own) == inspect.signature(model.forward)
+
+
+def test_compiling_a_model_anew_leaves_others_of_its_class_alone() -> None:
+    x = torch.randn(2, 4)
+    first, second = (roundpipe_fx.compile(Swept(), memory_budget=1.0) for _ in range(2))
+    for _ in range(3):
+        for model in (first, second):
+            model(x).backward()
+        second._assumptions.stale = True
+    assert (len(first.plans), len(second.plans)) == (1, 3)
 
 
 def test_nothing_requires_grad() -> None:

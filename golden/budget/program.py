@@ -37,16 +37,17 @@ def forward(args):
         blocks_0_mlp_2_bias,
     )
     [
-        embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu,
-        bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18,
+        embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9,
+        getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax,
+        getitem_17, getitem_18,
     ] = stage_0_forward(call)
     return (
         getitem_17, embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias,
         blocks_0_attention_key_value_weight, blocks_0_attention_query_weight, blocks_0_attention_out_weight,
         blocks_0_norm2_weight, blocks_0_norm2_bias, blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight,
-        norm_weight, norm_bias, targets, embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9,
-        getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax,
-        getitem_18,
+        norm_weight, norm_bias, targets, embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6,
+        bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15,
+        getitem_16, _log_softmax, getitem_18,
     )
 
 
@@ -68,6 +69,9 @@ def backward(args):
         norm_bias,
         targets,
         embedding,
+        getitem,
+        getitem_1,
+        getitem_2,
         addmm,
         addmm_1,
         getitem_5,
@@ -93,21 +97,23 @@ def backward(args):
         embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
         blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1,
-        embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu,
-        bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_18,
+        embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9,
+        getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax,
+        getitem_18,
     ]
     del (
         embedding_weight, tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
         blocks_0_mlp_0_weight, blocks_0_mlp_0_bias, blocks_0_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1,
-        embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu,
-        bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_18,
+        embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9,
+        getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax,
+        getitem_18,
     )
     [
-        getitem_20, getitem_21, view_21, t_13, getitem_23, getitem_24, view_24, t_17, view_27, t_21, getitem_29,
-        getitem_30, add_5, view_34, t_25, view_37, t_29,
+        getitem_20, getitem_21, mm_4, view_21, mm_6, getitem_23, getitem_24, view_24, mm_8, view_27, mm_10, mm_12,
+        getitem_29, getitem_30, add_5, view_34, view_37,
     ] = stage_0_backward(call)
     return (
-        add_5, None, getitem_29, getitem_30, t_29, view_37, t_25, view_34, t_21, view_27, getitem_23, getitem_24, t_17,
-        view_24, t_13, view_21, getitem_20, getitem_21, None,
+        add_5, None, getitem_29, getitem_30, mm_12, view_37, mm_10, view_34, mm_8, view_27, getitem_23, getitem_24,
+        mm_6, view_24, mm_4, view_21, getitem_20, getitem_21, None,
     )

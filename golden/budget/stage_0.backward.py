@@ -25,6 +25,9 @@ def stage_0_backward(args):
         targets,  # int64[2, 4]
         tangents_1,  # float32[]
         embedding,  # float32[2, 4, 8]
+        getitem,  # float32[2, 4, 8]
+        getitem_1,  # float32[2, 4, 1]
+        getitem_2,  # float32[2, 4, 1]
         addmm,  # float32[8, 16]
         addmm_1,  # float32[8, 8]
         getitem_5,  # float32[2, 2, 4, 4]
@@ -48,23 +51,13 @@ def stage_0_backward(args):
     view_39: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     # model
     nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax, view_39, None, 1, -100, getitem_18);  tangents_1 = view_39 = getitem_18 = None
-    # model (again)
-    detach_4: "float32[8, 16]" = aten.detach.default(_log_softmax);  _log_softmax = None
-    # model
-    detach_2: "float32[8, 16]" = aten.detach.default(detach_4);  detach_4 = None
-    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, detach_2, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = detach_2 = None
-    view_17: "float32[2, 4, 16]" = aten.view.default(_log_softmax_backward_data, [2, 4, 16]);  _log_softmax_backward_data = None
-    view_18: "float32[8, 16]" = aten.view.default(view_17, [8, 16]);  view_17 = None
-    t_6: "float32[16, 8]" = aten.t.default(view_18)
+    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, _log_softmax, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = _log_softmax = None
+    t_6: "float32[16, 8]" = aten.t.default(_log_softmax_backward_data)
     # model (again)
     view_40: "float32[8, 8]" = aten.view.default(getitem_14, [8, 8]);  getitem_14 = None
     # model
     mm_1: "float32[16, 8]" = aten.mm.default(t_6, view_40);  t_6 = view_40 = None
-    # model (again)
-    t_30: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
-    # model
-    t_8: "float32[16, 8]" = aten.t.default(t_30);  t_30 = None
-    mm_2: "float32[8, 8]" = aten.mm.default(view_18, t_8);  view_18 = t_8 = None
+    mm_2: "float32[8, 8]" = aten.mm.default(_log_softmax_backward_data, embedding_weight);  _log_softmax_backward_data = embedding_weight = None
     view_19: "float32[2, 4, 8]" = aten.view.default(mm_2, [2, 4, 8]);  mm_2 = None
     # norm
     native_layer_norm_backward: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_19, add_1, [8], getitem_15, getitem_16, norm_weight, norm_bias, [True, True, True]);  view_19 = add_1 = getitem_15 = getitem_16 = norm_weight = norm_bias = None
@@ -76,11 +69,7 @@ def stage_0_backward(args):
     mul_tensor_5: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_4, 1.1111111111111112);  mul_tensor_4 = None
     # blocks.0.mlp.2
     view_20: "float32[8, 8]" = aten.view.default(mul_tensor_5, [8, 8]);  mul_tensor_5 = None
-    # blocks.0.mlp.2 (again)
-    t_31: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
-    # blocks.0.mlp.2
-    t_10: "float32[8, 16]" = aten.t.default(t_31);  t_31 = None
-    mm_3: "float32[8, 16]" = aten.mm.default(view_20, t_10);  t_10 = None
+    mm_3: "float32[8, 16]" = aten.mm.default(view_20, blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
     t_11: "float32[8, 8]" = aten.t.default(view_20)
     # blocks.0.mlp.2 (again)
     view_41: "float32[8, 16]" = aten.view.default(gelu, [8, 16]);  gelu = None
@@ -88,12 +77,10 @@ def stage_0_backward(args):
     mm_4: "float32[8, 16]" = aten.mm.default(t_11, view_41);  t_11 = view_41 = None
     sum_1: "float32[1, 8]" = aten.sum.dim_IntList(view_20, [0], True);  view_20 = None
     view_21: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None
-    t_12: "float32[16, 8]" = aten.t.default(mm_4);  mm_4 = None
-    t_13: "float32[8, 16]" = aten.t.default(t_12);  t_12 = None
     # blocks.0.mlp.0 (again)
     view_42: "float32[8, 8]" = aten.view.default(getitem_9, [8, 8]);  getitem_9 = None
-    t_32: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
-    addmm_5: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_42, t_32);  blocks_0_mlp_0_bias = None
+    t_30: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight)
+    addmm_5: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_42, t_30);  blocks_0_mlp_0_bias = t_30 = None
     # blocks.0.mlp.2
     view_22: "float32[2, 4, 16]" = aten.view.default(mm_3, [2, 4, 16]);  mm_3 = None
     # blocks.0.mlp.0 (again)
@@ -105,8 +92,7 @@ def stage_0_backward(args):
     t_15: "float32[16, 8]" = aten.t.default(view_23)
     mm_6: "float32[16, 8]" = aten.mm.default(t_15, view_42);  t_15 = view_42 = None
     sum_2: "float32[1, 16]" = aten.sum.dim_IntList(view_23, [0], True)
-    t_14: "float32[16, 8]" = aten.t.default(t_32);  t_32 = None
-    mm_5: "float32[8, 8]" = aten.mm.default(view_23, t_14);  view_23 = t_14 = None
+    mm_5: "float32[8, 8]" = aten.mm.default(view_23, blocks_0_mlp_0_weight);  view_23 = blocks_0_mlp_0_weight = None
     view_25: "float32[2, 4, 8]" = aten.view.default(mm_5, [2, 4, 8]);  mm_5 = None
     # blocks.0.norm2
     native_layer_norm_backward_1: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_25, add, [8], getitem_10, getitem_11, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_25 = add = getitem_10 = getitem_11 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
@@ -117,18 +103,12 @@ def stage_0_backward(args):
     add_2: "float32[2, 4, 8]" = aten.add_.Tensor(getitem_19, getitem_22);  getitem_19 = getitem_22 = None
     # blocks.0.mlp.0
     view_24: "float32[16]" = aten.view.default(sum_2, [16]);  sum_2 = None
-    t_16: "float32[8, 16]" = aten.t.default(mm_6);  mm_6 = None
-    t_17: "float32[16, 8]" = aten.t.default(t_16);  t_16 = None
     # blocks.0.dropout
     mul_tensor_6: "float32[2, 4, 8]" = aten.mul.Tensor(add_2, bernoulli_p);  bernoulli_p = None
     mul_tensor_7: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_6, 1.1111111111111112);  mul_tensor_6 = None
     # blocks.0.attention.out
     view_26: "float32[8, 8]" = aten.view.default(mul_tensor_7, [8, 8]);  mul_tensor_7 = None
-    # blocks.0.attention.out (again)
-    t_33: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
-    # blocks.0.attention.out
-    t_18: "float32[8, 8]" = aten.t.default(t_33);  t_33 = None
-    mm_7: "float32[8, 8]" = aten.mm.default(view_26, t_18);  t_18 = None
+    mm_7: "float32[8, 8]" = aten.mm.default(view_26, blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
     t_19: "float32[8, 8]" = aten.t.default(view_26)
     # blocks.0.attention (again)
     transpose_8: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_5, 1, 2)
@@ -138,6 +118,7 @@ def stage_0_backward(args):
     # blocks.0.attention.out
     mm_8: "float32[8, 8]" = aten.mm.default(t_19, view_45);  t_19 = view_45 = None
     sum_3: "float32[1, 8]" = aten.sum.dim_IntList(view_26, [0], True);  view_26 = None
+    view_27: "float32[8]" = aten.view.default(sum_3, [8]);  sum_3 = None
     view_28: "float32[2, 4, 8]" = aten.view.default(mm_7, [2, 4, 8]);  mm_7 = None
     # blocks.0.attention
     view_29: "float32[2, 4, 2, 4]" = aten.view.default(view_28, [2, 4, 2, 4]);  view_28 = None
@@ -157,23 +138,22 @@ def stage_0_backward(args):
     getitem_32: "float32[2, 4, 8]" = split_1[1];  split_1 = None
     view_50: "float32[2, 4, 2, 4]" = aten.view.default(getitem_32, [2, 4, 2, 4]);  getitem_32 = None
     transpose_11: "float32[2, 2, 4, 4]" = aten.transpose.int(view_50, 1, 2);  view_50 = None
-    detach_5: "float32[2, 2, 4, 4]" = aten.detach.default(getitem_5);  getitem_5 = None
     # blocks.0.attention
-    detach_3: "float32[2, 2, 4, 4]" = aten.detach.default(detach_5);  detach_5 = None
-    _scaled_dot_product_flash_attention_for_cpu_backward: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_4, transpose_9, transpose_10, transpose_11, detach_3, getitem_6, 0.0, True);  transpose_4 = transpose_9 = transpose_10 = transpose_11 = detach_3 = getitem_6 = None
+    _scaled_dot_product_flash_attention_for_cpu_backward: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_4, transpose_9, transpose_10, transpose_11, getitem_5, getitem_6, 0.0, True);  transpose_4 = transpose_9 = transpose_10 = transpose_11 = getitem_5 = getitem_6 = None
     getitem_25: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[0]
     getitem_26: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[1]
     getitem_27: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[2];  _scaled_dot_product_flash_attention_for_cpu_backward = None
-    # blocks.0.attention.out
-    view_27: "float32[8]" = aten.view.default(sum_3, [8]);  sum_3 = None
-    t_20: "float32[8, 8]" = aten.t.default(mm_8);  mm_8 = None
-    t_21: "float32[8, 8]" = aten.t.default(t_20);  t_20 = None
-    # blocks.0.attention
     transpose_7: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_25, 1, 2);  getitem_25 = None
     view_32: "float32[2, 4, 8]" = aten.view.default(transpose_7, [2, 4, 8]);  transpose_7 = None
     # blocks.0.attention.query
     view_33: "float32[8, 8]" = aten.view.default(view_32, [8, 8]);  view_32 = None
-    sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_33, [0], True)
+    mm_9: "float32[8, 8]" = aten.mm.default(view_33, blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
+    t_23: "float32[8, 8]" = aten.t.default(view_33)
+    # blocks.0.attention.query (again)
+    view_51: "float32[8, 8]" = aten.view.default(getitem, [8, 8])
+    # blocks.0.attention.query
+    mm_10: "float32[8, 8]" = aten.mm.default(t_23, view_51);  t_23 = view_51 = None
+    sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_33, [0], True);  view_33 = None
     # blocks.0.attention
     transpose_6: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_26, 1, 2);  getitem_26 = None
     view_31: "float32[2, 4, 8]" = aten.view.default(transpose_6, [2, 4, 8]);  transpose_6 = None
@@ -182,58 +162,32 @@ def stage_0_backward(args):
     cat: "float32[2, 4, 16]" = aten.cat.default([view_31, view_30], 2);  view_31 = view_30 = None
     # blocks.0.attention.key_value
     view_36: "float32[8, 16]" = aten.view.default(cat, [8, 16]);  cat = None
+    mm_11: "float32[8, 8]" = aten.mm.default(view_36, blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
+    t_27: "float32[16, 8]" = aten.t.default(view_36)
     # blocks.0.attention.key_value (again)
-    t_34: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
+    view_52: "float32[8, 8]" = aten.view.default(getitem, [8, 8]);  getitem = None
     # blocks.0.attention.key_value
-    t_26: "float32[16, 8]" = aten.t.default(t_34);  t_34 = None
-    mm_11: "float32[8, 8]" = aten.mm.default(view_36, t_26);  t_26 = None
-    # blocks.0.attention.query (again)
-    t_35: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
+    mm_12: "float32[16, 8]" = aten.mm.default(t_27, view_52);  t_27 = view_52 = None
+    sum_5: "float32[1, 16]" = aten.sum.dim_IntList(view_36, [0], True);  view_36 = None
     # blocks.0.attention.query
-    t_22: "float32[8, 8]" = aten.t.default(t_35);  t_35 = None
-    mm_9: "float32[8, 8]" = aten.mm.default(view_33, t_22);  t_22 = None
     view_35: "float32[2, 4, 8]" = aten.view.default(mm_9, [2, 4, 8]);  mm_9 = None
     # blocks.0.attention.key_value
     view_38: "float32[2, 4, 8]" = aten.view.default(mm_11, [2, 4, 8]);  mm_11 = None
     # model
     add_3: "float32[2, 4, 8]" = aten.add_.Tensor(view_35, view_38);  view_35 = view_38 = None
-    # blocks.0.norm1 (again)
-    native_layer_norm_3: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(embedding, [8], blocks_0_norm1_weight, blocks_0_norm1_bias, 1e-05)
-    getitem_33: "float32[2, 4, 8]" = native_layer_norm_3[0]
-    getitem_34: "float32[2, 4, 1]" = native_layer_norm_3[1]
-    getitem_35: "float32[2, 4, 1]" = native_layer_norm_3[2];  native_layer_norm_3 = None
     # blocks.0.norm1
-    native_layer_norm_backward_2: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_3, embedding, [8], getitem_34, getitem_35, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_3 = embedding = getitem_34 = getitem_35 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
+    native_layer_norm_backward_2: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_3, embedding, [8], getitem_1, getitem_2, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_3 = embedding = getitem_1 = getitem_2 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
     getitem_28: "float32[2, 4, 8]" = native_layer_norm_backward_2[0]
     getitem_29: "float32[8]" = native_layer_norm_backward_2[1]
     getitem_30: "float32[8]" = native_layer_norm_backward_2[2];  native_layer_norm_backward_2 = None
-    # blocks.0.attention.query
-    t_23: "float32[8, 8]" = aten.t.default(view_33);  view_33 = None
-    # blocks.0.attention.query (again)
-    view_51: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8])
-    # blocks.0.attention.query
-    mm_10: "float32[8, 8]" = aten.mm.default(t_23, view_51);  t_23 = view_51 = None
     # model
     add_4: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, getitem_28);  add_2 = getitem_28 = None
     # embedding
     embedding_dense_backward: "float32[16, 8]" = aten.embedding_dense_backward.default(add_4, tokens, 16, -1, False);  add_4 = tokens = None
     # model
-    t_7: "float32[8, 16]" = aten.t.default(mm_1);  mm_1 = None
-    t_9: "float32[16, 8]" = aten.t.default(t_7);  t_7 = None
-    add_5: "float32[16, 8]" = aten.add_.Tensor(t_9, embedding_dense_backward);  t_9 = embedding_dense_backward = None
-    # blocks.0.attention.key_value
-    sum_5: "float32[1, 16]" = aten.sum.dim_IntList(view_36, [0], True)
-    t_27: "float32[16, 8]" = aten.t.default(view_36);  view_36 = None
-    # blocks.0.attention.key_value (again)
-    view_52: "float32[8, 8]" = aten.view.default(getitem_33, [8, 8]);  getitem_33 = None
-    # blocks.0.attention.key_value
-    mm_12: "float32[16, 8]" = aten.mm.default(t_27, view_52);  t_27 = view_52 = None
+    add_5: "float32[16, 8]" = aten.add_.Tensor(mm_1, embedding_dense_backward);  mm_1 = embedding_dense_backward = None
     # blocks.0.attention.query
     view_34: "float32[8]" = aten.view.default(sum_4, [8]);  sum_4 = None
-    t_24: "float32[8, 8]" = aten.t.default(mm_10);  mm_10 = None
-    t_25: "float32[8, 8]" = aten.t.default(t_24);  t_24 = None
     # blocks.0.attention.key_value
     view_37: "float32[16]" = aten.view.default(sum_5, [16]);  sum_5 = None
-    t_28: "float32[8, 16]" = aten.t.default(mm_12);  mm_12 = None
-    t_29: "float32[16, 8]" = aten.t.default(t_28);  t_28 = None
-    return (getitem_20, getitem_21, view_21, t_13, getitem_23, getitem_24, view_24, t_17, view_27, t_21, getitem_29, getitem_30, add_5, view_34, t_25, view_37, t_29)
+    return (getitem_20, getitem_21, mm_4, view_21, mm_6, getitem_23, getitem_24, view_24, mm_8, view_27, mm_10, mm_12, getitem_29, getitem_30, add_5, view_34, view_37)

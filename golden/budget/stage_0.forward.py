@@ -33,7 +33,9 @@ def stage_0_forward(args):
     embedding: "float32[2, 4, 8]" = aten.embedding.default(embedding_weight, tokens);  tokens = None
     # blocks.0.norm1
     native_layer_norm: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(embedding, [8], blocks_0_norm1_weight, blocks_0_norm1_bias, 1e-05);  blocks_0_norm1_weight = blocks_0_norm1_bias = None
-    getitem: "float32[2, 4, 8]" = native_layer_norm[0];  native_layer_norm = None
+    getitem: "float32[2, 4, 8]" = native_layer_norm[0]
+    getitem_1: "float32[2, 4, 1]" = native_layer_norm[1]
+    getitem_2: "float32[2, 4, 1]" = native_layer_norm[2];  native_layer_norm = None
     # blocks.0.attention.key_value
     view: "float32[8, 8]" = aten.view.default(getitem, [8, 8])
     t: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
@@ -44,7 +46,7 @@ def stage_0_forward(args):
     getitem_3: "float32[2, 4, 8]" = split[0]
     getitem_4: "float32[2, 4, 8]" = split[1];  split = None
     # blocks.0.attention.query
-    view_2: "float32[8, 8]" = aten.view.default(getitem, [8, 8]);  getitem = None
+    view_2: "float32[8, 8]" = aten.view.default(getitem, [8, 8])
     t_1: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
     addmm_1: "float32[8, 8]" = aten.addmm.default(blocks_0_attention_query_bias, view_2, t_1);  blocks_0_attention_query_bias = view_2 = t_1 = None
     view_3: "float32[2, 4, 8]" = aten.view.default(addmm_1, [2, 4, 8])
@@ -107,11 +109,9 @@ def stage_0_forward(args):
     t_5: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
     view_14: "float32[8, 8]" = aten.view.default(getitem_14, [8, 8])
     mm: "float32[8, 16]" = aten.mm.default(view_14, t_5);  view_14 = t_5 = None
-    _unsafe_view: "float32[2, 4, 16]" = aten._unsafe_view.default(mm, [2, 4, 16]);  mm = None
-    view_15: "float32[8, 16]" = aten.view.default(_unsafe_view, [8, 16]);  _unsafe_view = None
     view_16: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(view_15, 1, False, out=view_15);  view_15 = None
+    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(mm, 1, False, out=mm);  mm = None
     nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_16, None, 1, -100);  view_16 = None
     getitem_17: "float32[]" = nll_loss_forward[0]
     getitem_18: "float32[]" = nll_loss_forward[1];  nll_loss_forward = None
-    return (embedding, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18)
+    return (embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18)

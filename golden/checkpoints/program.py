@@ -27,5 +27,5 @@ def backward(args):
     # stage 0 backward: first … second
     call = [x, first_weight, second_weight, tangents_1, linalg_vector_norm, tanh_1]
     del (x, first_weight, second_weight, tangents_1, linalg_vector_norm, tanh_1)
-    [t_5, t_8] = stage_0_backward(call)
-    return (None, t_8, t_5)
+    [mm_2, mm_4] = stage_0_backward(call)
+    return (None, mm_4, mm_2)

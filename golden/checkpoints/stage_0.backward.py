@@ -30,31 +30,17 @@ def stage_0_backward(args):
     # model (again)
     tanh_2: "float32[8, 4]" = aten.tanh_.default(mm_5);  mm_5 = None
     sin_1: "float32[8, 4]" = aten.sin.default(tanh_2)
-    detach_18: "float32[8, 4]" = aten.detach.default(tanh_1);  tanh_1 = None
     # model
-    detach_16: "float32[8, 4]" = aten.detach.default(detach_18);  detach_18 = None
-    tanh_backward: "float32[8, 4]" = aten.tanh_backward.grad_input(mul_1, detach_16, grad_input=mul_1);  mul_1 = detach_16 = None
+    tanh_backward: "float32[8, 4]" = aten.tanh_backward.grad_input(mul_1, tanh_1, grad_input=mul_1);  mul_1 = tanh_1 = None
     # second
     t_2: "float32[4, 8]" = aten.t.default(tanh_backward)
     mm_2: "float32[4, 4]" = aten.mm.default(t_2, sin_1);  t_2 = sin_1 = None
-    # second (again)
-    t_10: "float32[4, 4]" = aten.t.default(second_weight);  second_weight = None
-    # second
-    t_4: "float32[4, 4]" = aten.t.default(t_10);  t_10 = None
-    mm_3: "float32[8, 4]" = aten.mm.default(tanh_backward, t_4);  tanh_backward = t_4 = None
-    t_3: "float32[4, 4]" = aten.t.default(mm_2);  mm_2 = None
-    t_5: "float32[4, 4]" = aten.t.default(t_3);  t_3 = None
+    mm_3: "float32[8, 4]" = aten.mm.default(tanh_backward, second_weight);  tanh_backward = second_weight = None
     # model
     cos: "float32[8, 4]" = aten.cos.default(tanh_2)
     mul_2: "float32[8, 4]" = aten.mul_.Tensor(mm_3, cos);  mm_3 = cos = None
-    # model (again)
-    detach_19: "float32[8, 4]" = aten.detach.default(tanh_2);  tanh_2 = None
-    # model
-    detach_17: "float32[8, 4]" = aten.detach.default(detach_19);  detach_19 = None
-    tanh_backward_1: "float32[8, 4]" = aten.tanh_backward.grad_input(mul_2, detach_17, grad_input=mul_2);  mul_2 = detach_17 = None
+    tanh_backward_1: "float32[8, 4]" = aten.tanh_backward.grad_input(mul_2, tanh_2, grad_input=mul_2);  mul_2 = tanh_2 = None
     # first
     t_6: "float32[4, 8]" = aten.t.default(tanh_backward_1);  tanh_backward_1 = None
     mm_4: "float32[4, 4]" = aten.mm.default(t_6, div_2);  t_6 = div_2 = None
-    t_7: "float32[4, 4]" = aten.t.default(mm_4);  mm_4 = None
-    t_8: "float32[4, 4]" = aten.t.default(t_7);  t_7 = None
-    return (t_5, t_8)
+    return (mm_2, mm_4)

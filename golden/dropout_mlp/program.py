@@ -43,7 +43,7 @@ def backward(args):
     # stage 1 backward: layers.1.0 … layers.1.2
     call = [layers_1_0_weight, tangents_1, mul_tensor_1, addmm_2, run_with_rng_state, mul]
     del (layers_1_0_weight, tangents_1, mul_tensor_1, addmm_2, run_with_rng_state, mul)
-    [mm, view, t_5] = stage_1_backward(call)
+    [mm, mm_1, view] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     streams.record_streams([bernoulli_p_rng_state], 1)
@@ -58,5 +58,5 @@ def backward(args):
     # stage 0 backward: layers.0.0 … layers.0.2
     call = [x, addmm_3, run_with_rng_state_1, mm]
     del (x, addmm_3, run_with_rng_state_1, mm)
-    [view_1, t_8] = stage_0_backward(call)
-    return (t_8, view_1, None, t_5, view)
+    [mm_2, view_1] = stage_0_backward(call)
+    return (mm_2, view_1, None, mm_1, view)

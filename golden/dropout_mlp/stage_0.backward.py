@@ -22,8 +22,6 @@ def stage_0_backward(args):
     # layers.0.0
     t_6: "float32[8, 4]" = aten.t.default(gelu_backward_1)
     mm_2: "float32[8, 8]" = aten.mm.default(t_6, x);  t_6 = x = None
-    t_7: "float32[8, 8]" = aten.t.default(mm_2);  mm_2 = None
     sum_2: "float32[1, 8]" = aten.sum.dim_IntList(gelu_backward_1, [0], True);  gelu_backward_1 = None
     view_1: "float32[8]" = aten.view.default(sum_2, [8]);  sum_2 = None
-    t_8: "float32[8, 8]" = aten.t.default(t_7);  t_7 = None
-    return (view_1, t_8)
+    return (mm_2, view_1)

@@ -16,8 +16,6 @@ def stage_1_backward(args):
         mul,  # float32[4, 8]
     ) = args
     args.clear()
-    # layers.1.0 (again)
-    t_11: "float32[8, 8]" = aten.t.default(layers_1_0_weight);  layers_1_0_weight = None
     # model
     expand: "float32[4, 8]" = aten.expand.default(tangents_1, [4, 8]);  tangents_1 = None
     div: "float32[4, 8]" = aten.div.Scalar(expand, 32);  expand = None
@@ -28,12 +26,9 @@ def stage_1_backward(args):
     # layers.1.1
     gelu_backward: "float32[4, 8]" = aten.gelu_backward.grad_input(mul_tensor_5, addmm_2, grad_input=mul_tensor_5);  mul_tensor_5 = addmm_2 = None
     # layers.1.0
-    t_2: "float32[8, 8]" = aten.t.default(t_11);  t_11 = None
-    mm: "float32[4, 8]" = aten.mm.default(gelu_backward, t_2);  t_2 = None
+    mm: "float32[4, 8]" = aten.mm.default(gelu_backward, layers_1_0_weight);  layers_1_0_weight = None
     t_3: "float32[8, 4]" = aten.t.default(gelu_backward)
     mm_1: "float32[8, 8]" = aten.mm.default(t_3, mul_tensor_1);  t_3 = mul_tensor_1 = None
-    t_4: "float32[8, 8]" = aten.t.default(mm_1);  mm_1 = None
     sum_1: "float32[1, 8]" = aten.sum.dim_IntList(gelu_backward, [0], True);  gelu_backward = None
     view: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None
-    t_5: "float32[8, 8]" = aten.t.default(t_4);  t_4 = None
-    return (mm, view, t_5)
+    return (mm, mm_1, view)

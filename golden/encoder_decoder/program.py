@@ -162,8 +162,8 @@ def backward(args):
         getitem_58, mul,
     )
     [
-        view_39, t_16, view_46, t_20, view_49, t_24, view_50, view_52, t_28, view_55, t_32, getitem_28, getitem_29,
-        view_58, t_36, view_65, t_40, view_68, t_44, getitem_34, getitem_35,
+        mm_1, view_39, mm_3, view_46, mm_4, mm_5, view_49, view_50, mm_7, view_52, mm_9, view_55, getitem_28,
+        getitem_29, mm_11, view_58, mm_13, view_65, mm_15, view_68, getitem_34, getitem_35,
     ] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
@@ -195,20 +195,20 @@ def backward(args):
         encoder_0_norm1_weight, encoder_0_norm1_bias, source, encoder_0_attention_key_value_weight,
         encoder_0_attention_query_weight, encoder_0_attention_out_weight, encoder_0_norm2_weight, encoder_0_norm2_bias,
         encoder_0_mlp_0_weight, encoder_0_mlp_2_weight, getitem_59, getitem_60, getitem_61, addmm_21, addmm_22,
-        getitem_64, getitem_65, add_12, getitem_66, getitem_67, getitem_68, addmm_24, gelu_3, view_50,
+        getitem_64, getitem_65, add_12, getitem_66, getitem_67, getitem_68, addmm_24, gelu_3, mm_4, view_50,
     ]
     del (
         encoder_0_norm1_weight, encoder_0_norm1_bias, source, encoder_0_attention_key_value_weight,
         encoder_0_attention_query_weight, encoder_0_attention_out_weight, encoder_0_norm2_weight, encoder_0_norm2_bias,
         encoder_0_mlp_0_weight, encoder_0_mlp_2_weight, getitem_59, getitem_60, getitem_61, addmm_21, addmm_22,
-        getitem_64, getitem_65, add_12, getitem_66, getitem_67, getitem_68, addmm_24, gelu_3, view_50,
+        getitem_64, getitem_65, add_12, getitem_66, getitem_67, getitem_68, addmm_24, gelu_3, mm_4, view_50,
     )
     [
-        view_71, t_48, view_74, t_52, getitem_37, getitem_38, view_77, t_56, view_84, t_60, view_87, t_64, getitem_43,
-        getitem_44,
+        mm_17, view_71, mm_19, view_74, getitem_37, getitem_38, mm_21, view_77, mm_23, view_84, mm_25, view_87,
+        getitem_43, getitem_44,
     ] = stage_0_backward(call)
     return (
-        getitem_43, getitem_44, None, t_64, view_87, t_60, view_84, t_56, view_77, getitem_37, getitem_38, t_52,
-        view_74, t_48, view_71, getitem_34, getitem_35, None, t_44, view_68, t_40, view_65, t_36, view_58, getitem_28,
-        getitem_29, t_32, view_55, t_28, view_52, t_24, view_49, t_20, view_46, t_16, view_39,
+        getitem_43, getitem_44, None, mm_25, view_87, mm_23, view_84, mm_21, view_77, getitem_37, getitem_38, mm_19,
+        view_74, mm_17, view_71, getitem_34, getitem_35, None, mm_15, view_68, mm_13, view_65, mm_11, view_58,
+        getitem_28, getitem_29, mm_9, view_55, mm_7, view_52, mm_5, view_49, mm_3, view_46, mm_1, view_39,
     )

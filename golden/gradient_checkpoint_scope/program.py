@@ -30,5 +30,5 @@ def backward(args):
     # stage 0 backward: first
     call = [x, linear_weight, tangents_1, addmm, randn_like_rng_state, addmm_1]
     del (x, linear_weight, tangents_1, addmm, randn_like_rng_state, addmm_1)
-    [view, t_5, view_1, t_8] = stage_0_backward(call)
-    return (t_8, view_1, None, t_5, view)
+    [mm_1, mm_2, view, view_1] = stage_0_backward(call)
+    return (mm_2, view_1, None, mm_1, view)

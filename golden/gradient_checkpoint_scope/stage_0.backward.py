@@ -25,10 +25,8 @@ def stage_0_backward(args):
     # model (again)
     run_with_rng_state: "float32[4, 4]" = torch.ops.higher_order.run_with_rng_state(randn_like_rng_state, aten.randn_like.default, linear_weight, pin_memory=False);  randn_like_rng_state = None
     add_1: "float32[4, 4]" = aten.add.out(linear_weight, run_with_rng_state, out=run_with_rng_state);  linear_weight = run_with_rng_state = None
-    t_9: "float32[4, 4]" = aten.t.default(add_1);  add_1 = None
     # model
-    t_2: "float32[4, 4]" = aten.t.default(t_9);  t_9 = None
-    mm: "float32[8, 4]" = aten.mm.default(mul_1, t_2);  t_2 = None
+    mm: "float32[8, 4]" = aten.mm.default(mul_1, add_1);  add_1 = None
     t_3: "float32[4, 8]" = aten.t.default(mul_1)
     mm_1: "float32[4, 4]" = aten.mm.default(t_3, addmm);  t_3 = addmm = None
     sum_1: "float32[1, 4]" = aten.sum.dim_IntList(mul_1, [0], True);  mul_1 = None
@@ -38,10 +36,6 @@ def stage_0_backward(args):
     sum_2: "float32[1, 4]" = aten.sum.dim_IntList(mm, [0], True);  mm = None
     # model
     view: "float32[4]" = aten.view.default(sum_1, [4]);  sum_1 = None
-    t_4: "float32[4, 4]" = aten.t.default(mm_1);  mm_1 = None
-    t_5: "float32[4, 4]" = aten.t.default(t_4);  t_4 = None
     # first
     view_1: "float32[4]" = aten.view.default(sum_2, [4]);  sum_2 = None
-    t_7: "float32[4, 4]" = aten.t.default(mm_2);  mm_2 = None
-    t_8: "float32[4, 4]" = aten.t.default(t_7);  t_7 = None
-    return (view, t_5, view_1, t_8)
+    return (mm_1, mm_2, view, view_1)

@@ -47,7 +47,7 @@ def backward(args):
     # stage 1 backward: layers.1 … last
     call = [layers_1_weight, last_weight, tangents_1, mul_tensor_1, tanh_2, run_with_rng_state, mul_tensor_9, mul]
     del (layers_1_weight, last_weight, tangents_1, mul_tensor_1, tanh_2, run_with_rng_state, mul_tensor_9, mul)
-    [view, t_6, mm_2, view_1, t_10] = stage_1_backward(call)
+    [mm_1, view, mm_2, mm_3, view_1] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     streams.record_streams([bernoulli_p_rng_state], 1)
@@ -62,5 +62,5 @@ def backward(args):
     # stage 0 backward: layers.0
     call = [x, tanh_3, run_with_rng_state_1, mm_2]
     del (x, tanh_3, run_with_rng_state_1, mm_2)
-    [view_2, t_13] = stage_0_backward(call)
-    return (t_13, view_2, None, t_10, view_1, t_6, view)
+    [mm_4, view_2] = stage_0_backward(call)
+    return (mm_4, view_2, None, mm_3, view_1, mm_1, view)

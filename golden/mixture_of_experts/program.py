@@ -87,7 +87,7 @@ def backward(args):
         nonzero_2, sym_size_int_2, nonzero_3, sym_size_int_3, _softmax_2, index_8, relu_4, index_9, index_10, relu_5,
         index_11, mul_60,
     )
-    [view, t_9, view_1, t_13, view_2, add_105, t_17] = stage_1_backward(call)
+    [mm_1, view, mm_3, view_1, mm_5, view_2, add_105] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 0 recompute: layers.0.router … layers.0
@@ -113,5 +113,5 @@ def backward(args):
         x, getitem_1, nonzero, sym_size_int, nonzero_1, sym_size_int_1, _softmax_3, index_12, relu_6, index_13,
         index_14, relu_7, index_15, add_105,
     )
-    [view_3, t_20, view_4, t_23, view_5, t_26] = stage_0_backward(call)
-    return (t_26, view_5, None, t_23, view_4, t_20, view_3, t_17, view_2, t_13, view_1, t_9, view)
+    [mm_6, view_3, mm_7, view_4, mm_8, view_5] = stage_0_backward(call)
+    return (mm_8, view_5, None, mm_7, view_4, mm_6, view_3, mm_5, view_2, mm_3, view_1, mm_1, view)

@@ -32,5 +32,5 @@ def backward(args):
     # stage 0 backward: layers.0 … layers.3
     call = [layers_0_weight, x, layers_1_weight, layers_2_weight, layers_3_weight, tangents_1, add_2, tanh_3, add_3]
     del (layers_0_weight, x, layers_1_weight, layers_2_weight, layers_3_weight, tangents_1, add_2, tanh_3, add_3)
-    [t_7, t_11, t_15, t_18] = stage_0_backward(call)
-    return (t_18, None, t_15, t_11, t_7)
+    [mm_4, mm_6, mm_8, mm_10] = stage_0_backward(call)
+    return (mm_10, None, mm_8, mm_6, mm_4)

@@ -25,88 +25,65 @@ def stage_0_backward(args):
     expand: "float32[64, 4]" = aten.expand.default(tangents_1, [64, 4]);  tangents_1 = None
     div: "float32[64, 4]" = aten.div.Scalar(expand, 256);  expand = None
     mul_1: "float32[64, 4]" = aten.mul_.Tensor(div, mul);  div = mul = None
-    # model (again)
-    detach_8: "float32[64, 4]" = aten.detach.default(tanh_3);  tanh_3 = None
-    # model
-    detach_4: "float32[64, 4]" = aten.detach.default(detach_8);  detach_8 = None
-    tanh_backward: "float32[64, 4]" = aten.tanh_backward.default(mul_1, detach_4);  detach_4 = None
-    # layers.3 (again)
-    t_19: "float32[4, 4]" = aten.t.default(layers_3_weight);  layers_3_weight = None
+    tanh_backward: "float32[64, 4]" = aten.tanh_backward.default(mul_1, tanh_3);  tanh_3 = None
     # layers.3
-    t_6: "float32[4, 4]" = aten.t.default(t_19);  t_19 = None
-    mm_5: "float32[64, 4]" = aten.mm.default(tanh_backward, t_6);  t_6 = None
+    mm_5: "float32[64, 4]" = aten.mm.default(tanh_backward, layers_3_weight);  layers_3_weight = None
     # model
     add_4: "float32[64, 4]" = aten.add_.Tensor(mul_1, mm_5);  mul_1 = mm_5 = None
     # layers.3
     t_4: "float32[4, 64]" = aten.t.default(tanh_backward);  tanh_backward = None
     mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    t_5: "float32[4, 4]" = aten.t.default(mm_4);  mm_4 = None
-    t_7: "float32[4, 4]" = aten.t.default(t_5);  t_5 = None
     # layers.0 (again)
-    t_20: "float32[4, 4]" = aten.t.default(layers_0_weight);  layers_0_weight = None
-    mm_11: "float32[64, 4]" = aten.mm.default(x, t_20)
+    t_19: "float32[4, 4]" = aten.t.default(layers_0_weight);  layers_0_weight = None
+    mm_11: "float32[64, 4]" = aten.mm.default(x, t_19)
     # model (again)
     tanh_4: "float32[64, 4]" = aten.tanh_.default(mm_11);  mm_11 = None
     add_7: "float32[64, 4]" = aten.add.out(x, tanh_4, out=tanh_4);  tanh_4 = None
     # layers.1 (again)
-    t_21: "float32[4, 4]" = aten.t.default(layers_1_weight);  layers_1_weight = None
-    mm_12: "float32[64, 4]" = aten.mm.default(add_7, t_21)
+    t_20: "float32[4, 4]" = aten.t.default(layers_1_weight)
+    mm_12: "float32[64, 4]" = aten.mm.default(add_7, t_20)
     # model (again)
     tanh_5: "float32[64, 4]" = aten.tanh_.default(mm_12);  mm_12 = None
     add_8: "float32[64, 4]" = aten.add_.Tensor(add_7, tanh_5);  add_7 = tanh_5 = None
     # layers.2 (again)
-    t_22: "float32[4, 4]" = aten.t.default(layers_2_weight);  layers_2_weight = None
-    mm_13: "float32[64, 4]" = aten.mm.default(add_8, t_22)
+    t_21: "float32[4, 4]" = aten.t.default(layers_2_weight)
+    mm_13: "float32[64, 4]" = aten.mm.default(add_8, t_21);  t_21 = None
     # model (again)
     tanh_6: "float32[64, 4]" = aten.tanh_.default(mm_13);  mm_13 = None
-    detach_9: "float32[64, 4]" = aten.detach.default(tanh_6);  tanh_6 = None
     # model
-    detach_5: "float32[64, 4]" = aten.detach.default(detach_9);  detach_9 = None
-    tanh_backward_1: "float32[64, 4]" = aten.tanh_backward.grad_input(add_4, detach_5, grad_input=detach_5);  detach_5 = None
+    tanh_backward_1: "float32[64, 4]" = aten.tanh_backward.grad_input(add_4, tanh_6, grad_input=tanh_6);  tanh_6 = None
     # layers.2
-    t_10: "float32[4, 4]" = aten.t.default(t_22);  t_22 = None
-    mm_7: "float32[64, 4]" = aten.mm.default(tanh_backward_1, t_10);  t_10 = None
+    mm_7: "float32[64, 4]" = aten.mm.default(tanh_backward_1, layers_2_weight);  layers_2_weight = None
     # model
     add_5: "float32[64, 4]" = aten.add_.Tensor(add_4, mm_7);  add_4 = mm_7 = None
     # layers.2
     t_8: "float32[4, 64]" = aten.t.default(tanh_backward_1);  tanh_backward_1 = None
     mm_6: "float32[4, 4]" = aten.mm.default(t_8, add_8);  t_8 = add_8 = None
-    t_9: "float32[4, 4]" = aten.t.default(mm_6);  mm_6 = None
-    t_11: "float32[4, 4]" = aten.t.default(t_9);  t_9 = None
     # layers.0 (again)
-    mm_14: "float32[64, 4]" = aten.mm.default(x, t_20)
+    mm_14: "float32[64, 4]" = aten.mm.default(x, t_19)
     # model (again)
     tanh_7: "float32[64, 4]" = aten.tanh_.default(mm_14);  mm_14 = None
     add_9: "float32[64, 4]" = aten.add.out(x, tanh_7, out=tanh_7);  tanh_7 = None
     # layers.1 (again)
-    mm_15: "float32[64, 4]" = aten.mm.default(add_9, t_21)
+    mm_15: "float32[64, 4]" = aten.mm.default(add_9, t_20);  t_20 = None
     # model (again)
     tanh_8: "float32[64, 4]" = aten.tanh_.default(mm_15);  mm_15 = None
-    detach_10: "float32[64, 4]" = aten.detach.default(tanh_8);  tanh_8 = None
     # model
-    detach_6: "float32[64, 4]" = aten.detach.default(detach_10);  detach_10 = None
-    tanh_backward_2: "float32[64, 4]" = aten.tanh_backward.grad_input(add_5, detach_6, grad_input=detach_6);  detach_6 = None
+    tanh_backward_2: "float32[64, 4]" = aten.tanh_backward.grad_input(add_5, tanh_8, grad_input=tanh_8);  tanh_8 = None
     # layers.1
-    t_14: "float32[4, 4]" = aten.t.default(t_21);  t_21 = None
-    mm_9: "float32[64, 4]" = aten.mm.default(tanh_backward_2, t_14);  t_14 = None
+    mm_9: "float32[64, 4]" = aten.mm.default(tanh_backward_2, layers_1_weight);  layers_1_weight = None
     # model
     add_6: "float32[64, 4]" = aten.add_.Tensor(add_5, mm_9);  add_5 = mm_9 = None
     # layers.1
     t_12: "float32[4, 64]" = aten.t.default(tanh_backward_2);  tanh_backward_2 = None
     mm_8: "float32[4, 4]" = aten.mm.default(t_12, add_9);  t_12 = add_9 = None
-    t_13: "float32[4, 4]" = aten.t.default(mm_8);  mm_8 = None
-    t_15: "float32[4, 4]" = aten.t.default(t_13);  t_13 = None
     # layers.0 (again)
-    mm_16: "float32[64, 4]" = aten.mm.default(x, t_20);  t_20 = None
+    mm_16: "float32[64, 4]" = aten.mm.default(x, t_19);  t_19 = None
     # model (again)
     tanh_9: "float32[64, 4]" = aten.tanh_.default(mm_16);  mm_16 = None
-    detach_11: "float32[64, 4]" = aten.detach.default(tanh_9);  tanh_9 = None
     # model
-    detach_7: "float32[64, 4]" = aten.detach.default(detach_11);  detach_11 = None
-    tanh_backward_3: "float32[64, 4]" = aten.tanh_backward.grad_input(add_6, detach_7, grad_input=add_6);  add_6 = detach_7 = None
+    tanh_backward_3: "float32[64, 4]" = aten.tanh_backward.grad_input(add_6, tanh_9, grad_input=add_6);  add_6 = tanh_9 = None
     # layers.0
     t_16: "float32[4, 64]" = aten.t.default(tanh_backward_3);  tanh_backward_3 = None
     mm_10: "float32[4, 4]" = aten.mm.default(t_16, x);  t_16 = x = None
-    t_17: "float32[4, 4]" = aten.t.default(mm_10);  mm_10 = None
-    t_18: "float32[4, 4]" = aten.t.default(t_17);  t_17 = None
-    return (t_7, t_11, t_15, t_18)
+    return (mm_4, mm_6, mm_8, mm_10)

@@ -48,7 +48,7 @@ def backward(args):
     # stage 3 backward: layers.3
     call = [layers_3_weight, tangents_1, add_2, tanh_3, mul]
     del (layers_3_weight, tangents_1, add_2, tanh_3, mul)
-    [add_4, t_7] = stage_3_backward(call)
+    [mm_4, add_4] = stage_3_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 4 recompute: layers.0
@@ -62,5 +62,5 @@ def backward(args):
     # stage 4 backward: layers.0
     call = [kwargs_x, layers_1_weight, layers_2_weight, tanh_4, add_7, tanh_5, add_8, tanh_6, add_4]
     del (kwargs_x, layers_1_weight, layers_2_weight, tanh_4, add_7, tanh_5, add_8, tanh_6, add_4)
-    [t_11, t_15, t_18] = stage_4_backward(call)
-    return (t_18, None, t_15, t_11, t_7)
+    [mm_6, mm_8, mm_10] = stage_4_backward(call)
+    return (mm_10, None, mm_8, mm_6, mm_4)

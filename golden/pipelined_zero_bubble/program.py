@@ -41,7 +41,7 @@ def backward(args):
     # stage 1 weight: layers.3
     call = [add_2, tanh_backward]
     del (add_2, tanh_backward)
-    [t_7] = stage_1_weight(call)
+    [mm_4] = stage_1_weight(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 0 recompute: layers.0 … layers.2
@@ -59,5 +59,5 @@ def backward(args):
     # stage 0 weight: layers.0 … layers.2
     call = [kwargs_x, tanh_5, add_8, add_9, tanh_backward_1, tanh_backward_2, add_6]
     del (kwargs_x, tanh_5, add_8, add_9, tanh_backward_1, tanh_backward_2, add_6)
-    [t_11, t_15, t_18] = stage_0_weight(call)
-    return (t_18, None, t_15, t_11, t_7)
+    [mm_6, mm_8, mm_10] = stage_0_weight(call)
+    return (mm_10, None, mm_8, mm_6, mm_4)

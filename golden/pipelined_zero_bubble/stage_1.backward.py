@@ -14,19 +14,13 @@ def stage_1_backward(args):
         mul,  # float32[2, 4]
     ) = args
     args.clear()
-    # layers.3 (again)
-    t_25: "float32[4, 4]" = aten.t.default(layers_3_weight);  layers_3_weight = None
-    # model (again)
-    detach_8: "float32[2, 4]" = aten.detach.default(tanh_4);  tanh_4 = None
     # model
     expand: "float32[2, 4]" = aten.expand.default(tangents_1, [2, 4]);  tangents_1 = None
     div: "float32[2, 4]" = aten.div.Scalar(expand, 8);  expand = None
     mul_1: "float32[2, 4]" = aten.mul_.Tensor(div, mul);  div = mul = None
-    detach_4: "float32[2, 4]" = aten.detach.default(detach_8);  detach_8 = None
-    tanh_backward: "float32[2, 4]" = aten.tanh_backward.default(mul_1, detach_4);  detach_4 = None
+    tanh_backward: "float32[2, 4]" = aten.tanh_backward.default(mul_1, tanh_4);  tanh_4 = None
     # layers.3
-    t_6: "float32[4, 4]" = aten.t.default(t_25);  t_25 = None
-    mm_5: "float32[2, 4]" = aten.mm.default(tanh_backward, t_6);  t_6 = None
+    mm_5: "float32[2, 4]" = aten.mm.default(tanh_backward, layers_3_weight);  layers_3_weight = None
     # model
     add_4: "float32[2, 4]" = aten.add_.Tensor(mul_1, mm_5);  mul_1 = mm_5 = None
     return (tanh_backward, add_4)

@@ -15,6 +15,4 @@ def stage_1_weight(args):
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward);  tanh_backward = None
     mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    t_5: "float32[4, 4]" = aten.t.default(mm_4);  mm_4 = None
-    t_7: "float32[4, 4]" = aten.t.default(t_5);  t_5 = None
-    return (t_7,)
+    return (mm_4,)

@@ -158,8 +158,8 @@ def backward(args):
         _log_softmax_1, getitem_67,
     )
     [
-        t_14, getitem_34, getitem_35, view_35, t_18, view_38, t_22, getitem_37, getitem_38, view_41, t_26, view_48,
-        t_30, view_51, t_34, getitem_43, getitem_44, add_6,
+        mm_1, getitem_34, getitem_35, mm_4, view_35, mm_6, view_38, getitem_37, getitem_38, mm_8, view_41, mm_10,
+        view_48, mm_12, view_51, getitem_43, getitem_44, add_6,
     ] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
@@ -196,21 +196,21 @@ def backward(args):
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
         blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
         addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
-        gelu_3, run_with_rng_state_5, t_14, add_6,
+        gelu_3, run_with_rng_state_5, mm_1, add_6,
     ]
     del (
         tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
         blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
         addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
-        gelu_3, run_with_rng_state_5, t_14, add_6,
+        gelu_3, run_with_rng_state_5, mm_1, add_6,
     )
     [
-        view_54, t_38, view_57, t_42, getitem_46, getitem_47, view_60, t_46, view_67, t_50, view_70, t_54, getitem_52,
-        getitem_53, add_10,
+        mm_14, view_54, mm_16, view_57, getitem_46, getitem_47, mm_18, view_60, mm_20, view_67, mm_22, view_70,
+        getitem_52, getitem_53, add_10,
     ] = stage_0_backward(call)
     return (
-        add_10, None, getitem_52, getitem_53, t_54, view_70, t_50, view_67, t_46, view_60, getitem_46, getitem_47, t_42,
-        view_57, t_38, view_54, getitem_43, getitem_44, t_34, view_51, t_30, view_48, t_26, view_41, getitem_37,
-        getitem_38, t_22, view_38, t_18, view_35, getitem_34, getitem_35, None,
+        add_10, None, getitem_52, getitem_53, mm_22, view_70, mm_20, view_67, mm_18, view_60, getitem_46, getitem_47,
+        mm_16, view_57, mm_14, view_54, getitem_43, getitem_44, mm_12, view_51, mm_10, view_48, mm_8, view_41,
+        getitem_37, getitem_38, mm_6, view_38, mm_4, view_35, getitem_34, getitem_35, None,
     )

@@ -34,68 +34,56 @@ def stage_0_backward(args):
         addmm_18,  # float32[8, 16]
         gelu_3,  # float32[2, 4, 16]
         run_with_rng_state_5,  # bool[2, 4, 8]
-        t_14,  # float32[16, 8]
+        mm_1,  # float32[16, 8]
         add_6,  # float32[2, 4, 8]
     ) = args
     args.clear()
     # blocks.0.attention.key_value (again)
-    view_112: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
-    t_69: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
-    view_111: "float32[2, 4, 16]" = aten.view.default(addmm_15, [2, 4, 16]);  addmm_15 = None
+    view_111: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
+    view_110: "float32[2, 4, 16]" = aten.view.default(addmm_15, [2, 4, 16]);  addmm_15 = None
     # blocks.0.attention (again)
-    split_4: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_111, 8, -1);  view_111 = None
+    split_4: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_110, 8, -1);  view_110 = None
     getitem_79: "float32[2, 4, 8]" = split_4[0]
     getitem_78: "float32[2, 4, 8]" = split_4[1];  split_4 = None
     # blocks.0.attention.query (again)
-    view_110: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8]);  getitem_68 = None
-    t_68: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
-    view_109: "float32[2, 4, 8]" = aten.view.default(addmm_16, [2, 4, 8]);  addmm_16 = None
+    view_109: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8]);  getitem_68 = None
+    view_108: "float32[2, 4, 8]" = aten.view.default(addmm_16, [2, 4, 8]);  addmm_16 = None
     # blocks.0.attention (again)
-    view_108: "float32[2, 4, 2, 4]" = aten.view.default(view_109, [2, 4, 2, 4]);  view_109 = None
-    transpose_27: "float32[2, 2, 4, 4]" = aten.transpose.int(view_108, 1, 2);  view_108 = None
-    view_107: "float32[2, 4, 2, 4]" = aten.view.default(getitem_79, [2, 4, 2, 4]);  getitem_79 = None
-    transpose_26: "float32[2, 2, 4, 4]" = aten.transpose.int(view_107, 1, 2);  view_107 = None
-    view_106: "float32[2, 4, 2, 4]" = aten.view.default(getitem_78, [2, 4, 2, 4]);  getitem_78 = None
-    transpose_25: "float32[2, 2, 4, 4]" = aten.transpose.int(view_106, 1, 2);  view_106 = None
-    detach_8: "float32[2, 2, 4, 4]" = aten.detach.default(getitem_73)
-    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_73, 1, 2);  getitem_73 = None
-    view_105: "float32[2, 4, 8]" = aten.view.default(transpose_24, [2, 4, 8]);  transpose_24 = None
+    view_107: "float32[2, 4, 2, 4]" = aten.view.default(view_108, [2, 4, 2, 4]);  view_108 = None
+    transpose_27: "float32[2, 2, 4, 4]" = aten.transpose.int(view_107, 1, 2);  view_107 = None
+    view_106: "float32[2, 4, 2, 4]" = aten.view.default(getitem_79, [2, 4, 2, 4]);  getitem_79 = None
+    transpose_26: "float32[2, 2, 4, 4]" = aten.transpose.int(view_106, 1, 2);  view_106 = None
+    view_105: "float32[2, 4, 2, 4]" = aten.view.default(getitem_78, [2, 4, 2, 4]);  getitem_78 = None
+    transpose_25: "float32[2, 2, 4, 4]" = aten.transpose.int(view_105, 1, 2);  view_105 = None
+    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_73, 1, 2)
+    view_104: "float32[2, 4, 8]" = aten.view.default(transpose_24, [2, 4, 8]);  transpose_24 = None
     # blocks.0.attention.out (again)
-    view_104: "float32[8, 8]" = aten.view.default(view_105, [8, 8]);  view_105 = None
-    t_67: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
+    view_103: "float32[8, 8]" = aten.view.default(view_104, [8, 8]);  view_104 = None
     # blocks.0.mlp.0 (again)
-    view_103: "float32[8, 8]" = aten.view.default(getitem_75, [8, 8]);  getitem_75 = None
-    t_66: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
-    view_102: "float32[2, 4, 16]" = aten.view.default(addmm_18, [2, 4, 16]);  addmm_18 = None
+    view_102: "float32[8, 8]" = aten.view.default(getitem_75, [8, 8]);  getitem_75 = None
+    view_101: "float32[2, 4, 16]" = aten.view.default(addmm_18, [2, 4, 16]);  addmm_18 = None
     # blocks.0.mlp.2 (again)
-    view_101: "float32[8, 16]" = aten.view.default(gelu_3, [8, 16]);  gelu_3 = None
-    t_65: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
+    view_100: "float32[8, 16]" = aten.view.default(gelu_3, [8, 16]);  gelu_3 = None
     # blocks.0.dropout
     mul_tensor_12: "float32[2, 4, 8]" = aten.mul.Tensor(add_6, run_with_rng_state_5);  run_with_rng_state_5 = None
     mul_tensor_13: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_12, 1.1111111111111112);  mul_tensor_12 = None
     # blocks.0.mlp.2
     view_53: "float32[8, 8]" = aten.view.default(mul_tensor_13, [8, 8]);  mul_tensor_13 = None
-    t_35: "float32[8, 16]" = aten.t.default(t_65);  t_65 = None
-    mm_13: "float32[8, 16]" = aten.mm.default(view_53, t_35);  t_35 = None
+    mm_13: "float32[8, 16]" = aten.mm.default(view_53, blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
     t_36: "float32[8, 8]" = aten.t.default(view_53)
-    mm_14: "float32[8, 16]" = aten.mm.default(t_36, view_101);  t_36 = view_101 = None
-    t_37: "float32[16, 8]" = aten.t.default(mm_14);  mm_14 = None
+    mm_14: "float32[8, 16]" = aten.mm.default(t_36, view_100);  t_36 = view_100 = None
     sum_6: "float32[1, 8]" = aten.sum.dim_IntList(view_53, [0], True);  view_53 = None
     view_54: "float32[8]" = aten.view.default(sum_6, [8]);  sum_6 = None
-    t_38: "float32[8, 16]" = aten.t.default(t_37);  t_37 = None
     view_55: "float32[2, 4, 16]" = aten.view.default(mm_13, [2, 4, 16]);  mm_13 = None
     # blocks.0.mlp.1
-    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_55, view_102, grad_input=view_55);  view_55 = view_102 = None
+    gelu_backward_1: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_55, view_101, grad_input=view_55);  view_55 = view_101 = None
     # blocks.0.mlp.0
     view_56: "float32[8, 16]" = aten.view.default(gelu_backward_1, [8, 16]);  gelu_backward_1 = None
-    t_39: "float32[16, 8]" = aten.t.default(t_66);  t_66 = None
-    mm_15: "float32[8, 8]" = aten.mm.default(view_56, t_39);  t_39 = None
+    mm_15: "float32[8, 8]" = aten.mm.default(view_56, blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
     t_40: "float32[16, 8]" = aten.t.default(view_56)
-    mm_16: "float32[16, 8]" = aten.mm.default(t_40, view_103);  t_40 = view_103 = None
-    t_41: "float32[8, 16]" = aten.t.default(mm_16);  mm_16 = None
+    mm_16: "float32[16, 8]" = aten.mm.default(t_40, view_102);  t_40 = view_102 = None
     sum_7: "float32[1, 16]" = aten.sum.dim_IntList(view_56, [0], True);  view_56 = None
     view_57: "float32[16]" = aten.view.default(sum_7, [16]);  sum_7 = None
-    t_42: "float32[16, 8]" = aten.t.default(t_41);  t_41 = None
     view_58: "float32[2, 4, 8]" = aten.view.default(mm_15, [2, 4, 8]);  mm_15 = None
     # blocks.0.norm2
     native_layer_norm_backward_3: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_58, add_13, [8], getitem_76, getitem_77, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_58 = add_13 = getitem_76 = getitem_77 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
@@ -109,20 +97,16 @@ def stage_0_backward(args):
     mul_tensor_15: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_14, 1.1111111111111112);  mul_tensor_14 = None
     # blocks.0.attention.out
     view_59: "float32[8, 8]" = aten.view.default(mul_tensor_15, [8, 8]);  mul_tensor_15 = None
-    t_43: "float32[8, 8]" = aten.t.default(t_67);  t_67 = None
-    mm_17: "float32[8, 8]" = aten.mm.default(view_59, t_43);  t_43 = None
+    mm_17: "float32[8, 8]" = aten.mm.default(view_59, blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
     t_44: "float32[8, 8]" = aten.t.default(view_59)
-    mm_18: "float32[8, 8]" = aten.mm.default(t_44, view_104);  t_44 = view_104 = None
-    t_45: "float32[8, 8]" = aten.t.default(mm_18);  mm_18 = None
+    mm_18: "float32[8, 8]" = aten.mm.default(t_44, view_103);  t_44 = view_103 = None
     sum_8: "float32[1, 8]" = aten.sum.dim_IntList(view_59, [0], True);  view_59 = None
     view_60: "float32[8]" = aten.view.default(sum_8, [8]);  sum_8 = None
-    t_46: "float32[8, 8]" = aten.t.default(t_45);  t_45 = None
     view_61: "float32[2, 4, 8]" = aten.view.default(mm_17, [2, 4, 8]);  mm_17 = None
     # blocks.0.attention
     view_62: "float32[2, 4, 2, 4]" = aten.view.default(view_61, [2, 4, 2, 4]);  view_61 = None
     transpose_12: "float32[2, 2, 4, 4]" = aten.transpose.int(view_62, 1, 2);  view_62 = None
-    detach_5: "float32[2, 2, 4, 4]" = aten.detach.default(detach_8);  detach_8 = None
-    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, detach_5, getitem_74, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = detach_5 = getitem_74 = None
+    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, getitem_73, getitem_74, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = getitem_73 = getitem_74 = None
     getitem_48: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[0]
     getitem_49: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[1]
     getitem_50: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[2];  _scaled_dot_product_flash_attention_for_cpu_backward_1 = None
@@ -134,27 +118,21 @@ def stage_0_backward(args):
     view_65: "float32[2, 4, 8]" = aten.view.default(transpose_15, [2, 4, 8]);  transpose_15 = None
     # blocks.0.attention.query
     view_66: "float32[8, 8]" = aten.view.default(view_65, [8, 8]);  view_65 = None
-    t_47: "float32[8, 8]" = aten.t.default(t_68);  t_68 = None
-    mm_19: "float32[8, 8]" = aten.mm.default(view_66, t_47);  t_47 = None
+    mm_19: "float32[8, 8]" = aten.mm.default(view_66, blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
     t_48: "float32[8, 8]" = aten.t.default(view_66)
-    mm_20: "float32[8, 8]" = aten.mm.default(t_48, view_110);  t_48 = view_110 = None
-    t_49: "float32[8, 8]" = aten.t.default(mm_20);  mm_20 = None
+    mm_20: "float32[8, 8]" = aten.mm.default(t_48, view_109);  t_48 = view_109 = None
     sum_9: "float32[1, 8]" = aten.sum.dim_IntList(view_66, [0], True);  view_66 = None
     view_67: "float32[8]" = aten.view.default(sum_9, [8]);  sum_9 = None
-    t_50: "float32[8, 8]" = aten.t.default(t_49);  t_49 = None
     view_68: "float32[2, 4, 8]" = aten.view.default(mm_19, [2, 4, 8]);  mm_19 = None
     # blocks.0.attention
     cat_1: "float32[2, 4, 16]" = aten.cat.default([view_64, view_63], 2);  view_64 = view_63 = None
     # blocks.0.attention.key_value
     view_69: "float32[8, 16]" = aten.view.default(cat_1, [8, 16]);  cat_1 = None
-    t_51: "float32[16, 8]" = aten.t.default(t_69);  t_69 = None
-    mm_21: "float32[8, 8]" = aten.mm.default(view_69, t_51);  t_51 = None
+    mm_21: "float32[8, 8]" = aten.mm.default(view_69, blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
     t_52: "float32[16, 8]" = aten.t.default(view_69)
-    mm_22: "float32[16, 8]" = aten.mm.default(t_52, view_112);  t_52 = view_112 = None
-    t_53: "float32[8, 16]" = aten.t.default(mm_22);  mm_22 = None
+    mm_22: "float32[16, 8]" = aten.mm.default(t_52, view_111);  t_52 = view_111 = None
     sum_10: "float32[1, 16]" = aten.sum.dim_IntList(view_69, [0], True);  view_69 = None
     view_70: "float32[16]" = aten.view.default(sum_10, [16]);  sum_10 = None
-    t_54: "float32[16, 8]" = aten.t.default(t_53);  t_53 = None
     view_71: "float32[2, 4, 8]" = aten.view.default(mm_21, [2, 4, 8]);  mm_21 = None
     # model
     add_8: "float32[2, 4, 8]" = aten.add_.Tensor(view_68, view_71);  view_68 = view_71 = None
@@ -168,5 +146,5 @@ def stage_0_backward(args):
     # embedding
     embedding_dense_backward: "float32[16, 8]" = aten.embedding_dense_backward.default(add_9, tokens, 16, -1, False);  add_9 = tokens = None
     # model
-    add_10: "float32[16, 8]" = aten.add.out(t_14, embedding_dense_backward, out=embedding_dense_backward);  t_14 = embedding_dense_backward = None
-    return (view_54, t_38, view_57, t_42, getitem_46, getitem_47, view_60, t_46, view_67, t_50, view_70, t_54, getitem_52, getitem_53, add_10)
+    add_10: "float32[16, 8]" = aten.add.out(mm_1, embedding_dense_backward, out=embedding_dense_backward);  mm_1 = embedding_dense_backward = None
+    return (mm_14, view_54, mm_16, view_57, getitem_46, getitem_47, mm_18, view_60, mm_20, view_67, mm_22, view_70, getitem_52, getitem_53, add_10)

@@ -47,55 +47,41 @@ def stage_1_backward(args):
     ) = args
     args.clear()
     # blocks.1.attention.key_value (again)
-    view_126: "float32[8, 8]" = aten.view.default(getitem_54, [8, 8])
-    t_75: "float32[8, 16]" = aten.t.default(blocks_1_attention_key_value_weight);  blocks_1_attention_key_value_weight = None
-    view_125: "float32[2, 4, 16]" = aten.view.default(addmm_10, [2, 4, 16]);  addmm_10 = None
+    view_125: "float32[8, 8]" = aten.view.default(getitem_54, [8, 8])
+    view_124: "float32[2, 4, 16]" = aten.view.default(addmm_10, [2, 4, 16]);  addmm_10 = None
     # blocks.1.attention (again)
-    split_5: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_125, 8, -1);  view_125 = None
+    split_5: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_124, 8, -1);  view_124 = None
     getitem_81: "float32[2, 4, 8]" = split_5[0]
     getitem_80: "float32[2, 4, 8]" = split_5[1];  split_5 = None
     # blocks.1.attention.query (again)
-    view_124: "float32[8, 8]" = aten.view.default(getitem_54, [8, 8]);  getitem_54 = None
-    t_74: "float32[8, 8]" = aten.t.default(blocks_1_attention_query_weight);  blocks_1_attention_query_weight = None
-    view_123: "float32[2, 4, 8]" = aten.view.default(addmm_11, [2, 4, 8]);  addmm_11 = None
+    view_123: "float32[8, 8]" = aten.view.default(getitem_54, [8, 8]);  getitem_54 = None
+    view_122: "float32[2, 4, 8]" = aten.view.default(addmm_11, [2, 4, 8]);  addmm_11 = None
     # blocks.1.attention (again)
-    view_122: "float32[2, 4, 2, 4]" = aten.view.default(view_123, [2, 4, 2, 4]);  view_123 = None
-    transpose_31: "float32[2, 2, 4, 4]" = aten.transpose.int(view_122, 1, 2);  view_122 = None
-    view_121: "float32[2, 4, 2, 4]" = aten.view.default(getitem_81, [2, 4, 2, 4]);  getitem_81 = None
-    transpose_30: "float32[2, 2, 4, 4]" = aten.transpose.int(view_121, 1, 2);  view_121 = None
-    view_120: "float32[2, 4, 2, 4]" = aten.view.default(getitem_80, [2, 4, 2, 4]);  getitem_80 = None
-    transpose_29: "float32[2, 2, 4, 4]" = aten.transpose.int(view_120, 1, 2);  view_120 = None
-    detach_6: "float32[2, 2, 4, 4]" = aten.detach.default(getitem_59)
-    transpose_28: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_59, 1, 2);  getitem_59 = None
-    view_119: "float32[2, 4, 8]" = aten.view.default(transpose_28, [2, 4, 8]);  transpose_28 = None
+    view_121: "float32[2, 4, 2, 4]" = aten.view.default(view_122, [2, 4, 2, 4]);  view_122 = None
+    transpose_31: "float32[2, 2, 4, 4]" = aten.transpose.int(view_121, 1, 2);  view_121 = None
+    view_120: "float32[2, 4, 2, 4]" = aten.view.default(getitem_81, [2, 4, 2, 4]);  getitem_81 = None
+    transpose_30: "float32[2, 2, 4, 4]" = aten.transpose.int(view_120, 1, 2);  view_120 = None
+    view_119: "float32[2, 4, 2, 4]" = aten.view.default(getitem_80, [2, 4, 2, 4]);  getitem_80 = None
+    transpose_29: "float32[2, 2, 4, 4]" = aten.transpose.int(view_119, 1, 2);  view_119 = None
+    transpose_28: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_59, 1, 2)
+    view_118: "float32[2, 4, 8]" = aten.view.default(transpose_28, [2, 4, 8]);  transpose_28 = None
     # blocks.1.attention.out (again)
-    view_118: "float32[8, 8]" = aten.view.default(view_119, [8, 8]);  view_119 = None
-    t_73: "float32[8, 8]" = aten.t.default(blocks_1_attention_out_weight);  blocks_1_attention_out_weight = None
+    view_117: "float32[8, 8]" = aten.view.default(view_118, [8, 8]);  view_118 = None
     # blocks.1.mlp.0 (again)
-    view_117: "float32[8, 8]" = aten.view.default(getitem_61, [8, 8]);  getitem_61 = None
-    t_72: "float32[8, 16]" = aten.t.default(blocks_1_mlp_0_weight);  blocks_1_mlp_0_weight = None
-    view_116: "float32[2, 4, 16]" = aten.view.default(addmm_13, [2, 4, 16]);  addmm_13 = None
+    view_116: "float32[8, 8]" = aten.view.default(getitem_61, [8, 8]);  getitem_61 = None
+    view_115: "float32[2, 4, 16]" = aten.view.default(addmm_13, [2, 4, 16]);  addmm_13 = None
     # blocks.1.mlp.2 (again)
-    view_115: "float32[8, 16]" = aten.view.default(gelu_2, [8, 16]);  gelu_2 = None
-    t_71: "float32[16, 8]" = aten.t.default(blocks_1_mlp_2_weight);  blocks_1_mlp_2_weight = None
+    view_114: "float32[8, 16]" = aten.view.default(gelu_2, [8, 16]);  gelu_2 = None
     # model (again)
-    t_70: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
-    view_114: "float32[8, 8]" = aten.view.default(getitem_64, [8, 8]);  getitem_64 = None
-    view_113: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    detach_7: "float32[8, 16]" = aten.detach.default(_log_softmax_1)
+    view_113: "float32[8, 8]" = aten.view.default(getitem_64, [8, 8]);  getitem_64 = None
+    view_112: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     # model
-    nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax_1, view_113, None, 1, -100, getitem_67);  tangents_1 = _log_softmax_1 = view_113 = getitem_67 = None
-    detach_3: "float32[8, 16]" = aten.detach.default(detach_7);  detach_7 = None
-    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, detach_3, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = detach_3 = None
-    view_31: "float32[2, 4, 16]" = aten.view.default(_log_softmax_backward_data, [2, 4, 16]);  _log_softmax_backward_data = None
-    view_32: "float32[8, 16]" = aten.view.default(view_31, [8, 16]);  view_31 = None
-    t_11: "float32[16, 8]" = aten.t.default(view_32)
-    mm_1: "float32[16, 8]" = aten.mm.default(t_11, view_114);  t_11 = view_114 = None
-    t_12: "float32[8, 16]" = aten.t.default(mm_1);  mm_1 = None
-    t_13: "float32[16, 8]" = aten.t.default(t_70);  t_70 = None
-    mm_2: "float32[8, 8]" = aten.mm.default(view_32, t_13);  view_32 = t_13 = None
+    nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax_1, view_112, None, 1, -100, getitem_67);  tangents_1 = view_112 = getitem_67 = None
+    _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, _log_softmax_1, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = _log_softmax_1 = None
+    t_11: "float32[16, 8]" = aten.t.default(_log_softmax_backward_data)
+    mm_1: "float32[16, 8]" = aten.mm.default(t_11, view_113);  t_11 = view_113 = None
+    mm_2: "float32[8, 8]" = aten.mm.default(_log_softmax_backward_data, embedding_weight);  _log_softmax_backward_data = embedding_weight = None
     view_33: "float32[2, 4, 8]" = aten.view.default(mm_2, [2, 4, 8]);  mm_2 = None
-    t_14: "float32[16, 8]" = aten.t.default(t_12);  t_12 = None
     # norm
     native_layer_norm_backward: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_33, add_12, [8], getitem_65, getitem_66, norm_weight, norm_bias, [True, True, True]);  view_33 = add_12 = getitem_65 = getitem_66 = norm_weight = norm_bias = None
     getitem_33: "float32[2, 4, 8]" = native_layer_norm_backward[0]
@@ -106,27 +92,21 @@ def stage_1_backward(args):
     mul_tensor_9: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_8, 1.1111111111111112);  mul_tensor_8 = None
     # blocks.1.mlp.2
     view_34: "float32[8, 8]" = aten.view.default(mul_tensor_9, [8, 8]);  mul_tensor_9 = None
-    t_15: "float32[8, 16]" = aten.t.default(t_71);  t_71 = None
-    mm_3: "float32[8, 16]" = aten.mm.default(view_34, t_15);  t_15 = None
+    mm_3: "float32[8, 16]" = aten.mm.default(view_34, blocks_1_mlp_2_weight);  blocks_1_mlp_2_weight = None
     t_16: "float32[8, 8]" = aten.t.default(view_34)
-    mm_4: "float32[8, 16]" = aten.mm.default(t_16, view_115);  t_16 = view_115 = None
-    t_17: "float32[16, 8]" = aten.t.default(mm_4);  mm_4 = None
+    mm_4: "float32[8, 16]" = aten.mm.default(t_16, view_114);  t_16 = view_114 = None
     sum_1: "float32[1, 8]" = aten.sum.dim_IntList(view_34, [0], True);  view_34 = None
     view_35: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None
-    t_18: "float32[8, 16]" = aten.t.default(t_17);  t_17 = None
     view_36: "float32[2, 4, 16]" = aten.view.default(mm_3, [2, 4, 16]);  mm_3 = None
     # blocks.1.mlp.1
-    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_36, view_116, grad_input=view_36);  view_36 = view_116 = None
+    gelu_backward: "float32[2, 4, 16]" = aten.gelu_backward.grad_input(view_36, view_115, grad_input=view_36);  view_36 = view_115 = None
     # blocks.1.mlp.0
     view_37: "float32[8, 16]" = aten.view.default(gelu_backward, [8, 16]);  gelu_backward = None
-    t_19: "float32[16, 8]" = aten.t.default(t_72);  t_72 = None
-    mm_5: "float32[8, 8]" = aten.mm.default(view_37, t_19);  t_19 = None
+    mm_5: "float32[8, 8]" = aten.mm.default(view_37, blocks_1_mlp_0_weight);  blocks_1_mlp_0_weight = None
     t_20: "float32[16, 8]" = aten.t.default(view_37)
-    mm_6: "float32[16, 8]" = aten.mm.default(t_20, view_117);  t_20 = view_117 = None
-    t_21: "float32[8, 16]" = aten.t.default(mm_6);  mm_6 = None
+    mm_6: "float32[16, 8]" = aten.mm.default(t_20, view_116);  t_20 = view_116 = None
     sum_2: "float32[1, 16]" = aten.sum.dim_IntList(view_37, [0], True);  view_37 = None
     view_38: "float32[16]" = aten.view.default(sum_2, [16]);  sum_2 = None
-    t_22: "float32[16, 8]" = aten.t.default(t_21);  t_21 = None
     view_39: "float32[2, 4, 8]" = aten.view.default(mm_5, [2, 4, 8]);  mm_5 = None
     # blocks.1.norm2
     native_layer_norm_backward_1: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_39, add_11, [8], getitem_62, getitem_63, blocks_1_norm2_weight, blocks_1_norm2_bias, [True, True, True]);  view_39 = add_11 = getitem_62 = getitem_63 = blocks_1_norm2_weight = blocks_1_norm2_bias = None
@@ -140,20 +120,16 @@ def stage_1_backward(args):
     mul_tensor_11: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_10, 1.1111111111111112);  mul_tensor_10 = None
     # blocks.1.attention.out
     view_40: "float32[8, 8]" = aten.view.default(mul_tensor_11, [8, 8]);  mul_tensor_11 = None
-    t_23: "float32[8, 8]" = aten.t.default(t_73);  t_73 = None
-    mm_7: "float32[8, 8]" = aten.mm.default(view_40, t_23);  t_23 = None
+    mm_7: "float32[8, 8]" = aten.mm.default(view_40, blocks_1_attention_out_weight);  blocks_1_attention_out_weight = None
     t_24: "float32[8, 8]" = aten.t.default(view_40)
-    mm_8: "float32[8, 8]" = aten.mm.default(t_24, view_118);  t_24 = view_118 = None
-    t_25: "float32[8, 8]" = aten.t.default(mm_8);  mm_8 = None
+    mm_8: "float32[8, 8]" = aten.mm.default(t_24, view_117);  t_24 = view_117 = None
     sum_3: "float32[1, 8]" = aten.sum.dim_IntList(view_40, [0], True);  view_40 = None
     view_41: "float32[8]" = aten.view.default(sum_3, [8]);  sum_3 = None
-    t_26: "float32[8, 8]" = aten.t.default(t_25);  t_25 = None
     view_42: "float32[2, 4, 8]" = aten.view.default(mm_7, [2, 4, 8]);  mm_7 = None
     # blocks.1.attention
     view_43: "float32[2, 4, 2, 4]" = aten.view.default(view_42, [2, 4, 2, 4]);  view_42 = None
     transpose_8: "float32[2, 2, 4, 4]" = aten.transpose.int(view_43, 1, 2);  view_43 = None
-    detach_4: "float32[2, 2, 4, 4]" = aten.detach.default(detach_6);  detach_6 = None
-    _scaled_dot_product_flash_attention_for_cpu_backward: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_8, transpose_31, transpose_30, transpose_29, detach_4, getitem_60, 0.0, True);  transpose_8 = transpose_31 = transpose_30 = transpose_29 = detach_4 = getitem_60 = None
+    _scaled_dot_product_flash_attention_for_cpu_backward: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_8, transpose_31, transpose_30, transpose_29, getitem_59, getitem_60, 0.0, True);  transpose_8 = transpose_31 = transpose_30 = transpose_29 = getitem_59 = getitem_60 = None
     getitem_39: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[0]
     getitem_40: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[1]
     getitem_41: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[2];  _scaled_dot_product_flash_attention_for_cpu_backward = None
@@ -165,27 +141,21 @@ def stage_1_backward(args):
     view_46: "float32[2, 4, 8]" = aten.view.default(transpose_11, [2, 4, 8]);  transpose_11 = None
     # blocks.1.attention.query
     view_47: "float32[8, 8]" = aten.view.default(view_46, [8, 8]);  view_46 = None
-    t_27: "float32[8, 8]" = aten.t.default(t_74);  t_74 = None
-    mm_9: "float32[8, 8]" = aten.mm.default(view_47, t_27);  t_27 = None
+    mm_9: "float32[8, 8]" = aten.mm.default(view_47, blocks_1_attention_query_weight);  blocks_1_attention_query_weight = None
     t_28: "float32[8, 8]" = aten.t.default(view_47)
-    mm_10: "float32[8, 8]" = aten.mm.default(t_28, view_124);  t_28 = view_124 = None
-    t_29: "float32[8, 8]" = aten.t.default(mm_10);  mm_10 = None
+    mm_10: "float32[8, 8]" = aten.mm.default(t_28, view_123);  t_28 = view_123 = None
     sum_4: "float32[1, 8]" = aten.sum.dim_IntList(view_47, [0], True);  view_47 = None
     view_48: "float32[8]" = aten.view.default(sum_4, [8]);  sum_4 = None
-    t_30: "float32[8, 8]" = aten.t.default(t_29);  t_29 = None
     view_49: "float32[2, 4, 8]" = aten.view.default(mm_9, [2, 4, 8]);  mm_9 = None
     # blocks.1.attention
     cat: "float32[2, 4, 16]" = aten.cat.default([view_45, view_44], 2);  view_45 = view_44 = None
     # blocks.1.attention.key_value
     view_50: "float32[8, 16]" = aten.view.default(cat, [8, 16]);  cat = None
-    t_31: "float32[16, 8]" = aten.t.default(t_75);  t_75 = None
-    mm_11: "float32[8, 8]" = aten.mm.default(view_50, t_31);  t_31 = None
+    mm_11: "float32[8, 8]" = aten.mm.default(view_50, blocks_1_attention_key_value_weight);  blocks_1_attention_key_value_weight = None
     t_32: "float32[16, 8]" = aten.t.default(view_50)
-    mm_12: "float32[16, 8]" = aten.mm.default(t_32, view_126);  t_32 = view_126 = None
-    t_33: "float32[8, 16]" = aten.t.default(mm_12);  mm_12 = None
+    mm_12: "float32[16, 8]" = aten.mm.default(t_32, view_125);  t_32 = view_125 = None
     sum_5: "float32[1, 16]" = aten.sum.dim_IntList(view_50, [0], True);  view_50 = None
     view_51: "float32[16]" = aten.view.default(sum_5, [16]);  sum_5 = None
-    t_34: "float32[16, 8]" = aten.t.default(t_33);  t_33 = None
     view_52: "float32[2, 4, 8]" = aten.view.default(mm_11, [2, 4, 8]);  mm_11 = None
     # model
     add_5: "float32[2, 4, 8]" = aten.add_.Tensor(view_49, view_52);  view_49 = view_52 = None
@@ -196,4 +166,4 @@ def stage_1_backward(args):
     getitem_44: "float32[8]" = native_layer_norm_backward_2[2];  native_layer_norm_backward_2 = None
     # model
     add_6: "float32[2, 4, 8]" = aten.add_.Tensor(add_4, getitem_42);  add_4 = getitem_42 = None
-    return (t_14, getitem_34, getitem_35, view_35, t_18, view_38, t_22, getitem_37, getitem_38, view_41, t_26, view_48, t_30, view_51, t_34, getitem_43, getitem_44, add_6)
+    return (mm_1, getitem_34, getitem_35, mm_4, view_35, mm_6, view_38, getitem_37, getitem_38, mm_8, view_41, mm_10, view_48, mm_12, view_51, getitem_43, getitem_44, add_6)

@@ -106,10 +106,8 @@ def stage_1_forward(args):
     t_10: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
     view_28: "float32[8, 8]" = aten.view.default(getitem_28, [8, 8]);  getitem_28 = None
     mm: "float32[8, 16]" = aten.mm.default(view_28, t_10);  view_28 = t_10 = None
-    _unsafe_view: "float32[2, 4, 16]" = aten._unsafe_view.default(mm, [2, 4, 16]);  mm = None
-    view_29: "float32[8, 16]" = aten.view.default(_unsafe_view, [8, 16]);  _unsafe_view = None
     view_30: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(view_29, 1, False, out=view_29);  view_29 = None
+    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(mm, 1, False, out=mm);  mm = None
     nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_30, None, 1, -100);  _log_softmax = view_30 = None
     getitem_31: "float32[]" = nll_loss_forward[0];  nll_loss_forward = None
     return (_scaled_dot_product_flash_attention_for_cpu_1_rng_state, bernoulli_p_2_rng_state, bernoulli_p_3_rng_state, getitem_31)

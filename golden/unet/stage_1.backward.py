@@ -20,15 +20,12 @@ def stage_1_backward(args):
         getitem_23,  # float32[2, 12, 8, 8]
     ) = args
     args.clear()
-    # down.1.2 (again)
-    detach_7: "float32[2, 8, 4, 4]" = aten.detach.default(relu_4);  relu_4 = None
     # model
     slice_1: "float32[2, 8, 8, 8]" = aten.slice.Tensor(getitem_23, 1, 0, 8)
     slice_2: "float32[2, 4, 8, 8]" = aten.slice.Tensor(getitem_23, 1, 8, 12);  getitem_23 = None
     upsample_nearest2d_backward_default: "float32[2, 8, 4, 4]" = aten.upsample_nearest2d_backward.default(slice_1, [8, 8], [2, 8, 4, 4]);  slice_1 = None
     # down.1.2
-    detach_4: "float32[2, 8, 4, 4]" = aten.detach.default(detach_7);  detach_7 = None
-    threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.grad_input(upsample_nearest2d_backward_default, detach_4, 0, grad_input=upsample_nearest2d_backward_default);  upsample_nearest2d_backward_default = detach_4 = None
+    threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.grad_input(upsample_nearest2d_backward_default, relu_4, 0, grad_input=upsample_nearest2d_backward_default);  upsample_nearest2d_backward_default = relu_4 = None
     # down.1.1
     native_batch_norm_backward_1: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten.native_batch_norm_backward.default(threshold_backward_1, convolution_6, down_1_1_weight, getitem_46, getitem_47, getitem_44, getitem_45, True, 1e-05, [True, True, True]);  threshold_backward_1 = convolution_6 = down_1_1_weight = getitem_46 = getitem_47 = getitem_44 = getitem_45 = None
     getitem_26: "float32[2, 8, 4, 4]" = native_batch_norm_backward_1[0]

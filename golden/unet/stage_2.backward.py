@@ -22,20 +22,17 @@ def stage_2_backward(args):
         mul_2,  # float32[2, 1, 8, 8]
     ) = args
     args.clear()
-    # up.0.2 (again)
-    detach_6: "float32[2, 4, 8, 8]" = aten.detach.default(relu_3)
     # model
     expand: "float32[2, 1, 8, 8]" = aten.expand.default(tangents_1, [2, 1, 8, 8]);  tangents_1 = None
     div: "float32[2, 1, 8, 8]" = aten.div.Scalar(expand, 128);  expand = None
     mul_3: "float32[2, 1, 8, 8]" = aten.mul_.Tensor(div, mul_2);  div = mul_2 = None
     # head
-    convolution_backward: "(float32[2, 4, 8, 8], float32[1, 4, 1, 1], float32[1])" = aten.convolution_backward.default(mul_3, relu_3, head_weight, [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]);  mul_3 = relu_3 = head_weight = None
+    convolution_backward: "(float32[2, 4, 8, 8], float32[1, 4, 1, 1], float32[1])" = aten.convolution_backward.default(mul_3, relu_3, head_weight, [1], [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [True, True, True]);  mul_3 = head_weight = None
     getitem_17: "float32[2, 4, 8, 8]" = convolution_backward[0]
     getitem_18: "float32[1, 4, 1, 1]" = convolution_backward[1]
     getitem_19: "float32[1]" = convolution_backward[2];  convolution_backward = None
     # up.0.2
-    detach_3: "float32[2, 4, 8, 8]" = aten.detach.default(detach_6);  detach_6 = None
-    threshold_backward: "float32[2, 4, 8, 8]" = aten.threshold_backward.grad_input(getitem_17, detach_3, 0, grad_input=getitem_17);  getitem_17 = detach_3 = None
+    threshold_backward: "float32[2, 4, 8, 8]" = aten.threshold_backward.grad_input(getitem_17, relu_3, 0, grad_input=getitem_17);  getitem_17 = relu_3 = None
     # up.0.1
     native_batch_norm_backward: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward, convolution_4, up_0_1_weight, getitem_41, getitem_42, getitem_39, getitem_40, True, 1e-05, [True, True, True]);  threshold_backward = convolution_4 = up_0_1_weight = getitem_41 = getitem_42 = getitem_39 = getitem_40 = None
     getitem_20: "float32[2, 4, 8, 8]" = native_batch_norm_backward[0]

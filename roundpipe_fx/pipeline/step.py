@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred
 from roundpipe_fx.pipeline.gradients import hand_to_autograd
@@ -166,14 +167,15 @@ class Pipeline:
         Autograd's view of an answer is of a graph that was never run: what is differentiated is replaced.
         """
         answers = []
-        for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
-            given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
-            with answering(given):
-                output = call()
-            if differentiated is not None:
-                pairs = [(given[place], result) for place, result in differentiated[index].items()]
-                output = tree_map(functools.partial(_own, pairs), output)
-            answers.append(output)
+        with torch_private.dynamo_flags():
+            for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
+                given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
+                with answering(given):
+                    output = call()
+                if differentiated is not None:
+                    pairs = [(given[place], result) for place, result in differentiated[index].items()]
+                    output = tree_map(functools.partial(_own, pairs), output)
+                answers.append(output)
         return answers
 
     def _run_part(self, taken: Taken, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None) -> Finished:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.pipeline.settings import Likeness
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
@@ -41,12 +42,13 @@ def take_all(calls: list[Callable[[], Any]], likeness: Likeness) -> Taken:
     graphs: list[PipelinedGraph] = []
     primals = []
     likeness.structure = None
-    for call in calls:
-        graph, arguments = take(call)
-        graphs.append(graph)
-        primals.append(arguments)
-        likeness.structure = graphs[0].pipeline.structure
-        _check_alike(graphs[0], graph)
+    with torch_private.dynamo_flags():
+        for call in calls:
+            graph, arguments = take(call)
+            graphs.append(graph)
+            primals.append(arguments)
+            likeness.structure = graphs[0].pipeline.structure
+            _check_alike(graphs[0], graph)
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
     return Taken(calls, graphs, programs, primals)
 

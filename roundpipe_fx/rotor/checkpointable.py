@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_fx import torch_private
 from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiled_module import CompiledModule
 from roundpipe_fx.options import Options, RotorOptions
@@ -203,7 +202,6 @@ class Checkpointable(nn.Module):
             return self.model(*args, **kwargs)  # whoever compiles it decides
         compiled = self._compiled
         if compiled is None:
-            torch_private.forget_compiled(self.model)
             compiled = CompiledModule(self.model, self._options, fullgraph=True, dynamic=None)
             self.__dict__["_compiled"] = compiled
         return compiled(*args, **kwargs)

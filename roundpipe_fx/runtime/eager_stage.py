@@ -18,6 +18,7 @@ from typing import Any
 from torch import fx
 
 from roundpipe_fx.codegen.text import dying_values
+from roundpipe_fx.torch_private import without_wrapper
 
 __all__ = ["eager_stage"]
 
@@ -63,7 +64,9 @@ def _expression(node: fx.Node, module: fx.GraphModule, names: _Names) -> str:
         return f"{names.text(source)}[{names.text(index)}]"
     arguments = [names.text(value) for value in node.args]
     arguments += [f"{key}={names.text(value)}" for key, value in node.kwargs.items()]
-    return f"{names.of(node.target, str(node.target))}({', '.join(arguments)})"
+    assert callable(node.target)
+    called = names.of(without_wrapper(node.target), str(node.target))
+    return f"{called}({', '.join(arguments)})"
 
 
 class _Names:

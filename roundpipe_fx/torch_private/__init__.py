@@ -26,24 +26,30 @@ from roundpipe_fx.torch_private.autograd import (
     top_saved_tensor_hooks,
     when_backward_ends,
 )
-from roundpipe_fx.torch_private.compiling import boxed_codegen, boxed_false, graph_module, has_kernel, inductor
+from roundpipe_fx.torch_private.compiling import (
+    boxed_codegen,
+    boxed_false,
+    graph_module,
+    has_kernel,
+    inductor,
+    without_wrapper,
+)
 from roundpipe_fx.torch_private.dynamo import (
     PassedThrough,
     UserLine,
     checkpoint_body,
-    dynamo_flags,
     forget_compiled,
     forward_backend_context,
     graph_break,
     input_path,
     line_of_break,
-    log_metrics_with_functions,
     module_path_text,
     traced_forward_call,
     tracing_inside_checkpoint,
     try_again,
     untraced_functions,
 )
+from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
 from roundpipe_fx.torch_private.memory import WatchedMemory, profiler_runs, watch_memory
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
@@ -124,4 +130,5 @@ __all__ = [
     "watch_memory",
     "when_backward_ends",
     "without_modes",
+    "without_wrapper",
 ]

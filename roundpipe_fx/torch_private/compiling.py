@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor"]
+__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor", "without_wrapper"]
 
 
 def boxed_codegen() -> Any:
@@ -72,3 +72,8 @@ def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
     """Whether a device has a kernel of its own for an operator, rather than one composed of others."""
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and operator.has_kernel_for_dispatch_key(key)
+
+
+def without_wrapper(target: Callable[..., Any]) -> Callable[..., Any]:
+    """What an operator calls, which saves a Python call for each operation; anything else as it is."""
+    return target._op if type(target) is torch._ops.OpOverload else target

@@ -1,13 +1,12 @@
-"""Dynamo: its flags, its graphs and where they come from in the user's code."""
+"""Dynamo: its graphs and where they come from in the user's code."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -16,19 +15,15 @@ import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
 
-from roundpipe_fx.torch_private.random_branches import known_random_branches
-
 __all__ = [
     "PassedThrough",
     "UserLine",
     "checkpoint_body",
-    "dynamo_flags",
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
     "input_path",
     "line_of_break",
-    "log_metrics_with_functions",
     "module_path_text",
     "traced_forward_call",
     "tracing_inside_checkpoint",
@@ -42,62 +37,6 @@ class PassedThrough(torch._dynamo.exc.ShortenTraceback):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
-
-
-# Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
-_LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
-
-
-def log_metrics_with_functions() -> None:
-    """Let Dynamo log its configuration although ``ignore_logging_functions`` is set, which torch 2.11 fails to do.
-
-    It would log an error with a traceback at each compilation, and lose what it measured of it.
-    """
-    from torch._dynamo import utils
-
-    in_full = utils._get_dynamo_config_for_logging
-
-    def unless_it_cannot_be_written() -> str | None:
-        try:
-            return in_full()
-        except TypeError:
-            return None
-
-    utils._get_dynamo_config_for_logging = unless_it_cannot_be_written
-
-
-_MOST_COMPILATIONS = 64
-
-
-@contextlib.contextmanager
-def dynamo_flags() -> Iterator[None]:
-    """Dynamo's flags for our compilation only, restored on exit.
-
-    Data-dependent shapes and scalars are captured into the graph instead of breaking it, as are branches on random
-    numbers that can go one way only; loggers are skipped, and hooks that are added to a submodule later are noticed.
-    A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
-    is a plan for each range of sizes, and eagerly there is none.
-    """
-    config = torch._dynamo.config
-    flags = config.patch(
-        recompile_limit=max(config.recompile_limit, _MOST_COMPILATIONS),
-        capture_dynamic_output_shape_ops=True,
-        capture_scalar_outputs=True,
-        skip_nnmodule_hook_guards=False,
-        ignore_logging_functions=set(config.ignore_logging_functions) | _logging_functions(),
-    )
-    with flags, known_random_branches():
-        yield
-
-
-def _logging_functions() -> frozenset[Any]:
-    found: set[Any] = set()
-    for owner in (logging.Logger, logging.LoggerAdapter):
-        for name in _LOGGER_METHODS:
-            method = getattr(owner, name, None)
-            if method is not None:
-                found.add(method)
-    return frozenset(found)
 
 
 def forward_backend_context() -> None:
@@ -134,10 +73,13 @@ class UserLine(NamedTuple):
         return f"{self.file}:{self.number} in {self.function}"
 
 
+_UNKNOWN = UserLine("an unknown file", 0, "an unknown function")
+
+
 def line_of_break(reason: Any) -> UserLine:
     """Where in the user's code a graph break happened."""
     if not reason.user_stack:
-        return UserLine("an unknown file", 0, "an unknown function")
+        return _UNKNOWN
     frame = reason.user_stack[-1]
     return UserLine(frame.filename, frame.lineno, frame.name)
 
@@ -171,7 +113,8 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
         if attempt.fail_type in ("Unsupported", "UserError"):
             file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
-            line = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
+            known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
+            line = known if known.file else _UNKNOWN
             _given_up.extend(_codes_at(attempt.co_filename, attempt.co_firstlineno))
             found.append(UntracedFunction(line, attempt.fail_reason or ""))
 
@@ -249,17 +192,45 @@ def tracing_inside_checkpoint() -> bool:
     return False
 
 
-def forget_compiled(model: torch.nn.Module) -> None:
-    """Drop what was compiled of a model's ``forward``, so that compiling it anew counts as the first time.
+def forget_compiled(backends: Sequence[Any]) -> None:
+    """Drop what Dynamo has compiled with backends that are not used any more.
 
-    Dynamo keeps what it compiled by code object, and compiles no more after eight. Other models of the same class are
-    compiled again at their next call.
+    Dynamo keeps it by code object, for all models of a class, as long as the process lives; when it has compiled a
+    function often enough it runs it eagerly from then on.
+
+    Args:
+        backends: functions that were given to ``torch.compile``.
     """
-    function: Any = model.forward
-    while function is not None:
-        if hasattr(function, "__code__"):
-            torch._dynamo.eval_frame.reset_code(function.__code__)
-        function = getattr(function, "__wrapped__", None)  # decorators have code of their own
+    from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
+    from torch._dynamo.convert_frame import input_codes
+    from torch._dynamo.guards import DeletedGuardManagerWrapper
+
+    for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
+        entries = _debug_get_cache_entry_list(code)
+        alive = [entry for entry in entries if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)]
+        unused = [entry for entry in alive if any(_given_backend(entry.backend) is own for own in backends)]
+        if not unused:
+            continue
+        if len(unused) == len(alive) or len(entries) > _MOST_UNUSED + len(alive) - len(unused):
+            torch._dynamo.eval_frame.reset_code(code)  # models that are in use are compiled once more
+            continue
+        for entry in unused:
+            deleted = DeletedGuardManagerWrapper("what it was compiled for is not used any more")
+            if entry.guard_manager.extra_state is not None:
+                entry.guard_manager.extra_state.invalidate(entry, deleted)
+
+
+_MOST_UNUSED = 16
+"""Entries that are dropped stay behind as empty ones, and count as compilations."""
+
+
+def _given_backend(wrapper: Any) -> Any:
+    """The function that a user of ``torch.compile`` gave."""
+    for name in ("compiler_fn", "__wrapped__"):
+        inner = getattr(wrapper, name, None)
+        if inner is not None:
+            return _given_backend(inner)
+    return wrapper
 
 
 @torch._dynamo.assume_constant_result

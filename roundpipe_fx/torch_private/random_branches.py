@@ -7,38 +7,25 @@ the comparison is then known while tracing.
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-__all__ = ["known_random_branches", "settled_draw"]
-
-_local = threading.local()
+__all__ = ["install_known_branches", "settled_draw"]
 
 
-@contextlib.contextmanager
-def known_random_branches() -> Iterator[None]:
-    """While entered, what Dynamo traces in this thread does not break where a random number decides nothing.
+def install_known_branches(active: Callable[[], bool]) -> None:
+    """Let Dynamo not break where a random number decides nothing; the comparison stays in the graph.
 
-    The comparison stays in the graph, see :func:`settled_draw`.
+    Dynamo's tensors become constants where they are known: before it breaks at a branch it asks for that.
+
+    Args:
+        active: whether what this thread traces is ours.
     """
-    _install()
-    before = getattr(_local, "active", False)
-    _local.active = True
-    try:
-        yield
-    finally:
-        _local.active = before
-
-
-def _install() -> None:
-    """Let Dynamo's tensors be constants where they are known: before it breaks at a branch it asks for that."""
     from torch._dynamo.variables.tensor import TensorVariable
 
     if "as_python_constant" in vars(TensorVariable):
@@ -46,7 +33,7 @@ def _install() -> None:
 
     def as_python_constant(self: Any) -> Any:
         # Bodies of higher-order operators break nothing: what they draw must stay with them.
-        if getattr(_local, "active", False) and self.proxy.tracer.parent is None:
+        if active() and self.proxy.tracer.parent is None:
             known = _outcome(self.proxy.node)
             if known is not None:
                 return known

@@ -41,7 +41,7 @@ class Scarcely(Chain):
 
 def _experts() -> tuple[nn.Module, torch.Tensor]:
     torch.manual_seed(0)
-    return MixtureOfExperts(depth=2, experts=4), torch.randn(128, 8)
+    return MixtureOfExperts(depth=2, experts=2), torch.randn(128, 8)
 
 
 @pytest.mark.parametrize("devices", [["cpu"], CPUS])

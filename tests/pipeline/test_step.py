@@ -51,12 +51,20 @@ def test_through_autograd_too(name: str) -> None:
     assert_bitwise(train_step(compiled, own, batch), reference)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "qwen3_moe", "resnet"])
-def test_hugging_face_models(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "schedules"),
+    [
+        ("gpt2", ("1f1b", "zero_bubble", "roundpipe")),
+        ("t5", ("1f1b",)),
+        ("qwen3_moe", ("zero_bubble",)),
+        ("resnet", ("roundpipe",)),
+    ],
+)
+def test_hugging_face_models(name: str, schedules: tuple[str, ...]) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()
     reference = aot_eager_step(model, batch)
-    for schedule in ("1f1b", "zero_bubble", "roundpipe"):
+    for schedule in schedules:
         step, compiled = pipelined_step(model, batch, num_microbatches=1, schedule=schedule)
         assert_bitwise(step, reference)
     torch.manual_seed(0)

@@ -1,0 +1,96 @@
+"""Dynamo's flags, for our compilations only."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from roundpipe_fx.torch_private.random_branches import install_known_branches
+
+__all__ = ["dynamo_flags", "log_metrics_with_functions"]
+
+# Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
+_LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
+
+_MOST_COMPILATIONS = 64
+
+
+class _Local(threading.local):
+    flags_are_set = False
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def dynamo_flags() -> Iterator[None]:
+    """Dynamo's flags for our compilation only, restored on exit.
+
+    Data-dependent shapes and scalars are captured into the graph instead of breaking it, as are branches on random
+    numbers that can go one way only; loggers are skipped, and hooks that are added to a submodule later are noticed.
+    A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
+    is a plan for each range of sizes, and eagerly there is none.
+
+    Entered around each call of what is compiled, so it has to be quick. May be nested, which costs nothing: a step of
+    many calls enters it around all of them.
+    """
+    if _local.flags_are_set:
+        yield
+        return
+    config = torch._dynamo.config
+    install_known_branches(lambda: _local.flags_are_set)
+    restore = _setter(config.recompile_limit, _logging_functions() | config.ignore_logging_functions)()
+    _local.flags_are_set = True
+    try:
+        yield
+    finally:
+        _local.flags_are_set = False
+        restore()
+
+
+@functools.lru_cache
+def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Callable[[], None]]:
+    """Sets the flags; returns what restores them. PyTorch's own quick form of ``config.patch``."""
+    return torch._dynamo.config._make_closure_patcher(
+        recompile_limit=max(recompile_limit, _MOST_COMPILATIONS),
+        capture_dynamic_output_shape_ops=True,
+        capture_scalar_outputs=True,
+        skip_nnmodule_hook_guards=False,
+        ignore_logging_functions=set(ignored),
+    )
+
+
+def _logging_functions() -> frozenset[Any]:
+    """Asked anew each time: Hugging Face adds methods to loggers when it is imported."""
+    found: set[Any] = set()
+    for owner in (logging.Logger, logging.LoggerAdapter):
+        for name in _LOGGER_METHODS:
+            method = getattr(owner, name, None)
+            if method is not None:
+                found.add(method)
+    return frozenset(found)
+
+
+def log_metrics_with_functions() -> None:
+    """Let Dynamo log its configuration although ``ignore_logging_functions`` is set, which torch 2.11 fails to do.
+
+    It would log an error with a traceback at each compilation, and lose what it measured of it.
+    """
+    from torch._dynamo import utils
+
+    in_full = utils._get_dynamo_config_for_logging
+
+    def unless_it_cannot_be_written() -> str | None:
+        try:
+            return in_full()
+        except TypeError:
+            return None
+
+    utils._get_dynamo_config_for_logging = unless_it_cannot_be_written
