@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -215,9 +216,11 @@ class CompiledModule(nn.Module):
         """Drop what was compiled for this model so far, and for models that are no more."""
         if self._unused is not None:
             self._unused()
-        unused = _unused_backends[:]
+        unused = []
+        with contextlib.suppress(IndexError):  # other threads take some, garbage collection adds some
+            while True:
+                unused.append(_unused_backends.pop())
         torch_private.forget_compiled(unused)
-        del _unused_backends[: len(unused)]
 
     def _compile_pipeline(self) -> None:
         own = self.__dict__
