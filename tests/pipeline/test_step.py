@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from torch import nn
 
 import roundpipe_fx
 from tests import hugging_face
-from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.comparison import Step, aot_eager_step, assert_bitwise, train_step
 from tests.golden_models import GOLDEN
 from tests.pipeline.steps import (
     CPUS,
@@ -28,13 +30,20 @@ from tests.pipeline.steps import (
 )
 
 
+@functools.cache
+def _golden(name: str) -> tuple[nn.Module, Mapping[str, Any], Step]:
+    """A model, which is only copied, its batch and the reference."""
+    torch.manual_seed(0)
+    make, make_batch, _ = GOLDEN[name]
+    model, batch = make(), make_batch()
+    return model, batch, aot_eager_step(model, batch)
+
+
 @pytest.mark.parametrize("name", GOLDEN)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str) -> None:
     """Skips (U-Net, encoder-decoder), tied weights, dropout, nonzero, batch norm: one property a model."""
-    make, make_batch, _ = GOLDEN[name]
-    model, batch = make(), make_batch()
-    reference = aot_eager_step(model, batch)
+    model, batch, reference = _golden(name)
     for checkpoint in ("never", "always"):
         options: dict[str, Any] = {"num_microbatches": 1, "schedule": schedule, "checkpoint": checkpoint}
         step, _ = pipelined_step(model, batch, **options)
@@ -43,9 +52,7 @@ def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str) -> N
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_through_autograd_too(name: str) -> None:
-    make, make_batch, _ = GOLDEN[name]
-    model, batch = make(), make_batch()
-    reference = aot_eager_step(model, batch)
+    model, batch, reference = _golden(name)
     own = copy.deepcopy(model)
     compiled = roundpipe_fx.compile(own, devices=CPUS, num_microbatches=1, checkpoint="always")
     assert_bitwise(train_step(compiled, own, batch), reference)
