@@ -16,9 +16,6 @@ __all__ = ["drop_repeated_views"]
 
 aten = torch.ops.aten
 
-_BY_STRIDES = (aten.as_strided.default, aten.as_strided_.default)
-"""What they show depends on how their operand really lies, which is not always as it was noted."""
-
 
 def drop_repeated_views(joint: JointGraph) -> JointGraph:
     """Let what reads a view that changes nothing, alone or after those before it, read what it is a view of.
@@ -43,7 +40,9 @@ def drop_repeated_views(joint: JointGraph) -> JointGraph:
 def _is_plain_view(node: fx.Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload)
-        and node.target not in _BY_STRIDES
+        and not node.target._schema.is_mutable
+        # What it shows depends on how its operand really lies, which is not always as it was noted.
+        and node.target is not aten.as_strided.default
         and is_tensor(node)
         and len(input_nodes(node)) == 1
         and is_tensor(input_nodes(node)[0])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
-from roundpipe_fx.backend import Backend, make_backend
+from roundpipe_fx.backend import make_backend
 from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
 from roundpipe_fx.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining, parse_pipelining
@@ -24,6 +22,7 @@ from roundpipe_fx.plan import Plan
 from roundpipe_fx.planning_anew import planning_anew
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.unused_compilations import drop_unused, when_unused
 
 __all__ = ["CompiledModule", "compile"]
 
@@ -152,9 +151,6 @@ _OWN = (
 
 _BY_CONVENTION = Splitting()
 
-_unused_backends: list[Backend] = []
-"""What models were compiled with that are no more. Garbage collection may come at any time, so it only notes them."""
-
 
 class CompiledModule(nn.Module):
     """A model compiled by :func:`compile`. Everything but ``forward`` is the model's own."""
@@ -197,36 +193,23 @@ class CompiledModule(nn.Module):
         """Compile anew at the next call."""
         own = self.__dict__
         torch_private.try_again()
-        self._forget()
+        if own["_unused"] is not None:
+            own["_unused"]()
+        drop_unused()
         if own["_pipelining"] is not None:
             self._compile_pipeline()
             return
         backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
-        self._note(backend)
+        own["_unused"] = when_unused(self, backend)
         own["_run"] = torch.compile(
             own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
         )
-
-    def _note(self, backend: Backend) -> None:
-        """Note what this model is compiled with: unused from when it is compiled anew, or there is no such model."""
-        self.__dict__["_unused"] = weakref.finalize(self, _unused_backends.append, backend)
-        self._unused.atexit = False
-
-    def _forget(self) -> None:
-        """Drop what was compiled for this model so far, and for models that are no more."""
-        if self._unused is not None:
-            self._unused()
-        unused = []
-        with contextlib.suppress(IndexError):  # other threads take some, garbage collection adds some
-            while True:
-                unused.append(_unused_backends.pop())
-        torch_private.forget_compiled(unused)
 
     def _compile_pipeline(self) -> None:
         own = self.__dict__
         likeness = Likeness()
         backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"], likeness)
-        self._note(backend)
+        own["_unused"] = when_unused(self, backend)
         if own["_pipeline"] is not None:
             own["_pipeline"].close()
         own["_pipeline"] = Pipeline(

@@ -11,7 +11,7 @@ from roundpipe_fx.passes import workspaces
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: looking for garbage in it takes a good part of the time that tests take."""
+    """What was imported stays, so no test has to wait while garbage is looked for in it."""
     gc.collect()
     gc.freeze()
 

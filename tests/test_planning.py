@@ -84,3 +84,17 @@ def test_a_frontier_is_drawn(tmp_path: Path) -> None:
     bare = roundpipe_fx.compile(TiedTransformer()).trace(tokens, tokens)
     with pytest.raises(RuntimeError, match="without a budget"):
         roundpipe_fx.plot_frontier(bare, tmp_path / "none.png")
+
+
+def test_a_plan_is_for_the_sizes_that_are_asked_whatever_was_planned_before() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+
+    def planned(rows: int) -> roundpipe_fx.Plan:
+        return roundpipe_fx.plan(model, torch.empty(rows, 8), device="cpu", memory_budget=0.5)
+
+    planned(4)
+    after_another = planned(6)
+    torch._dynamo.reset()
+    alone = planned(6)
+    assert after_another.sources() == alone.sources()
+    assert (after_another.peak_bytes, after_another.budget) == (alone.peak_bytes, alone.budget)

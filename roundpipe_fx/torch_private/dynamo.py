@@ -211,7 +211,8 @@ def forget_compiled(backends: Sequence[Any]) -> None:
         unused = [entry for entry in alive if any(_given_backend(entry.backend) is own for own in backends)]
         if not unused:
             continue
-        if len(unused) == len(alive) or len(entries) > _MOST_UNUSED + len(alive) - len(unused):
+        used = len(alive) - len(unused)
+        if not used or len(entries) - used > _MOST_UNUSED:
             torch._dynamo.eval_frame.reset_code(code)  # models that are in use are compiled once more
             continue
         for entry in unused:

@@ -27,6 +27,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
+install_known_branches(lambda: _local.flags_are_set)
 
 
 @contextlib.contextmanager
@@ -45,7 +46,6 @@ def dynamo_flags() -> Iterator[None]:
         yield
         return
     config = torch._dynamo.config
-    install_known_branches(lambda: _local.flags_are_set)
     restore = _setter(config.recompile_limit, _logging_functions() | config.ignore_logging_functions)()
     _local.flags_are_set = True
     try:
