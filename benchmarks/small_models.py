@@ -65,6 +65,65 @@ _SMALL: dict[str, Any] = {
 _OWN = ("sliding_window", "q_lora_rank", "bos_token_id", "eos_token_id")
 """Left as they are where an architecture does without."""
 
+_WINDOWED: dict[str, Any] = {
+    "image_size": 64,
+    "patch_size": 4,
+    "num_layers": 4,
+    "hidden_size": 128,
+    "embed_dim": 16,
+    "num_heads": [1, 2, 4, 8],
+    "window_size": 2,
+}
+
+_PARTICULAR: dict[str, dict[str, Any]] = {
+    "convnext": {"patch_size": 4, "hidden_sizes": [8, 16, 32, 64]},
+    "convnextv2": {"patch_size": 4, "hidden_sizes": [8, 16, 32, 64]},
+    "deit": {"architectures": ["DeiTForImageClassification"]},
+    "donut-swin": _WINDOWED,
+    "efficientnet": {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280},
+    "esmc": {"head_dim": 8, "num_key_value_heads": 4},
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma4_text": {"vocab_size_per_layer_input": _VOCABULARY, "hidden_size_per_layer_input": 8},
+    "hiera": {"embed_dim": 16, "image_size": [64, 64], "num_heads": [1, 2, 4, 8], "masked_unit_size": [8, 8]},
+    "levit": {"architectures": ["LevitForImageClassification"], "image_size": 64, "patch_size": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "moe_topk": 2},
+    "luke": {"entity_vocab_size": 16, "entity_emb_size": 16},
+    "mamba2": {"head_dim": 8, "num_heads": 8},
+    "marian": {"decoder_start_token_id": 1, "decoder_vocab_size": _VOCABULARY},
+    "mobilevitv2": {"patch_size": 2, "image_size": 64},
+    "reformer": {
+        "hidden_size": 32,
+        "attention_head_size": 8,
+        "feed_forward_size": 64,
+        "axial_pos_shape": (4, 4),
+        "axial_pos_embds_dim": (16, 16),
+        "local_attn_chunk_length": 8,
+        "lsh_attn_chunk_length": 8,
+    },
+    "swin": _WINDOWED,
+    "swinv2": _WINDOWED,
+    "xlstm": {"embedding_dim": 32, "chunk_size": 8, "mode": "train"},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "mamba_dt_rank": 4,
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+    },
+    "zamba2": {
+        "mamba_headdim": 8,
+        "attention_hidden_size": 64,
+        "attention_head_dim": 16,
+        "num_key_value_heads": 4,
+        "layers_block_type": ["linear_attention", "hybrid"],
+        "hybrid_layer_ids": [1],
+    },
+}
+"""What else must be set for an architecture to be small."""
+
 _PARTS = ("text_config", "vision_config", "encoder", "decoder", "audio_config")
 
 
@@ -85,6 +144,8 @@ def small_model(task: str, architecture: str) -> tuple[nn.Module, Any]:
     for name in _PARTS:
         if hasattr(getattr(config, name, None), "to_dict"):
             _shrink(getattr(config, name))
+    for name, value in _PARTICULAR.get(architecture, {}).items():
+        setattr(config, name, value)
     with torch.device("meta"):
         count = sum(value.numel() for value in _build(task, config).parameters())
     if count > _MOST_PARAMETERS:
@@ -101,7 +162,7 @@ def _build(task: str, config: Any) -> nn.Module:
 def _shrink(config: Any) -> None:
     known = {*vars(config), *getattr(config, "attribute_map", {})}
     for name, value in _SMALL.items():
-        before = getattr(config, name, None)
+        before = vars(config)[name] if name in vars(config) else getattr(config, name, None)
         if name not in known or isinstance(before, (list, tuple)) or (before is None and name in _OWN):
             continue
         with contextlib.suppress(Exception):  # some are derived from others, or checked

@@ -101,7 +101,8 @@ class _Follower:
             if node.meta.get(Mark.PHASE) is Phase.BACKWARD and node not in self._placed:
                 self._resolve(node)
         for node in self._joint.in_phase(Phase.BACKWARD):
-            assert node in self._placed or not node.users, f"{node} was left out of the schedule"
+            left_out = node not in self._placed and not self._placed.isdisjoint(node.users)
+            assert not left_out, f"{node} was left out of the schedule"
 
     def _mark(self, node: fx.Node) -> None:
         node.meta[Mark.STAGE] = self._stage

@@ -33,8 +33,16 @@ def drop_repeated_views(joint: JointGraph) -> JointGraph:
         if output in node.users and (earlier.op == "placeholder" or output in earlier.users):
             continue  # each gradient is a tensor of its own
         node.replace_all_uses_with(earlier)
-        joint.graph.erase_node(node)
+        _drop_unread(joint, node, earlier)
     return joint
+
+
+def _drop_unread(joint: JointGraph, node: fx.Node, earlier: fx.Node) -> None:
+    """Erase a view that nobody reads any more, and those on the way to it from an earlier value."""
+    while node is not earlier and not node.users:
+        (source,) = input_nodes(node)
+        joint.graph.erase_node(node)
+        node = source
 
 
 def _is_plain_view(node: fx.Node) -> bool:
