@@ -108,6 +108,7 @@ class _Compilation:
             registered_syncs=self.registered_syncs,
             share=self.assumptions.share,
             like=self.likeness.structure,
+            in_halves=self.likeness.in_halves,
             workspaces=self.assumptions.workspaces,
         )
         pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.main.lowered.plan)

@@ -72,6 +72,7 @@ class Lowered:
         backward: the program that runs the backward; ``None`` for an inference graph.
         stage_compiler: what the stage modules were emitted for.
         seconds: modelled, by stage and phase.
+        tangents: the incoming gradients that a step is expected to bring; others are a single zero.
     """
 
     plan: Plan
@@ -79,6 +80,7 @@ class Lowered:
     backward: Program | None
     stage_compiler: StageCompiler
     seconds: Mapping[tuple[int, Phase], float]
+    tangents: Collection[fx.Node] = ()
 
 
 def lower(
@@ -271,7 +273,7 @@ def emit(
     peak = simulate_programs(forward, backward, tangents, allocation_granularity(setting.device))
     recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
-    return Lowered(plan, forward, backward, setting.compiler, seconds)
+    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

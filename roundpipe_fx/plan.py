@@ -232,6 +232,8 @@ class Plan:
     def frontier(self) -> list[tuple[int, float]]:
         """The trade-off: (peak bytes, modelled seconds of recomputation), highest peak first.
 
+        Of a pipeline: bytes of the device that needs most, and seconds for a microbatch, of what was looked at.
+
         Raises:
             RuntimeError: the plan was made without a budget, so no trade-off was looked at.
         """
@@ -244,7 +246,7 @@ class Plan:
 
     @functools.cached_property
     def _frontier(self) -> tuple[tuple[int, float], ...]:
-        if len(self.trade_off) > 1 or self.operations is None:
+        if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
         return tuple((item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates)

@@ -163,11 +163,12 @@ class HeldBytes:
 
 
 def simulate_calls(
-    forward: Program, backward: Program | None, granularity: int = 1
+    forward: Program, backward: Program | None, tangents: Collection[fx.Node] = (), granularity: int = 1
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
     """What each call of one microbatch's forward and backward does to memory, and what stays from one to another.
 
-    Gradients of parameters are not held: they are added to those of earlier microbatches.
+    Gradients of parameters are not held: they are added to those of earlier microbatches. The arguments are those of
+    :func:`simulate_programs`.
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
@@ -177,7 +178,9 @@ def simulate_calls(
     if backward is not None:
         given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
         inputs = [
-            given[node] if node in given else [run.numbers.new_tangent(value, True) for value in tensor_values(node)]
+            given[node]
+            if node in given
+            else [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
         ]
         arrived = set(range(before_backward, len(run.numbers.sizes)))

@@ -15,7 +15,7 @@ from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.joint_graph import Mark, is_tensor
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.options import StageCompiler
-from roundpipe_fx.pipeline.lowering import LoweredPipeline, Variant
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
@@ -68,7 +68,12 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         "\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
     )
     return dataclasses.replace(
-        pipeline.main.lowered.plan, budget=pipeline.budget, pipeline=planned, timing=timing, measured=graph.measured
+        pipeline.main.lowered.plan,
+        budget=pipeline.budget,
+        trade_off=pipeline.trade_off,
+        pipeline=planned,
+        timing=timing,
+        measured=graph.measured,
     )
 
 

@@ -10,120 +10,31 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.cost import MeasuredCosts
 from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.lower import CHOOSERS, Lowered, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
+from roundpipe_fx.lower import CHOOSERS, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
 from roundpipe_fx.options import Options
-from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.recompute_regions import region_bounds
 from roundpipe_fx.passes.rematerialize import keep_slot_inputs
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import stages_of_starts
-from roundpipe_fx.pipeline.make_schedule import make_schedule
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
-from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
-from roundpipe_fx.planner.blocks import Blocks
-from roundpipe_fx.planner.choose import Chosen
-from roundpipe_fx.planner.operations import read_operations
-from roundpipe_fx.planner.search import search, work_out
+from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.schedules import (
     Kind,
     Schedule,
-    StageGraph,
-    StepCosts,
-    Timing,
-    simulate_time,
-    validate,
-    with_recompute,
 )
 from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
 from roundpipe_fx.segment import Segment, StageCut
-from roundpipe_fx.simulator import allocation_granularity
 
-__all__ = ["LoweredPipeline", "Structure", "Variant", "lower_pipeline"]
-
-_LEVELS = 12
-"""So many plans for one microbatch, without and with nested recomputation, are there to choose from."""
+__all__ = ["lower_pipeline"]
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One lowering of a graph as steps.
-
-    Attributes:
-        lowered: plan, programs and stage modules.
-        steps: the stage modules as steps.
-        costs: of the steps.
-    """
-
-    lowered: Lowered
-    steps: Steps
-    costs: StepCosts
-
-
-@dataclass(frozen=True)
-class Structure:
-    """How a graph was cut: microbatches of another shape in the same step are cut alike.
-
-    Attributes:
-        name: of the schedule.
-        segments: how many there were.
-        cut: RoundPipe's slots, or the first segment of each stage.
-    """
-
-    name: str
-    segments: int
-    cut: Rounds | tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class LoweredPipeline:
-    """A graph that was lowered for a pipeline.
-
-    Attributes:
-        main: what most microbatches run.
-        last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
-        structure: how the graph was cut, and for which schedule.
-        given: the user's schedule, if he gave one.
-        devices: how many.
-        budget: bytes that a device may allocate at most at one time; ``None``: no limit.
-    """
-
-    main: Variant
-    last: Variant
-    structure: Structure
-    given: Schedule | None
-    devices: int
-    budget: int | None = None
-
-    def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
-        """The schedule for so many microbatches.
-
-        Args:
-            graph: what there is to do for a microbatch; that of ``main`` unless microbatches differ.
-            microbatches: how many.
-
-        Raises:
-            InvalidScheduleError: a given schedule does not fit; the message names the action.
-        """
-        if self.given is not None:
-            made = with_recompute(self.given, graph)
-        else:
-            made = make_schedule(self.structure.name, graph, self.main.costs, self.devices, microbatches)
-        validate(made, graph, microbatches, self.devices)
-        return made
-
-    def predict(self, microbatches: int) -> Timing:
-        """When everything would run, and each device's peak."""
-        graph = self.main.steps.graph
-        return simulate_time(self.schedule(graph, microbatches), graph, self.main.costs)
 
 
 def lower_pipeline(
@@ -134,6 +45,7 @@ def lower_pipeline(
     training: bool = True,
     share: float = 1.0,
     like: Structure | None = None,
+    in_halves: bool = False,
     workspaces: Mapping[str, int] | None = None,
 ) -> LoweredPipeline:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
@@ -146,6 +58,7 @@ def lower_pipeline(
         training: whether the graph has a backward.
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
+        in_halves: whether all forwards run before all backwards, with a loss outside between them.
         workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
 
     Raises:
@@ -166,7 +79,7 @@ def lower_pipeline(
     for name in names:
         spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(names) > 1 else prepared
         try:
-            tried = _lower_named(spare, options, pipelining, name, training, share, like)
+            tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves)
         except InfeasibleBudgetError as error:
             refused = error if refused is None or error.minimum < refused.minimum else refused
             continue
@@ -191,6 +104,7 @@ def _lower_named(
     training: bool,
     share: float,
     like: Structure | None,
+    in_halves: bool,
 ) -> LoweredPipeline:
     given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
     if given is not None and training:
@@ -219,27 +133,21 @@ def _lower_named(
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
-        only = _variant(emit(joint, setting), setting)
-        return LoweredPipeline(only, only, structure, None, devices)
+        only = variant_of(emit(joint, setting), setting)
+        return LoweredPipeline(only, only, structure, None, devices, False)
     if pipelining.checkpoint is None:
         budget = asked_budget(joint, options, prepared.device)
         if budget is not None:
-            return _within(joint, setting, split, structure, given, pipelining, budget)
+            return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
     spare = joint.copy() if last != main else None
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
-    first = _variant(emit(joint, setting, chooser=choosers[main], split=split), setting)
+    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split), setting)
     other = first
     if spare is not None:
-        other = _variant(emit(spare, setting, chooser=choosers[last], split=split), setting)
-    return LoweredPipeline(first, other, structure, given, devices)
-
-
-def _variant(lowered: Lowered, setting: Setting) -> Variant:
-    steps = steps_of(lowered)
-    granularity = allocation_granularity(setting.device)
-    return Variant(lowered, steps, step_costs(lowered, steps, setting.costs.transfer_seconds, granularity))
+        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split), setting)
+    return LoweredPipeline(first, other, structure, given, devices, in_halves)
 
 
 def _splits(schedule: Schedule) -> bool:
@@ -262,64 +170,3 @@ def _cut_rounds(
         )
     joint, cuts = cut_rounds(joint, chosen)
     return joint, segments, cuts, chosen
-
-
-def _within(
-    joint: JointGraph,
-    setting: Setting,
-    split: bool,
-    structure: Structure,
-    given: Schedule | None,
-    pipelining: Pipelining,
-    budget: int | float,
-) -> LoweredPipeline:
-    """The plan that recomputes least among those with which every device stays within the budget.
-
-    Plans are those that planning for one microbatch finds. Their peaks in the pipeline are not known before their
-    modules are emitted and the schedule is simulated; they fall along with those of one microbatch, so the plan is
-    found by bisection.
-    """
-    granularity = allocation_granularity(setting.device)
-    operations = read_operations(joint, len(setting.segments), granularity, setting.compiler == "eager")
-    candidates = search(Blocks(operations), _LEVELS).candidates
-    frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
-    tried: dict[int, tuple[int, LoweredPipeline]] = {}
-
-    def attempt(index: int) -> tuple[int, LoweredPipeline]:
-        if index not in tried:
-            own = joint.copy()
-            mapped = read_operations(own, len(setting.segments), granularity, setting.compiler == "eager")
-            # Storages have the same numbers in every copy of a graph.
-            candidate = work_out(Blocks(mapped), candidates[index].schedule.choice)
-            own = follow_schedule(own, candidate.schedule.backward, setting.costs)
-            chosen = Chosen(candidate, candidate.peak.bytes, mapped, frontier)
-            only = _variant(emit(own, setting, chosen=chosen, split=split), setting)
-            pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers)
-            tried[index] = max(pipeline.predict(pipelining.microbatches).peak_bytes), pipeline
-        return tried[index]
-
-    lowest = len(candidates) - 1
-    if isinstance(budget, float):
-        limit = limit_of(budget, min(attempt(lowest)[0], attempt(0)[0]), attempt(0)[0])
-    else:
-        limit = budget
-    limit = int(limit * setting.share)
-    low, high = 0, lowest
-    while low < high:
-        middle = (low + high) // 2
-        if attempt(middle)[0] <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    peak, pipeline = attempt(low)
-    if peak > limit:
-        peak, pipeline = min(tried.values(), key=lambda item: item[0])
-    if peak > limit and isinstance(budget, int):
-        raise InfeasibleBudgetError(
-            f"memory_budget of {limit} bytes ({bytes_text(limit)}) a device cannot be met: with schedule "
-            f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the device "
-            f"that needs most needs at least {peak} bytes ({bytes_text(peak)}). Use more and smaller microbatches, "
-            "more devices, another schedule, or a budget of at least the minimum.",
-            peak,
-        )
-    return dataclasses.replace(pipeline, budget=max(limit, peak))

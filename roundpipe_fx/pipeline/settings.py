@@ -18,9 +18,15 @@ CHECKPOINTS = ("always", "except_last", "never")
 
 @dataclass
 class Likeness:
-    """What the compilations of one step share: how its first graph was cut (a ``Structure``), once there is one."""
+    """What the compilations of one step share.
+
+    Attributes:
+        structure: how its first graph was cut (a ``Structure``), once there is one.
+        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+    """
 
     structure: Any = None
+    in_halves: bool = False
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Pipeline:
                 functools.partial(run, loss_fn, labels is not None, own_args, own_kwargs, label)
                 for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
             ]
-            taken = take_all(calls, self._likeness)
+            taken = take_all(calls, self._likeness, in_halves=False)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
             tangents = [
                 [torch.ones((), dtype=graph.tangents[0].dtype, device=graph.tangents[0].device)]
@@ -131,7 +131,7 @@ class Pipeline:
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         run = self.compiled["model"]
         with self._lock, self._batch_norm():
-            taken = take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness)
+            taken = take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
             training = any(program.tangents for program in taken.programs)
             if not training:
                 finished = self._run(taken, [[] for _ in pieces], (Kind.FORWARD,), [])
@@ -144,7 +144,8 @@ class Pipeline:
         """Compile for these arguments without running anything."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         with self._lock, self._batch_norm():
-            take_all([functools.partial(self.compiled["model"], a, k) for a, k in pieces], self._likeness)
+            run = self.compiled["model"]
+            take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
 
     def close(self) -> None:
         """End the workers, once the step that they are at is done."""

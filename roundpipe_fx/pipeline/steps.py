@@ -12,6 +12,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.cost.of_node import tensor_bytes
 from roundpipe_fx.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.lower import Lowered
+from roundpipe_fx.outside_loss import loss_bytes
 from roundpipe_fx.schedules import Held, Kind, StageGraph, Step, StepCosts
 from roundpipe_fx.simulator import simulate_calls
 from roundpipe_fx.torch_private import run_and_save_rng_state
@@ -78,7 +79,7 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         for source in steps.graph.reads[step]:
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
             travel[source, step] = transfer_seconds(tensor_bytes(sent))
-    simulated, held = simulate_calls(lowered.forward, lowered.backward, granularity)
+    simulated, held = simulate_calls(lowered.forward, lowered.backward, lowered.tangents, granularity)
     calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}
     step_of = {module.name: step for step, module in steps.modules.items()}
@@ -89,4 +90,5 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         {step: call.peak for step, call in of_step.items()},
         {step: call.gradients for step, call in of_step.items()},
         {step: call.brought for step, call in of_step.items()},
+        loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
     )

@@ -33,15 +33,20 @@ class Taken:
     primals: list[list[Any]]
 
 
-def take_all(calls: list[Callable[[], Any]], likeness: Likeness) -> Taken:
+def take_all(calls: list[Callable[[], Any]], likeness: Likeness, in_halves: bool) -> Taken:
     """Take each microbatch; those of other shapes are cut like the first.
+
+    Args:
+        calls: call the compiled model, one a microbatch.
+        likeness: shared with what compiles it.
+        in_halves: whether all forwards are to run before all backwards.
 
     Raises:
         ValueError: they were cut into different stages all the same.
     """
     graphs: list[PipelinedGraph] = []
     primals = []
-    likeness.structure = None
+    likeness.structure, likeness.in_halves = None, in_halves
     with torch_private.dynamo_flags():
         for call in calls:
             graph, arguments = take(call)

@@ -76,10 +76,16 @@ class Chain:
     Attributes:
         links: first to last.
         crossing: ``crossing[i][k]``, for i < k: bytes made by links i to k - 1 that link k or a later one reads.
+        in_flight: so many times is there what the first forward keeps: that of microbatches in flight.
     """
 
     links: tuple[Link, ...]
     crossing: NDArray[np.int64]
+    in_flight: int = 1
+
+    def part(self, first: int, end: int, in_flight: int) -> Chain:
+        """The links from ``first`` up to ``end`` as a chain of their own, with so many microbatches in flight."""
+        return Chain(self.links[first:end], self.crossing[first:end, first:end], in_flight)
 
 
 @dataclass(frozen=True)
@@ -133,11 +139,12 @@ class Solution:
                 continue
             if decision.option is not None:
                 if until <= (len(self.chain.links) - 1 if last is None else last):
-                    held = tables.slots(self.chain.links[link].options[decision.option].held)
-                    pending.append((until, last, memory - held))
+                    held = self.chain.links[link].options[decision.option].held
+                    pending.append((until, last, memory - tables.slots(held * tables.times(last))))
             else:
                 pending.append((link, until - 1, memory))
-                pending.append((until, last, memory - tables.slots(int(self.chain.crossing[link, until]))))
+                held = int(self.chain.crossing[link, until])
+                pending.append((until, last, memory - tables.slots(held * tables.times(last))))
         return found
 
 
@@ -202,17 +209,24 @@ class _Tables:
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([link.seconds for link in chain.links])])
         self._run = self._running()
-        self._options = [self._option_arrays(link) for link in chain.links]
+        self._options = {
+            times: [self._option_arrays(link, times) for link in chain.links] for times in {1, chain.in_flight}
+        }
 
     def slots(self, size: int) -> int:
         return round(size / self.slot)
 
-    def _option_arrays(self, link: Link) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Slots held, seconds, and peak bytes of forward and backward, by option."""
-        held = np.array([self.slots(option.held) for option in link.options])
+    def times(self, last: int | None) -> int:
+        """How often what is kept is there: in the first forward for each microbatch in flight, in the backward once."""
+        return self.chain.in_flight if last is None else 1
+
+    def _option_arrays(self, link: Link, times: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Slots held, seconds, and peak bytes of forward and backward, by option, with what others in flight hold."""
+        held = np.array([self.slots(option.held * times) for option in link.options])
         cost = np.array([option.seconds for option in link.options], dtype=np.float64)
+        others = np.array([option.held * (times - 1) for option in link.options])
         forward = np.array([option.forward for option in link.options])
-        return held, cost, forward, np.array([option.backward for option in link.options])
+        return held, cost, forward + others, np.array([option.backward for option in link.options]) + others
 
     def _running(self) -> NDArray[np.int64]:
         """``run[i, k]``: peak bytes of running from link i to link k with nothing kept on the way."""
@@ -282,7 +296,8 @@ class _Tables:
         end = len(links) - 1 if last is None else last
         rest = self.first if last is None else self.again[:, last] if self.again is not None else self.first
         standing = link.standing_forward if last is None else links[last].standing
-        held, cost, forward, backward = self._options[first]
+        times = self.times(last)
+        held, cost, forward, backward = self._options[times][first]
         if first == end:
             seconds = cost[:, None] + np.zeros(len(memory))
         else:
@@ -292,11 +307,12 @@ class _Tables:
         places = self._places(first, end)
         if len(places):
             assert self.again is not None
-            held = np.round(self.chain.crossing[first, places] / self.slot).astype(np.int64)
+            crossing = self.chain.crossing[first, places]
+            held = np.round(crossing * times / self.slot).astype(np.int64)
             seconds = self._shifted(rest[places], held, memory) + self.again[first, places - 1][:, memory]
             if last is not None:
                 seconds += (self._elapsed[places] - self._elapsed[first])[:, None]
-            rows.append(self._possible(seconds, self._run[first, places] + standing, memory))
+            rows.append(self._possible(seconds, self._run[first, places] + crossing * (times - 1) + standing, memory))
         return np.concatenate(rows)
 
     def _possible(

@@ -16,19 +16,23 @@ from typing import TypeVar
 import numpy as np
 
 from roundpipe_fx.planner.blocks import Blocks, make_schedule
-from roundpipe_fx.planner.chain import Solution, solve_chain
+from roundpipe_fx.planner.chain import Chain, Solution, solve_chain
 from roundpipe_fx.planner.links import Keeping, chain_of, choice_of
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.schedule import Choice, Peak, Schedule, simulate
 from roundpipe_fx.progress import progress
 
 __all__ = [
+    "FINE_SLOTS",
+    "NESTED_SHARE",
     "Candidate",
     "Found",
     "Rung",
     "best_of",
     "everything_kept",
     "levels",
+    "most_kept",
+    "nested_slots",
     "refine",
     "search",
     "spread",
@@ -37,11 +41,11 @@ __all__ = [
 
 T = TypeVar("T")
 
-_FINE_SLOTS = 1000
+FINE_SLOTS = 1000
 _NESTED_SLOTS = (200, 400)
 _NESTED_WORK = 16_000
 """Slots times segments: long chains get fewer slots."""
-_NESTED_SHARE = 1.25
+NESTED_SHARE = 1.25
 """Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
 _LEVELS = 6
 """Of each chain so many solutions are judged, spread over the whole trade-off."""
@@ -108,18 +112,23 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -
     """
     chain, keepings = chain_of(blocks)
     if blocks.graph.regions:
-        kept = _most_kept(blocks, keepings)
+        kept = most_kept(blocks, keepings)
     kept = kept or everything_kept(blocks)
-    fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, _FINE_SLOTS, nested=False))
+    fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
     found = [kept]
     found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, most), "judging plans")]
     low = min(item.peak.bytes for item in found)
-    fewest, finest = _NESTED_SLOTS
-    slots = min(max(_NESTED_WORK // len(chain.links), fewest), finest)
-    nested = _rungs(blocks.graph, keepings, solve_chain(chain, int(low * _NESTED_SHARE), slots))
+    solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
+    nested = _rungs(blocks.graph, keepings, solution)
     judged = progress(spread(nested, most), "judging plans with nested recomputation")
     found += [work_out(blocks, rung.choice()) for rung in judged]
     return Found(best_of(found), sorted([*fine, *nested], key=lambda rung: rung.seconds))
+
+
+def nested_slots(chain: Chain) -> int:
+    """How finely memory is counted where recomputation is nested."""
+    fewest, finest = _NESTED_SLOTS
+    return min(max(_NESTED_WORK // len(chain.links), fewest), finest)
 
 
 def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
@@ -146,7 +155,7 @@ def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
     return best_of([*candidates, *taken])
 
 
-def _most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
+def most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
     """As little runs again as the budgets of regions allow."""
     graph = blocks.graph
     kept = {storage for options in keepings for storage in options[0].saved}

@@ -3,7 +3,8 @@
 A value is on the device that makes it until the last step there that reads it. A device that reads what another has
 made has it from the moment it was made, whether it waits for it or not, until its own last reader. Between its
 actions a device holds such values; in an action it needs what the stage module needs beyond them. Gradients of
-parameters are there from a step's first microbatch to the end.
+parameters are there from a step's first microbatch to the end. Where a loss is computed outside, between all forwards
+and all backwards, its device needs room for that too.
 
 A device may be slow and another fast, so what arrives is counted from the earliest action at which it can be there:
 that it needs before it is made, and no other, is certain to be over. The peak is therefore a bound whatever the
@@ -18,8 +19,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Step
-from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.action import Kind, Step
+from roundpipe_fx.schedules.schedule import KINDS, Schedule
 
 __all__ = ["Held", "StepCosts", "peaks_of"]
 
@@ -48,10 +49,11 @@ class StepCosts:
         transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
         held: what outlives the step that makes it, for one microbatch.
         peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
-        base_bytes: bytes that are allocated once a step's device has run anything at all (gradients of parameters), by
-            step.
+        base_bytes: bytes that are there once a step has run for the first time (gradients of parameters), by step.
         brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
-            that reads them.
+            that reads them; where all forwards run before all backwards, from the first backward on.
+        outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
+            and all backwards.
     """
 
     seconds: Mapping[Step, float]
@@ -60,6 +62,7 @@ class StepCosts:
     peak_bytes: Mapping[Step, int] = field(default_factory=dict)
     base_bytes: Mapping[Step, int] = field(default_factory=dict)
     brought_bytes: Mapping[Step, int] = field(default_factory=dict)
+    outside_bytes: int = 0
 
 
 def peaks_of(
@@ -91,12 +94,14 @@ def peaks_of(
     if costs.held and len(codes) > 1 and schedule.size <= _MOST_EXACT:
         certain = _certainly_over(schedule, codes, waves, reads, places)
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
+    made_here = 0  # of what lasts, by the first device, to which the caller's outputs go
     for held in costs.held:
         maker = number[held.maker]
         for device, at, batches in places.of(maker):
             until = places.last(device, [number[reader] for reader in held.readers], batches)
             if not held.readers:
                 until = np.full(len(at), len(codes[device]))
+                made_here += held.bytes * len(at) if device == 0 else 0
             here = until >= 0
             np.add.at(changes[device], at[here] + 1, held.bytes)
             np.add.at(changes[device], until[here] + 1, -held.bytes)
@@ -110,19 +115,24 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
+    lasting = sum(held.bytes for held in costs.held if not held.readers)
     found = []
-    for own, change in zip(codes, changes, strict=True):
-        if not len(own):
-            found.append(0)
-            continue
-        before = np.cumsum(change)[: len(own)]
-        present, counts = np.unique(own, return_counts=True)
-        fixed = base[present].sum() + (brought[present] * counts).sum()
-        found.append(int(fixed + max(0, (before + peak[own]).max())))
+    for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
+        present, first, counts = np.unique(own, return_index=True, return_counts=True)
+        np.add.at(change, first + 1, base[present])
+        turn = int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
+        outside = 0
+        if schedule.in_halves and device == 0:
+            change[turn] += lasting * schedule.microbatches - made_here
+            outside = int(np.cumsum(change)[turn]) + costs.outside_bytes * schedule.microbatches
+        change[turn] += (brought[present] * counts).sum()
+        level = np.cumsum(change)[: len(own)]
+        found.append(max(outside, int((level + peak[own]).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
 
 
 _MOST_EXACT = 100_000
+_FORWARD = KINDS.index(Kind.FORWARD)
 
 
 def _certainly_over(

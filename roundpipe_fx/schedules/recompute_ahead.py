@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from roundpipe_fx.schedules.action import Kind
@@ -33,4 +35,4 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
         added = order[places].copy()
         added[:, 0] = recompute
         orders.append(np.insert(order, places, added, axis=0))
-    return Schedule(schedule.name, tuple(orders))
+    return dataclasses.replace(schedule, orders=tuple(orders))

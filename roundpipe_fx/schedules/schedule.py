@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,10 +28,12 @@ class Schedule:
         name: how it came about.
         orders: for each device an array of shape (actions, 3): number of the kind, stage, microbatch. Compact, since a
             schedule of a thousand devices and ten thousand microbatches has twenty million actions.
+        in_halves: whether no backward begins before all forwards of all devices are over.
     """
 
     name: str
     orders: tuple[np.ndarray, ...]
+    in_halves: bool = False
 
     @classmethod
     def of(cls, name: str, devices: Iterable[Sequence[Action]]) -> Schedule:
@@ -80,13 +83,22 @@ class Schedule:
     def only(self, *kinds: Kind) -> Schedule:
         """The same without all actions of other kinds."""
         numbers = [NUMBER[kind] for kind in kinds]
-        return Schedule(self.name, tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders))
+        orders = tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders)
+        return dataclasses.replace(self, orders=orders)
+
+    def halves(self) -> Schedule:
+        """The same, with all forwards before all backwards."""
+        forward, backward = self.only(Kind.FORWARD), self.only(*KINDS[1:])
+        orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
+        return Schedule(self.name, orders, True)
 
     def restricted(self, graph: StageGraph) -> Schedule:
         """The same without the actions whose steps are not in a graph."""
         known = np.array([NUMBER[kind] << 20 | stage for kind, stage in graph.steps], dtype=np.int32)
         keep = (np.isin(order[:, 0] << 20 | order[:, 1], known) for order in self.orders)
-        return Schedule(self.name, tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True)))
+        return dataclasses.replace(
+            self, orders=tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True))
+        )
 
     def __eq__(self, other: object) -> bool:
         return (

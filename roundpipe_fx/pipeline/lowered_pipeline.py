@@ -1,0 +1,107 @@
+"""A graph that was lowered for a pipeline: its steps, how it was cut, and which schedule runs it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from roundpipe_fx.lower import Lowered, Setting
+from roundpipe_fx.pipeline.make_schedule import make_schedule
+from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
+from roundpipe_fx.schedules import (
+    Schedule,
+    StageGraph,
+    StepCosts,
+    Timing,
+    simulate_time,
+    validate,
+    with_recompute,
+)
+from roundpipe_fx.schedules.fit_rounds import Rounds
+from roundpipe_fx.simulator import allocation_granularity
+
+__all__ = ["LoweredPipeline", "Structure", "Variant", "variant_of"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One lowering of a graph as steps.
+
+    Attributes:
+        lowered: plan, programs and stage modules.
+        steps: the stage modules as steps.
+        costs: of the steps.
+    """
+
+    lowered: Lowered
+    steps: Steps
+    costs: StepCosts
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a graph was cut: microbatches of another shape in the same step are cut alike.
+
+    Attributes:
+        name: of the schedule.
+        segments: how many there were.
+        cut: RoundPipe's slots, or the first segment of each stage.
+    """
+
+    name: str
+    segments: int
+    cut: Rounds | tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LoweredPipeline:
+    """A graph that was lowered for a pipeline.
+
+    Attributes:
+        main: what most microbatches run.
+        last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
+        structure: how the graph was cut, and for which schedule.
+        given: the user's schedule, if he gave one.
+        devices: how many.
+        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        budget: bytes that a device may allocate at most at one time; ``None``: no limit.
+        trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of what was
+            looked at for a budget.
+    """
+
+    main: Variant
+    last: Variant
+    structure: Structure
+    given: Schedule | None
+    devices: int
+    in_halves: bool
+    budget: int | None = None
+    trade_off: tuple[tuple[int, float], ...] = ()
+
+    def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
+        """The schedule for so many microbatches.
+
+        Args:
+            graph: what there is to do for a microbatch; that of ``main`` unless microbatches differ.
+            microbatches: how many.
+
+        Raises:
+            InvalidScheduleError: a given schedule does not fit; the message names the action.
+        """
+        if self.given is not None:
+            made = with_recompute(self.given, graph)
+        else:
+            made = make_schedule(self.structure.name, graph, self.main.costs, self.devices, microbatches)
+        validate(made, graph, microbatches, self.devices)
+        return made.halves() if self.in_halves else made
+
+    def predict(self, microbatches: int) -> Timing:
+        """When everything would run, and each device's peak."""
+        graph = self.main.steps.graph
+        return simulate_time(self.schedule(graph, microbatches), graph, self.main.costs)
+
+
+def variant_of(lowered: Lowered, setting: Setting) -> Variant:
+    """A lowered graph as steps with their costs."""
+    steps = steps_of(lowered)
+    granularity = allocation_granularity(setting.device)
+    return Variant(lowered, steps, step_costs(lowered, steps, setting.costs.transfer_seconds, granularity))

@@ -1,0 +1,50 @@
+"""Runs of segments whose kept values lie on the same devices, and how many microbatches are in flight there."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from roundpipe_fx.planner.in_flight import Run
+from roundpipe_fx.schedules import Kind, Timing
+from roundpipe_fx.schedules.schedule import NUMBER
+from roundpipe_fx.segment import StageCut
+
+__all__ = ["runs_of"]
+
+
+def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[Run]:
+    """Runs of stages that are bound to the same devices.
+
+    Args:
+        timing: of the schedule.
+        cuts: the stages that it knows; where backwards have others than forwards (RoundPipe's dispatch), every device
+            runs them all.
+    """
+    orders = timing.schedule.orders
+    forward = {stage for order in orders for stage in order[order[:, 0] == NUMBER[Kind.FORWARD], 1].tolist()}
+    devices = {cut.index: frozenset(d for d, order in enumerate(orders) if cut.index in order[:, 1]) for cut in cuts}
+    if any(cut.index not in forward for cut in cuts):
+        everywhere = frozenset(range(len(orders)))
+        return [Run(cuts[0].first, cuts[-1].last + 1, everywhere, _in_flight(timing, None, everywhere))]
+    found = []
+    for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
+        own = list(group)
+        stages = [cut.index for cut in own]
+        found.append(Run(own[0].first, own[-1].last + 1, where, _in_flight(timing, stages, where)))
+    return found
+
+
+def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
+    """The most microbatches that have begun some stages and not yet been backward through them, for each device."""
+    begun = np.full(max(timing.schedule.microbatches, 1), np.inf)
+    over = np.full(len(begun), -np.inf)
+    for order, starts, ends in zip(timing.schedule.orders, timing.starts, timing.ends, strict=True):
+        own = np.ones(len(order), bool) if stages is None else np.isin(order[:, 1], list(stages))
+        forward = own & (order[:, 0] == NUMBER[Kind.FORWARD])
+        np.minimum.at(begun, order[forward, 2], starts[forward])
+        np.maximum.at(over, order[own, 2], ends[own])
+    most = max(int(((begun <= moment) & (over > moment)).sum()) for moment in begun.tolist())
+    return max(1, -(-most // len(devices)))

@@ -1,0 +1,174 @@
+"""Within a budget: a pipeline that recomputes little, with no device above its bytes.
+
+What a device holds depends on how many microbatches are in flight there, so each run of segments whose values lie on
+the same devices has its own ways of keeping less (:mod:`roundpipe_fx.planner.in_flight`). How many bytes devices need
+is not known before modules are emitted and the schedule is simulated. They fall as less is kept, so plans are found by
+bisection: first with all devices equally thrifty, then each for itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
+from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.lower import Setting, emit
+from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
+from roundpipe_fx.pipeline.runs import runs_of
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.planner.blocks import Blocks
+from roundpipe_fx.planner.choose import Chosen
+from roundpipe_fx.planner.in_flight import Run, rungs_of_run, together
+from roundpipe_fx.planner.links import chain_of
+from roundpipe_fx.planner.operations import OperationGraph, read_operations
+from roundpipe_fx.planner.schedule import Choice
+from roundpipe_fx.planner.search import Rung, everything_kept, most_kept, work_out
+from roundpipe_fx.schedules import Schedule, Timing
+from roundpipe_fx.simulator import allocation_granularity
+
+__all__ = ["within_budget"]
+
+
+def within_budget(
+    joint: JointGraph,
+    setting: Setting,
+    split: bool,
+    structure: Structure,
+    given: Schedule | None,
+    pipelining: Pipelining,
+    in_halves: bool,
+    budget: int | float,
+) -> LoweredPipeline:
+    """The quickest step that is found with every device within the budget.
+
+    Args:
+        joint: a graph with stages.
+        setting: what emission knows beside it.
+        split: whether gradients of parameters are made in modules of their own.
+        structure: how the graph was cut.
+        given: the user's schedule.
+        pipelining: the user's.
+        in_halves: whether all forwards run before all backwards.
+        budget: bytes a device, or a share of the way from the least that can be reached to keeping everything.
+
+    Raises:
+        InfeasibleBudgetError: some device needs more than the budget at the least.
+    """
+    granularity = allocation_granularity(setting.device)
+
+    def operations_of(graph: JointGraph) -> OperationGraph:
+        return read_operations(graph, len(setting.segments), granularity, setting.compiler == "eager")
+
+    def attempt(choice: Choice) -> _Attempt:
+        own = joint.copy()
+        mapped = operations_of(own)
+        candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
+        own = follow_schedule(own, candidate.schedule.backward, setting.costs)
+        chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
+        only = variant_of(emit(own, setting, chosen=chosen, split=split), setting)
+        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
+        return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
+
+    blocks = Blocks(operations_of(joint))
+    chain, keepings = chain_of(blocks)
+    kept = most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
+    first = attempt(kept.schedule.choice)
+    if budget == 1.0 or (isinstance(budget, int) and first.peak <= budget * setting.share):
+        limit = first.peak if isinstance(budget, float) else budget
+        if setting.share == 1.0 or first.peak <= limit * setting.share:
+            return first.chosen(int(limit * setting.share), [first])
+    runs = runs_of(first.timing, setting.cuts)
+    rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
+    tried = {(0,) * pipelining.workers: first}
+
+    def at(levels: Sequence[int]) -> _Attempt:
+        if tuple(levels) not in tried:
+            tried[tuple(levels)] = attempt(_choice(levels, runs, rungs))
+        return tried[tuple(levels)]
+
+    lowest = max(len(own) for own in rungs)
+    limit = budget if isinstance(budget, int) else limit_of(budget, at([lowest] * pipelining.workers).peak, first.peak)
+    limit = int(limit * setting.share)
+    level = _alike(at, lowest, pipelining.workers, limit)
+    if level is not None:
+        _each(at, level, pipelining.workers, limit)
+    attempts = list(tried.values())
+    fitting = [own for own in attempts if own.peak <= limit]
+    if not fitting:
+        least = min(attempts, key=lambda own: own.peak)
+        if isinstance(budget, int):
+            raise InfeasibleBudgetError(
+                f"memory_budget of {limit} bytes ({bytes_text(limit)}) a device cannot be met: with schedule "
+                f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "
+                f"device that needs most needs at least {least.peak} bytes ({bytes_text(least.peak)}). Use more and "
+                "smaller microbatches, more devices, another schedule, or a budget of at least the minimum.",
+                least.peak,
+            )
+        fitting = [least]
+    best = min(fitting, key=lambda own: (own.timing.makespan, own.seconds, own.peak))
+    return best.chosen(max(limit, best.peak), attempts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attempt:
+    """A pipeline, and its schedule on paper."""
+
+    pipeline: LoweredPipeline
+    timing: Timing
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device that needs most."""
+        return max(self.timing.peak_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of recomputation, for a microbatch."""
+        return self.pipeline.main.lowered.plan.recompute_seconds
+
+    def chosen(self, budget: int, attempts: Sequence[_Attempt]) -> LoweredPipeline:
+        """The pipeline, chosen among several for a budget."""
+        found: list[tuple[int, float]] = []
+        for seconds, peak in sorted((own.seconds, own.peak) for own in attempts):
+            if not found or peak < found[-1][0]:
+                found.append((peak, seconds))
+        return dataclasses.replace(self.pipeline, budget=budget, trade_off=tuple(found))
+
+
+def _choice(levels: Sequence[int], runs: Sequence[Run], rungs: Sequence[Sequence[Rung]]) -> Choice:
+    """What all runs keep, given how thrifty each device is to be; the rungs of all runs end at the same level."""
+    lowest = max(len(own) for own in rungs)
+    choices = []
+    for run, own in zip(runs, rungs, strict=True):
+        level = max(levels[device] for device in run.devices)
+        choices.append(own[round((level - 1) * (len(own) - 1) / max(lowest - 1, 1)) if level else 0].choice())
+    return together(choices)
+
+
+def _alike(at: Callable[[Sequence[int]], _Attempt], lowest: int, devices: int, limit: int) -> int | None:
+    """The least level with which every device fits if all have it; ``None``: there is none."""
+    low, high = 0, lowest
+    while low < high:
+        middle = (low + high) // 2
+        if at([middle] * devices).peak <= limit:
+            high = middle
+        else:
+            low = middle + 1
+    return low if at([low] * devices).peak <= limit else None
+
+
+def _each(at: Callable[[Sequence[int]], _Attempt], level: int, devices: int, limit: int) -> None:
+    """Try for each device the least level with which it fits."""
+    low, high = [0] * devices, [level] * devices
+    while low != high:
+        middle = [(own + other) // 2 for own, other in zip(low, high, strict=True)]
+        for device, peak in enumerate(at(middle).timing.peak_bytes):
+            if low[device] == high[device]:
+                continue
+            if peak <= limit:
+                high[device] = middle[device]
+            else:
+                low[device] = middle[device] + 1
+    at(high)
