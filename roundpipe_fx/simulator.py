@@ -172,7 +172,7 @@ def simulate_calls(
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
-    gradients: set[int] = set()
+    gradients: dict[str, set[int]] = {}
     before_backward = len(run.numbers.sizes)
     arrived: set[int] = set()
     if backward is not None:
@@ -184,7 +184,11 @@ def simulate_calls(
             for node in backward.inputs
         ]
         arrived = set(range(before_backward, len(run.numbers.sizes)))
-        gradients = {storage for leaves in run.program(backward, inputs) for storage in leaves if storage != OUTSIDE}
+        items: Any = backward.module.graph.output_node().args[0]
+        for item, leaves in zip(items, run.program(backward, inputs), strict=True):
+            if isinstance(item, fx.Node) and item.op == "call_function":
+                (giver, *_) = item.all_input_nodes
+                gradients.setdefault(str(giver.target), set()).update(set(leaves) - {OUTSIDE})
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
     readers: dict[int, list[int]] = {}
     for index, (_, reads, _) in enumerate(run.calls):
@@ -195,17 +199,17 @@ def simulate_calls(
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        own = made & gradients
+        own = gradients.get(name, set())  # it may be another call that has made them
         dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
         outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
-        for storage in outlive - own:
+        for storage in outlive:
             by = () if storage in lasting else tuple(run.calls[reader][0] for reader in readers[storage])
             held[name, by] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own).bytes - before
         # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
         grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)
-        left = sum(sizes[storage] for storage in outlive - own) - before
+        left = sum(sizes[storage] for storage in outlive) - before
         brought = sum(sizes[storage] for storage in arrived if readers.get(storage, [-1])[-1] == index)
         calls.append(CallBytes(name, max(peak, left + grown, 0), sum(sizes[storage] for storage in own), brought))
     return calls, [HeldBytes(size, maker, by) for (maker, by), size in held.items()]

@@ -138,7 +138,8 @@ def _lower_named(
     if pipelining.checkpoint is None:
         budget = asked_budget(joint, options, prepared.device)
         if budget is not None:
-            return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget)
+            full = choosers["full"]
+            return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget, full)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
     spare = joint.copy() if last != main else None

@@ -9,11 +9,13 @@ bisection: first with all devices equally thrifty, then each for itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+from torch import fx
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
 from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.lower import Setting, emit
+from roundpipe_fx.lower import Lowered, Setting, emit
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
@@ -40,6 +42,7 @@ def within_budget(
     pipelining: Pipelining,
     in_halves: bool,
     budget: int | float,
+    stage_inputs: Callable[[JointGraph], Collection[fx.Node]],
 ) -> LoweredPipeline:
     """The quickest step that is found with every device within the budget.
 
@@ -52,6 +55,7 @@ def within_budget(
         pipelining: the user's.
         in_halves: whether all forwards run before all backwards.
         budget: bytes a device, or a share of the way from the least that can be reached to keeping everything.
+        stage_inputs: says what enters stages: keeping that alone is always one of the possibilities.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
@@ -61,24 +65,26 @@ def within_budget(
     def operations_of(graph: JointGraph) -> OperationGraph:
         return read_operations(graph, len(setting.segments), granularity, setting.compiler == "eager")
 
+    def attempted(lowered: Lowered) -> _Attempt:
+        only = variant_of(lowered, setting)
+        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
+        return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
+
     def attempt(choice: Choice) -> _Attempt:
         own = joint.copy()
         mapped = operations_of(own)
         candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
         own = follow_schedule(own, candidate.schedule.backward, setting.costs)
         chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
-        only = variant_of(emit(own, setting, chosen=chosen, split=split), setting)
-        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
-        return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
+        return attempted(emit(own, setting, chosen=chosen, split=split))
 
     blocks = Blocks(operations_of(joint))
     chain, keepings = chain_of(blocks)
     kept = most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     first = attempt(kept.schedule.choice)
-    if budget == 1.0 or (isinstance(budget, int) and first.peak <= budget * setting.share):
-        limit = first.peak if isinstance(budget, float) else budget
-        if setting.share == 1.0 or first.peak <= limit * setting.share:
-            return first.chosen(int(limit * setting.share), [first])
+    limit = int(budget * setting.share) if isinstance(budget, int) else int(first.peak * setting.share)
+    if first.peak <= limit and (budget == 1.0 or isinstance(budget, int)):
+        return first.chosen(limit, [first])
     runs = runs_of(first.timing, setting.cuts)
     rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
     tried = {(0,) * pipelining.workers: first}
@@ -88,13 +94,24 @@ def within_budget(
             tried[tuple(levels)] = attempt(_choice(levels, runs, rungs))
         return tried[tuple(levels)]
 
+    def entering() -> list[_Attempt]:
+        own = joint.copy()
+        return [] if blocks.graph.regions else [attempted(emit(own, setting, chooser=stage_inputs, split=split))]
+
     lowest = max(len(own) for own in rungs)
-    limit = budget if isinstance(budget, int) else limit_of(budget, at([lowest] * pipelining.workers).peak, first.peak)
-    limit = int(limit * setting.share)
+    others: list[_Attempt] = []
+    if isinstance(budget, float):
+        others = entering()
+        low = min(own.peak for own in (first, at([lowest] * pipelining.workers), *others))
+        limit = int(limit_of(budget, low, first.peak) * setting.share)
     level = _alike(at, lowest, pipelining.workers, limit)
     if level is not None:
         _each(at, level, pipelining.workers, limit)
-    attempts = list(tried.values())
+    elif not others:
+        others = entering()
+    attempts = [*tried.values(), *others]
+    if budget == 0.0:
+        limit = min(own.peak for own in attempts)
     fitting = [own for own in attempts if own.peak <= limit]
     if not fitting:
         least = min(attempts, key=lambda own: own.peak)

@@ -8,7 +8,8 @@ et al., ICML 2023). A link of the chain is a segment. Coming to a link with so m
 - run on from its input to some later link, keep only what crosses into that one, do the backward of all from there,
   and come back: run forward again from the input, with the same question asked anew.
 
-So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
+Where other microbatches are in flight meanwhile, it can be worth to keep nothing at all of the last links: to run on to
+the end and come back at once. So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
 backward that it is kept for. In a repetition the last link before its backward runs need not be run: its backward
 makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
 
@@ -143,8 +144,9 @@ class Solution:
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
             else:
                 pending.append((link, until - 1, memory))
-                held = int(self.chain.crossing[link, until])
-                pending.append((until, last, memory - tables.slots(held * tables.times(last))))
+                if until < len(self.chain.links):
+                    held = int(self.chain.crossing[link, until])
+                    pending.append((until, last, memory - tables.slots(held * tables.times(last))))
         return found
 
 
@@ -241,6 +243,7 @@ class _Tables:
 
     def solve(self) -> None:
         count = len(self.chain.links)
+        self.first[count] = 0.0
         if self.nested:
             self.again = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
@@ -277,8 +280,11 @@ class _Tables:
         found[where < 0] = np.inf
         return found
 
-    def _places(self, first: int, end: int) -> NDArray[np.int64]:
+    def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Links to run on to from ``first``."""
+        end = len(self.chain.links) - 1 if last is None else last
+        if last is None and self.chain.in_flight > 1:
+            end += 1
         if self.again is None or first == end:
             return np.empty(0, dtype=np.int64)
         if self.most_places is None or end - first <= self.most_places:
@@ -304,10 +310,10 @@ class _Tables:
             after = np.broadcast_to(rest[first + 1], (len(held), self.width))
             seconds = self._shifted(after, held, memory) + cost[:, None] + (0.0 if last is None else link.seconds)
         rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing), memory)]
-        places = self._places(first, end)
+        places = self._places(first, last)
         if len(places):
             assert self.again is not None
-            crossing = self.chain.crossing[first, places]
+            crossing = np.append(self.chain.crossing[first], 0)[places]
             held = np.round(crossing * times / self.slot).astype(np.int64)
             seconds = self._shifted(rest[places], held, memory) + self.again[first, places - 1][:, memory]
             if last is not None:
@@ -337,5 +343,4 @@ class _Tables:
         options = len(self.chain.links[first].options)
         if row < options:
             return Decision(last, first, row, first + 1)
-        end = len(self.chain.links) - 1 if last is None else last
-        return Decision(last, first, None, int(self._places(first, end)[row - options]))
+        return Decision(last, first, None, int(self._places(first, last)[row - options]))

@@ -59,7 +59,7 @@ def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keepin
         for option in link.options
     )
     found = _rungs(graph, keepings, run, solve_chain(part, most, FINE_SLOTS, nested=False))
-    if len(part.links) > 1:
+    if len(part.links) > 1 or run.in_flight > 1:
         low = min(size for size, _ in found)
         solution = solve_chain(part, int(low * NESTED_SHARE), nested_slots(part))
         found += _rungs(graph, keepings, run, solution)

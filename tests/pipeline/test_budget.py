@@ -25,7 +25,68 @@ def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -
             compiled.forward_backward(x, labels=y, loss_fn=squares)
         planned = compiled.plan.pipeline
         assert planned is not None and len(planned.peak_bytes) == len(devices)
-        assert peak.bytes <= sum(planned.peak_bytes) <= 1.5 * peak.bytes
+        # Workers that are late or early hold what others have sent for longer or shorter.
+        assert peak.bytes <= sum(planned.peak_bytes) <= (1.01 if len(devices) == 1 else 1.5) * peak.bytes
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("budget", [1.0, 0.0])
+def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None:
+    x, y = batch_of(64, 32)
+    for devices in (["cpu"], CPUS):
+        compiled = roundpipe_fx.compile(
+            Blocks(32), devices=devices, num_microbatches=4, schedule=schedule, memory_budget=budget
+        )
+        for _ in range(2):
+            with roundpipe_fx.measure_peak("cpu") as peak:
+                squares(compiled(x), y).backward()
+            compiled.zero_grad()
+            plan = compiled.plan
+            assert plan.pipeline is not None and plan.budget is not None
+            assert peak.bytes <= sum(plan.pipeline.peak_bytes) <= (1.1 if len(devices) == 1 else 1.5) * peak.bytes
+            assert max(plan.pipeline.peak_bytes) <= plan.budget
+        assert (plan.recompute_seconds > 0) == (budget == 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_the_lowest_is_no_higher_than_with_checkpoints(schedule: str) -> None:
+    model, batch = hugging_face.gpt2(layers=4), hugging_face.language_batch(batch=8, length=32)
+    for devices, stages in ((["cpu"], 4), (CPUS, 2)):
+        measured = {}
+        for given in ({"memory_budget": 0.0}, {"checkpoint": "always"}):
+            compiled = roundpipe_fx.compile(
+                copy.deepcopy(model), devices=devices, stages=stages, num_microbatches=8, schedule=schedule, **given
+            )
+            compiled.forward_backward(**batch)
+            compiled.zero_grad()
+            with roundpipe_fx.measure_peak("cpu") as peak:
+                compiled.forward_backward(**batch)
+            planned = compiled.plan.pipeline
+            assert planned is not None and peak.bytes <= sum(planned.peak_bytes)
+            measured[next(iter(given))] = max(planned.peak_bytes)
+        assert measured["memory_budget"] <= measured["checkpoint"]
+
+
+def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> None:
+    x, y = batch_of(512, 32)
+    seconds = {}
+    for schedule in ("1f1b", "gpipe"):
+        kept = roundpipe_fx.compile(Blocks(32, 8), devices=["cpu"] * 4, num_microbatches=8, schedule=schedule)
+        kept.forward_backward(x, labels=y, loss_fn=squares)
+        planned = kept.plan.pipeline
+        assert planned is not None
+        highest, lowest = max(planned.peak_bytes), min(planned.peak_bytes)
+        budget = (highest + lowest) // 2 if schedule == "1f1b" else highest * 2 // 3
+        compiled = roundpipe_fx.compile(
+            Blocks(32, 8), devices=["cpu"] * 4, num_microbatches=8, schedule=schedule, memory_budget=budget
+        )
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
+        planned = compiled.plan.pipeline
+        assert planned is not None and max(planned.peak_bytes) <= budget
+        seconds[schedule] = [stage.repeated_seconds for stage in compiled.plan.stages]
+    # Under 1F1B the first device has four microbatches in flight, the last one.
+    assert seconds["1f1b"][0] > 0 == seconds["1f1b"][-1]
+    assert min(seconds["gpipe"]) > 0
 
 
 def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
