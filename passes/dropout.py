@@ -33,16 +33,9 @@ def expand_dropout(joint: JointGraph) -> JointGraph:
             _expand(node)
         elif node.target is aten.native_dropout_backward.default:
             gradient, mask, scale = node.args
-            assert isinstance(gradient, fx.Node)
-            # A product lies like its first operand; what follows relies on how the result was noted to lie.
-            factors = (gradient, mask) if _lies_like(gradient, node) else (mask, gradient)
-            masked = insert_call(node, aten.mul.Tensor, *factors)
+            masked = insert_call(node, aten.mul.Tensor, gradient, mask)  # in the kernel's order: it lies like the first
             replace_by(node, insert_call(node, aten.mul.Tensor, masked, scale, value=node.meta["val"]))
     return joint
-
-
-def _lies_like(left: fx.Node, right: fx.Node) -> bool:
-    return str(left.meta["val"].stride()) == str(right.meta["val"].stride())  # as text: symbols would add guards
 
 
 def _is_plain(node: fx.Node) -> bool:

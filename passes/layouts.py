@@ -3,9 +3,10 @@
 The graph notes the strides that fake kernels chose while it was traced, and views rely on them (``view`` fails where
 dimensions do not lie together, ``as_strided`` reads other elements). Two things make real strides differ:
 
-- *Operators whose fake kernel is a decomposition* (``softplus_backward``, ``mse_loss_backward``, ``hardswish_backward``
-  and more): where operands lie differently, it may order the result's dimensions like another operand than the real
-  kernel does. A copy restores the order.
+- *Operators whose fake kernel is a decomposition* (``softplus_backward``, ``native_dropout_backward``,
+  ``hardswish_backward`` and more): where operands lie differently, it may order the result's dimensions like another
+  operand than the real kernel does. Where a view would fail or read otherwise, a copy restores the order. Elsewhere the
+  graph is made to note how the value really lies: sums go through memory in its order, so a copy would change bits.
 - *Zeros in place of an incoming gradient that nobody made*: one zero that is seen at every place has no order of
   dimensions to hand on. Where results would lie differently for it, the gradient is marked
   (:attr:`roundpipe_fx.joint_graph.Mark.STRIDED`), and its zeros are made in full.
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,43 +45,88 @@ class _Likeness(NamedTuple):
 
 
 def restore_layouts(joint: JointGraph) -> JointGraph:
-    """Copy results that lie otherwise into the order of dimensions that the graph notes. Runs before annotate."""
+    """Results that lie otherwise than the graph notes are noted as they lie, or copied. Runs before annotate."""
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     for node in list(joint.computed()):
         if not _may_lie_otherwise(node):
             continue
         noted, found = _likeness(node.meta["val"]), _kernel_strides(node)
-        if found is not None and not _same_order(noted.sizes, found, noted.strides):
-            _restore(node, _order(noted.sizes, found), _order(noted.sizes, noted.strides))
+        if found is None or _same_order(noted.sizes, found, noted.strides):
+            continue
+        wanted = _order(noted.sizes, noted.strides)
+        really = _laid_out(node.meta["val"], _order(noted.sizes, found))
+        if _strides_matter(node, really, returned, {}):
+            _restore(node, really, _order(noted.sizes, found), wanted)
+        else:
+            _note(node, really)
     return joint
 
 
 def mark_strided_gradients(joint: JointGraph) -> JointGraph:
     """Mark incoming gradients whose strides matter even if they are zeros."""
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     for tangent in joint.tangents:
         like = tangent.meta.get("val")
         if not isinstance(like, torch.Tensor) or like.dim() < 2:
             continue
         with like.fake_mode:  # type: ignore[attr-defined]
             zeros = like.new_zeros(()).expand(like.shape)
-        if _strides_matter(tangent, zeros):
+        if _strides_matter(tangent, zeros, returned, {}):
             tangent.meta[Mark.STRIDED] = True
     return joint
 
 
-def _strides_matter(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether something follows otherwise if a node has a value that is one zero seen at every place."""
-    for user in node.users:
-        if user.op == "output":
-            continue
-        if not isinstance(user.target, torch._ops.OpOverload) or user.target is aten.as_strided.default:
-            return True
-        if is_view(user):
-            viewed = _faked(user, node, value)
-            if not isinstance(viewed, torch.Tensor) or _strides_matter(user, viewed):
-                return True
-        elif not _is_indifferent(user, node, value):
-            return True
-    return False
+def _strides_matter(node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], asked: dict[Any, bool]) -> bool:
+    """Whether something fails or reads otherwise if a node has a value that lies otherwise than noted.
+
+    Args:
+        node: whose value.
+        value: fake, as it would lie.
+        returned: what the forward returns: its views are told by their noted strides.
+        asked: what was found out before, by node and strides.
+    """
+    key = node, str(value.stride())
+    if key not in asked:
+        asked[key] = False  # while it is found out
+        asked[key] = node in returned or any(_fails(user, node, value, returned, asked) for user in node.users)
+    return asked[key]
+
+
+def _fails(
+    user: fx.Node, node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], asked: dict[Any, bool]
+) -> bool:
+    if user.op == "output":
+        return False
+    if not isinstance(user.target, torch._ops.OpOverload) or user.target is aten.as_strided.default:
+        return True
+    if not is_view(user) and _is_indifferent(user, node, value):
+        return False
+    lies = _lying(user, node, value)
+    return lies is None or _strides_matter(user, lies, returned, asked)
+
+
+def _lying(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+    """A node's value as it would lie if a source had another than is noted; ``None``: it fails, or nothing is known."""
+    if not is_tensor(node):
+        return None
+    strides = _kernel_strides(node, source, value) if _can_be_tried(node) else None
+    if strides is not None:
+        noted: torch.Tensor = node.meta["val"]
+        return _laid_out(noted, _order(_likeness(noted).sizes, strides))
+    found = _faked(node, source, value)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _note(node: fx.Node, value: torch.Tensor) -> None:
+    """Note how a node's value really lies, and how what follows from it does."""
+    noted = node.meta["val"]
+    for user in list(node.users):
+        if user.op != "output" and is_tensor(user) and (is_view(user) or not _is_indifferent(user, node, value)):
+            lies = _lying(user, node, value)
+            if lies is not None:
+                _note(user, lies)
+    assert noted.shape == value.shape
+    node.meta["val"] = value
 
 
 def _is_indifferent(node: fx.Node, source: fx.Node, value: torch.Tensor) -> bool:
@@ -208,16 +254,20 @@ def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
 
 
-def _restore(node: fx.Node, found: Sequence[int], wanted: Sequence[int]) -> None:
-    value = node.meta["val"]
+def _laid_out(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A fake tensor like another, without gaps, with its dimensions in an order, outermost first."""
+    with value.fake_mode:  # type: ignore[attr-defined]
+        outer_first = value.new_empty([value.shape[dim] for dim in order])
+        return outer_first.permute([list(order).index(dim) for dim in range(value.dim())])
+
+
+def _restore(node: fx.Node, really: torch.Tensor, found: Sequence[int], wanted: Sequence[int]) -> None:
     users = list(node.users)
-    with value.fake_mode:
-        outer_first = value.new_empty([value.shape[dim] for dim in found])
-        node.meta["val"] = outer_first.permute([list(found).index(dim) for dim in range(value.dim())])
+    node.meta["val"] = really
     following = node.next
     turned = insert_call(following, aten.permute.default, node, list(wanted))
     copied = insert_call(following, aten.clone.default, turned, memory_format=torch.contiguous_format)
-    restored = insert_call(following, aten.permute.default, copied, [wanted.index(dim) for dim in range(value.dim())])
+    restored = insert_call(following, aten.permute.default, copied, [wanted.index(dim) for dim in range(really.dim())])
     for made in (turned, copied, restored):
         inherit_origin(made, node)
     for user in users:

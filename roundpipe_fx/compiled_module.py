@@ -306,6 +306,9 @@ class CompiledModule(nn.Module):
         """Compile for these arguments without running anything, and return the plan.
 
         Where the graph breaks only the part before the first break is compiled. No buffer and no generator changes.
+
+        A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
+        a call does, with all forwards before all backwards.
         """
         if self._pipeline is not None:
             self._pipeline.trace(args, kwargs)

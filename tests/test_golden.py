@@ -14,6 +14,7 @@ import torch
 
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 from tests.golden_models import BUDGETED, GOLDEN, PIPELINED
+from tests.pipeline.steps import pipelined_step
 
 FOLDER = Path(__file__).parent.parent / "golden"
 
@@ -26,7 +27,8 @@ def test_golden(name: str, no_workspaces: None) -> None:
         options: dict[str, Any] = {"stages": stages, "recompute": "full"}
     else:
         make, make_batch, options = {**BUDGETED, **PIPELINED}[name]
-    _, compiled = compiled_step(make(), make_batch(), **options)
+    step = pipelined_step if name in PIPELINED else compiled_step
+    _, compiled = step(make(), make_batch(), **options)
     sources = compiled.plan.sources()
     folder = FOLDER / name
     if expecttest.ACCEPT:

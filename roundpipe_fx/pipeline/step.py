@@ -98,18 +98,9 @@ class Pipeline:
             raise RuntimeError(
                 "forward_backward computes gradients, but autograd is off here (no_grad); call the model."
             )
-        if labels is not None and loss_fn is None:
-            kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
-        run = self.compiled["outputs" if return_outputs else "loss"]
-        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-        if self._splitting.inputs is None and self._splitting.labels is None:
-            check_batch_sizes(args, kwargs, labels)
-        targets = split_labels(labels, len(pieces), self._splitting.labels)
+        kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
-            calls: list[Callable[[], Any]] = [
-                functools.partial(run, loss_fn, labels is not None, own_args, own_kwargs, label)
-                for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
-            ]
+            calls = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
             taken = take_all(calls, self._likeness, in_halves=False)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
             tangents = [
@@ -141,11 +132,31 @@ class Pipeline:
         return merge(outputs, self._splitting.outputs)
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile for these arguments without running anything."""
-        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
+        """Compile without running anything: with ``labels`` or ``loss_fn`` what forward_backward runs, else a call."""
+        labels, loss_fn = kwargs.get("labels"), kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
-            run = self.compiled["model"]
-            take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
+            if labels is None and loss_fn is None:
+                pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
+                run = self.compiled["model"]
+                take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
+                return
+            given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
+            take_all(self._calls_of_step(args, given, labels, loss_fn, "loss"), self._likeness, in_halves=False)
+
+    def _calls_of_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
+    ) -> list[Callable[[], Any]]:
+        """A call for each microbatch of a step with its loss."""
+        if labels is not None and loss_fn is None:
+            kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
+        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
+        if self._splitting.inputs is None and self._splitting.labels is None:
+            check_batch_sizes(args, kwargs, labels)
+        targets = split_labels(labels, len(pieces), self._splitting.labels)
+        return [
+            functools.partial(self.compiled[kind], loss_fn, labels is not None, own_args, own_kwargs, label)
+            for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
+        ]
 
     def close(self) -> None:
         """End the workers, once the step that they are at is done."""

@@ -9,7 +9,9 @@ et al., ICML 2023). A link of the chain is a segment. Coming to a link with so m
   and come back: run forward again from the input, with the same question asked anew.
 
 Where other microbatches are in flight meanwhile, it can be worth to keep nothing at all of the last links: to run on to
-the end and come back at once. So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
+the end and come back at once.
+
+So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
 backward that it is kept for. In a repetition the last link before its backward runs need not be run: its backward
 makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
 

@@ -45,7 +45,7 @@ def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None
             assert plan.pipeline is not None and plan.budget is not None
             assert peak.bytes <= sum(plan.pipeline.peak_bytes) <= (1.1 if len(devices) == 1 else 1.5) * peak.bytes
             assert max(plan.pipeline.peak_bytes) <= plan.budget
-        assert (plan.recompute_seconds > 0) == (budget == 0.0)
+        assert budget == 0.0 or plan.recompute_seconds == 0
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
@@ -142,17 +142,23 @@ def test_a_budget_that_no_plan_meets() -> None:
 
 
 def test_auto_takes_the_shortest_step_that_fits() -> None:
-    x, _ = batch_of(16, 64)
+    x, y = batch_of(16, 64)
     model = Blocks(64, 8)
     seconds, peaks = {}, {}
     for schedule in SCHEDULES:
-        plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule=schedule).trace(x)
+        plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule=schedule).trace(
+            x, labels=y, loss_fn=squares
+        )
         assert plan.pipeline is not None
         seconds[schedule], peaks[schedule] = plan.pipeline.makespan, max(plan.pipeline.peak_bytes)
-    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto").trace(x)
+    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto").trace(
+        x, labels=y, loss_fn=squares
+    )
     assert plan.pipeline is not None
     assert plan.pipeline.makespan == pytest.approx(min(seconds.values()))
     assert plan.pipeline.schedule == min(seconds, key=lambda name: seconds[name])
     budget = sorted(peaks.values())[1]
-    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto", memory_budget=budget).trace(x)
+    plan = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, schedule="auto", memory_budget=budget).trace(
+        x, labels=y, loss_fn=squares
+    )
     assert plan.pipeline is not None and max(plan.pipeline.peak_bytes) <= budget

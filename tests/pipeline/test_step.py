@@ -312,11 +312,15 @@ def test_a_copy_and_a_pickle_are_pipelined_too(tmp_path) -> None:
 
 
 def test_trace_runs_nothing() -> None:
-    model, (x, _) = Mutating(), batch_of(8, 8)
+    model, (x, y) = Mutating(), batch_of(8, 8)
     compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
-    plan = compiled.trace(x)
-    assert plan.pipeline is not None and len(plan.pipeline.peak_bytes) == 2
-    assert model.rows == 0
+    orders = []
+    for step in ({}, {"labels": y, "loss_fn": squares}):
+        plan = compiled.trace(x, **step)
+        assert plan.pipeline is not None and len(plan.pipeline.peak_bytes) == 2
+        assert model.rows == 0
+        orders.append("".join(word[0] for word in plan.pipeline.order.splitlines()[0].split() if word[0] in "FB"))
+    assert orders == ["FFFFBBBB", "FFBFBFBB"], "a call runs all forwards first"
 
 
 class ReadLate(nn.Module):

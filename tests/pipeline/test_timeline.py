@@ -12,9 +12,10 @@ from tests.pipeline.steps import CPUS, Blocks, batch_of, squares
 def test_predicted_and_measured(tmp_path) -> None:
     x, y = batch_of(8)
     compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, checkpoint="always")
-    compiled.trace(x)
+    compiled.trace(x, labels=y, loss_fn=squares)
     assert not compiled.plan.timeline().measured
     compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert len(compiled.plans) == 1, "traced for this"
     timeline = compiled.plan.timeline()
     key = lambda bar: (bar.device, str(bar.action))  # noqa: E731
     assert sorted(map(key, timeline.predicted)) == sorted(map(key, timeline.measured))
@@ -64,8 +65,9 @@ def test_what_has_no_timeline() -> None:
 
 
 def test_the_plan_prints_what_is_pipelined() -> None:
-    x, _ = batch_of(8)
-    plan = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, checkpoint="except_last").trace(x)
+    x, y = batch_of(8)
+    compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, checkpoint="except_last")
+    plan = compiled.trace(x, labels=y, loss_fn=squares)
     text = str(plan)
     assert "pipelined: 4 microbatches by schedule '1f1b' on 2 devices, checkpoint='except_last'" in text
     assert "bubble" in text and "predicted peaks of the devices" in text
