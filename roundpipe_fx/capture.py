@@ -27,6 +27,7 @@ from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
+from roundpipe_fx.outside_loss import expect_loss
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
@@ -54,6 +55,7 @@ class _Compilation:
     assumptions: Assumptions
     name: str
     labels: list[tuple[str, bool]]
+    autocast: frozenset[str]
     on_plan: Callable[[Plan], None]
     lowered: Lowered | None = None
     compiled: dict[str, Boxed] = field(default_factory=dict)
@@ -179,7 +181,8 @@ class _Compilation:
                 if is_parameter:
                     parameters.add(node)
         mutated = frozenset(torch_private.mutated_inputs(module))
-        return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
+        joint = JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
+        return expect_loss(joint, self.autocast)
 
 
 def capture(
@@ -217,6 +220,7 @@ def capture(
         assumptions or Assumptions(),
         name,
         labels,
+        frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         on_plan,
         pipelining=pipelining,
         likeness=likeness or Likeness(),

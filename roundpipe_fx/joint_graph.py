@@ -80,6 +80,8 @@ class Mark:
     """Name of the forward node that a recomputed node repeats (rematerialize)."""
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
+    LOSS_TIMES = "rpfx_loss_times"
+    """On an incoming gradient, how many times the output's bytes a loss outside takes (outside_loss)."""
     REPLAYED = "rpfx_replayed"
     """True on a seeded operation that runs again from its saved generator state (rng)."""
 

@@ -1,9 +1,15 @@
 """The loss outside: what a loss takes that the caller computes from a model's outputs.
 
 Between the forward and the backward runs code that nobody traced. Where a model returns no loss, its outputs are what
-the loss is computed from, and a cross-entropy (the usual one, and the largest) holds three times their bytes: the
-logarithms of the softmax, the gradient of these, and the gradient of the outputs, which then comes in. A plan leaves
-room for that.
+the loss is computed from, and a plan leaves room for that.
+
+- A cross-entropy holds three times their bytes: the logarithms of the softmax, the gradient of these, and the gradient
+  of the outputs, which then comes in. It is the usual loss, and where outputs are large, the loss of a language model:
+  one that is given nothing but numbers of words.
+- The mean of a squared error that is written out, ``((output - target) ** 2).mean()``, holds five times their bytes:
+  the difference, the mean's gradient, and three intermediate results of the square's. Models that are given numbers of
+  another kind may be trained so.
+- Under autocast losses compute with four bytes a number, whatever the outputs have.
 """
 
 from __future__ import annotations
@@ -13,13 +19,30 @@ from collections.abc import Collection
 from torch import fx
 
 from roundpipe_fx.cost.of_node import tensor_bytes
-from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.joint_graph import JointGraph, Mark, tensor_values
 
-__all__ = ["loss_bytes"]
+__all__ = ["expect_loss", "lasting_bytes", "loss_bytes"]
 
-_TIMES = 3
+_CROSS_ENTROPY = 3
+_SQUARED_ERROR = 5
 _NUMBER = 8
 """Bytes of the loss itself, and of how many labels there are."""
+
+
+def expect_loss(joint: JointGraph, autocast: Collection[str]) -> JointGraph:
+    """Note how much a loss outside may take of each output.
+
+    Args:
+        joint: a captured graph.
+        autocast: types of devices for which autocast is on.
+    """
+    given = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
+    words = bool(given) and not any(value.is_floating_point() for value in given)
+    for node in joint.tangents:
+        for value in tensor_values(node):
+            wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
+            node.meta[Mark.LOSS_TIMES] = wider * (_CROSS_ENTROPY if words else _SQUARED_ERROR)
+    return joint
 
 
 def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
@@ -30,8 +53,26 @@ def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
             loss, and nothing is left to do outside.
         granularity: what the device's allocator rounds sizes up to, in bytes.
     """
-    values = [value for node in tangents for value in tensor_values(node)]
-    if not values or any(value.dim() == 0 for value in values):
+    if not _is_outside(tangents):
         return 0
-    sizes = [*(tensor_bytes([value]) for value in values for _ in range(_TIMES)), _NUMBER, _NUMBER]
-    return sum(-(-size // granularity) * granularity for size in sizes)
+    sizes = [
+        tensor_bytes([value])
+        for node in tangents
+        for value in tensor_values(node)
+        for _ in range(node.meta.get(Mark.LOSS_TIMES, _SQUARED_ERROR))
+    ]
+    return sum(_rounded(size, granularity) for size in (*sizes, _NUMBER, _NUMBER))
+
+
+def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
+    """Bytes of the loss and its gradient, which are there until the backward is over; the arguments are the same."""
+    return 2 * _rounded(_NUMBER, granularity) if _is_outside(tangents) else 0
+
+
+def _is_outside(tangents: Collection[fx.Node]) -> bool:
+    values = [value for node in tangents for value in tensor_values(node)]
+    return bool(values) and all(value.dim() > 0 for value in values)
+
+
+def _rounded(size: int, granularity: int) -> int:
+    return -(-size // granularity) * granularity

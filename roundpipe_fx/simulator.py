@@ -24,7 +24,7 @@ from torch import fx
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.joint_graph import Mark, Phase, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
-from roundpipe_fx.outside_loss import loss_bytes
+from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
 
@@ -110,6 +110,7 @@ def simulate_programs(
         }
         run.events.append(Event((_CALLER, None), (), (), scratch=loss_bytes(tangents, granularity)))
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
+        arriving[len(run.events)].append(run.numbers.new_of(lasting_bytes(tangents, granularity)))
         lasting += arriving[len(run.events)]
         given = {**given, **arrived}
         lasting += [

@@ -46,15 +46,16 @@ class StorageNumbers:
 
     def new(self, value: torch.Tensor) -> int:
         """A new storage of the size of the tensor's."""
-        self.sizes.append(-(-tensor_bytes([value]) // self._granularity) * self._granularity)
+        return self.new_of(tensor_bytes([value]))
+
+    def new_of(self, size: int) -> int:
+        """A new storage of so many bytes."""
+        self.sizes.append(-(-size // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
     def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
         """The storage of an incoming gradient; one that is not expected is a single zero, seen at every place."""
-        if expected:
-            return self.new(value)
-        self.sizes.append(-(-value.dtype.itemsize // self._granularity) * self._granularity)
-        return len(self.sizes) - 1
+        return self.new(value) if expected else self.new_of(value.dtype.itemsize)
 
     def reads(self, node: fx.Node) -> list[int]:
         """Storages that a node reads, each once."""

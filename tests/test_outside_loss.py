@@ -76,7 +76,7 @@ def test_room_is_left_where_a_loss_is_outside_alone() -> None:
     tokens = torch.randint(400, (4, 32))
     inside = roundpipe_fx.plan(WithLoss(), tokens, memory_budget=0.0, device="cpu")
     outside = roundpipe_fx.plan(Words(), tokens, memory_budget=0.0, device="cpu")
-    assert inside.operations is not None and inside.operations.loss == 0
+    assert inside.operations is not None and inside.operations.loss == inside.operations.loss_lasts == 0
     assert outside.operations is not None and outside.operations.loss == 3 * 4 * 32 * 400 * 4 + 16
 
 
@@ -84,3 +84,56 @@ def test_refusal_says_that_the_loss_binds() -> None:
     compiled = roundpipe_fx.compile(Words(), memory_budget=500_000, fullgraph=True)
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match="while a loss is computed outside the model"):
         compiled(torch.randint(400, (4, 32)))
+
+
+class Points(nn.Module):
+    """As wide at its end as inside."""
+
+    def __init__(self, out: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)))
+        self.last = nn.Linear(32, out)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layers(x))
+
+
+SQUARES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "written out": lambda found, target: ((found - target) ** 2).mean(),
+    "of the output": lambda found, target: found.square().mean(),
+    "sum": lambda found, target: (found - target).square().sum(),
+    "mse_loss": nn.functional.mse_loss,
+}
+
+
+@pytest.mark.parametrize("squares", SQUARES)
+@pytest.mark.parametrize("out", [1, 32])
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+def test_squared_errors(budget: float, out: int, squares: str) -> None:
+    compiled = roundpipe_fx.compile(Points(out), memory_budget=budget, fullgraph=True)
+    x, y = torch.randn(64, 32), torch.randn(64, out)
+    for _ in range(2):
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak() as peak:
+            output = compiled(x)
+            SQUARES[squares](output, y).backward()
+        assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
+        if squares == "written out" and out == 32:
+            assert compiled.plan.peak_bytes <= 1.001 * peak.bytes
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.0])
+def test_under_autocast_losses_compute_with_four_bytes_a_number(budget: float) -> None:
+    words = Words(), torch.randint(400, (4, 32)), _cross_entropy
+    points = Points(), torch.randn(64, 32), lambda found, _: SQUARES["written out"](found, torch.zeros(64, 32))
+    for model, given, loss in (words, points):
+        compiled = roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True)
+        for _ in range(2):
+            compiled.zero_grad()
+            with roundpipe_fx.measure_peak() as peak:
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    output = compiled(given)
+                    assert output.dtype is torch.bfloat16 or model is points[0]
+                    found = loss(output, given)
+                found.backward()
+            assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget

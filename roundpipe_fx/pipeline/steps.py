@@ -12,7 +12,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.cost.of_node import tensor_bytes
 from roundpipe_fx.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.lower import Lowered
-from roundpipe_fx.outside_loss import loss_bytes
+from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.schedules import Held, Kind, StageGraph, Step, StepCosts
 from roundpipe_fx.simulator import simulate_calls
 from roundpipe_fx.torch_private import run_and_save_rng_state
@@ -91,4 +91,5 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         {step: call.gradients for step, call in of_step.items()},
         {step: call.brought for step, call in of_step.items()},
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
+        lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
     )

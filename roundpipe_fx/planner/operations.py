@@ -28,7 +28,7 @@ from roundpipe_fx.joint_graph import (
     tensor_values,
 )
 from roundpipe_fx.liveness import Event
-from roundpipe_fx.outside_loss import loss_bytes
+from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
 from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
@@ -106,6 +106,7 @@ class OperationGraph:
         outputs: forward storages that the caller gets.
         tangents: storages of incoming gradients.
         loss: bytes that a loss takes that is computed outside.
+        loss_lasts: bytes of them that are there until the backward is over.
         gradients: storages that the backward returns.
         ways: by forward storage, how it is made again; absent where it must not be.
         alone: for masks of dropouts, the way that draws the mask without the dropout's input.
@@ -129,6 +130,7 @@ class OperationGraph:
     outputs: frozenset[int]
     tangents: frozenset[int]
     loss: int
+    loss_lasts: int
     gradients: frozenset[int]
     ways: dict[int, Way]
     alone: dict[int, Way]
@@ -241,6 +243,7 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         frozenset(outputs & forward_storages),
         tangents,
         loss_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
+        lasting_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
         frozenset(gradients - {OUTSIDE}),
         ways,
         alone,

@@ -31,6 +31,8 @@ __all__ = [
 
 
 _SHOWN = 6
+_LOSS = -2
+"""Stands for the storages of a loss outside and its gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +194,16 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     sizes = dict(enumerate(graph.sizes))
     # A generator's state is saved by the forward operation that is replayed, and read by each replay.
     states: dict[int, int] = {}
-    arriving: dict[int, Collection[int]] = {len(graph.forward) + 1: graph.tangents}
+    sizes[_LOSS] = graph.loss_lasts
+    arriving: dict[int, Collection[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
     for step in steps:
         index = step.operation.index
         if step.way is not None and index in graph.states and index not in states:
-            states[index] = -2 - index
-            sizes[-2 - index] = graph.states[index]
-            arriving[index] = (-2 - index,)
+            states[index] = -3 - index
+            sizes[-3 - index] = graph.states[index]
+            arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
-    lasting = {*graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
+    lasting = {_LOSS, *graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, (), (), scratch=graph.loss)
     events = [*graph.forward_events, loss, *backward]
     peak = peak_of(events, sizes, (), lasting, arriving, list_live)
@@ -219,6 +222,8 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
 def _name(graph: OperationGraph, storage: int) -> str:
     if storage in graph.values:
         return graph.values[storage].name
+    if storage == _LOSS:
+        return "loss outside"
     return "incoming gradient" if storage in graph.tangents else "gradient"
 
 
