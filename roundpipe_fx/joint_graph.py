@@ -81,7 +81,8 @@ class Mark:
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
     LOSS_TIMES = "rpfx_loss_times"
-    """On an incoming gradient, how many times the output's bytes a loss outside takes (outside_loss)."""
+    """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
+    until the backward is over (outside_loss)."""
     REPLAYED = "rpfx_replayed"
     """True on a seeded operation that runs again from its saved generator state (rng)."""
 

@@ -7,8 +7,9 @@ the loss is computed from, and a plan leaves room for that.
   of the outputs, which then comes in. It is the usual loss, and where outputs are large, the loss of a language model:
   one that is given nothing but numbers of words.
 - The mean of a squared error that is written out, ``((output - target) ** 2).mean()``, holds five times their bytes:
-  the difference, the mean's gradient, and three intermediate results of the square's. Models that are given numbers of
-  another kind may be trained so.
+  the difference, the mean's gradient, and three intermediate results of the square's. The number that ``mse_loss``
+  returns stands in memory of the output's size, and is there until the backward is over. Models that are given numbers
+  of another kind may be trained so.
 - Under autocast losses compute with four bytes a number, whatever the outputs have.
 """
 
@@ -23,8 +24,9 @@ from roundpipe_fx.joint_graph import JointGraph, Mark, tensor_values
 
 __all__ = ["expect_loss", "lasting_bytes", "loss_bytes"]
 
-_CROSS_ENTROPY = 3
-_SQUARED_ERROR = 5
+_CROSS_ENTROPY = (3, 0)
+_SQUARED_ERROR = (5, 1)
+"""How many times an output's bytes a loss takes at most, and until the backward is over."""
 _NUMBER = 8
 """Bytes of the loss itself, and of how many labels there are."""
 
@@ -41,7 +43,8 @@ def expect_loss(joint: JointGraph, autocast: Collection[str]) -> JointGraph:
     for node in joint.tangents:
         for value in tensor_values(node):
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
-            node.meta[Mark.LOSS_TIMES] = wider * (_CROSS_ENTROPY if words else _SQUARED_ERROR)
+            most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
+            node.meta[Mark.LOSS_TIMES] = wider * most, wider * lasting
     return joint
 
 
@@ -53,20 +56,24 @@ def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
             loss, and nothing is left to do outside.
         granularity: what the device's allocator rounds sizes up to, in bytes.
     """
+    return _bytes(tangents, granularity, 0)
+
+
+def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
+    """Bytes of the loss and its gradient, which are there until the backward is over; the arguments are the same."""
+    return _bytes(tangents, granularity, 1)
+
+
+def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:
     if not _is_outside(tangents):
         return 0
     sizes = [
         tensor_bytes([value])
         for node in tangents
         for value in tensor_values(node)
-        for _ in range(node.meta.get(Mark.LOSS_TIMES, _SQUARED_ERROR))
+        for _ in range(node.meta.get(Mark.LOSS_TIMES, _SQUARED_ERROR)[which])
     ]
     return sum(_rounded(size, granularity) for size in (*sizes, _NUMBER, _NUMBER))
-
-
-def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
-    """Bytes of the loss and its gradient, which are there until the backward is over; the arguments are the same."""
-    return 2 * _rounded(_NUMBER, granularity) if _is_outside(tangents) else 0
 
 
 def _is_outside(tangents: Collection[fx.Node]) -> bool:

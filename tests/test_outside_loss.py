@@ -119,7 +119,7 @@ def test_squared_errors(budget: float, out: int, squares: str) -> None:
             SQUARES[squares](output, y).backward()
         assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
         if squares == "written out" and out == 32:
-            assert compiled.plan.peak_bytes <= 1.001 * peak.bytes
+            assert compiled.plan.peak_bytes <= 1.01 * peak.bytes
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.0])

@@ -54,7 +54,7 @@ class StepCosts:
             that reads them; where all forwards run before all backwards, from the first backward on.
         outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
             and all backwards.
-        loss_bytes: bytes of that loss and its gradient, there from the first backward to the end.
+        loss_bytes: bytes that stay of them until the last backward is over.
     """
 
     seconds: Mapping[Step, float]
@@ -127,7 +127,7 @@ def peaks_of(
         if schedule.in_halves and device == 0:
             change[turn] += lasting * schedule.microbatches - made_here
             outside = int(np.cumsum(change)[turn]) + costs.outside_bytes * schedule.microbatches
-            change[turn] += costs.loss_bytes
+            change[turn] += costs.loss_bytes * schedule.microbatches
         change[turn] += (brought[present] * counts).sum()
         level = np.cumsum(change)[: len(own)]
         found.append(max(outside, int((level + peak[own]).max(initial=0)), int(level.max(initial=0))))

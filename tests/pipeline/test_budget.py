@@ -43,7 +43,7 @@ def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None
             compiled.zero_grad()
             plan = compiled.plan
             assert plan.pipeline is not None and plan.budget is not None
-            assert peak.bytes <= sum(plan.pipeline.peak_bytes) <= (1.1 if len(devices) == 1 else 1.5) * peak.bytes
+            assert peak.bytes <= sum(plan.pipeline.peak_bytes) <= (1.15 if len(devices) == 1 else 1.5) * peak.bytes
             assert max(plan.pipeline.peak_bytes) <= plan.budget
         assert budget == 0.0 or plan.recompute_seconds == 0
 
