@@ -56,9 +56,9 @@ def test_no_length_exceeds_the_budget() -> None:
 
 def test_as_many_plans_as_the_sizes_are_apart() -> None:
     model = _mlp()
-    compiled = roundpipe_fx.compile(model, memory_budget=90_000, fullgraph=True)
+    compiled = roundpipe_fx.compile(model, memory_budget=110_000, fullgraph=True)
     for rows in range(16, 129):
-        assert _peak_of_step(compiled, torch.randn(rows, 16)) <= 90_000
+        assert _peak_of_step(compiled, torch.randn(rows, 16)) <= 110_000
     # From 16 to 128 are 18 steps of an eighth, and some less for sizes of which an eighth is no whole number.
     assert len(compiled.plans) <= 22
     made = len(compiled.plans)
@@ -83,7 +83,7 @@ def test_small_batches_recompute_no_more_than_they_need() -> None:
 
 
 def test_plan_says_for_which_sizes_it_is() -> None:
-    compiled = roundpipe_fx.compile(_mlp(), memory_budget=90_000, fullgraph=True)
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=110_000, fullgraph=True)
     compiled(torch.randn(8, 16)).sum().backward()
     assert not compiled.plan.sizes
     compiled(torch.randn(32, 16)).sum().backward()
@@ -109,39 +109,39 @@ def test_what_fits_at_this_size_and_at_none_larger() -> None:
 
 
 def test_two_sizes() -> None:
-    compiled = roundpipe_fx.compile(_mlp(), memory_budget=90_000, fullgraph=True)
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=110_000, fullgraph=True)
     for rows, length in ((2, 16), (3, 24), (2, 48), (5, 20)):
-        assert _peak_of_step(compiled, torch.randn(rows, length, 16)) <= 90_000
+        assert _peak_of_step(compiled, torch.randn(rows, length, 16)) <= 110_000
     assert len(compiled.plan.sizes) == 2
 
 
 def test_behind_torch_compile() -> None:
     model = _mlp()
-    run = torch.compile(model, backend="roundpipe_fx", options={"memory_budget": 90_000}, fullgraph=True)
+    run = torch.compile(model, backend="roundpipe_fx", options={"memory_budget": 110_000}, fullgraph=True)
     for rows in (8, 32, 100, 128):
         model.zero_grad()
         with roundpipe_fx.measure_peak() as peak:
             run(torch.randn(rows, 16)).sum().backward()
-        assert peak.bytes <= 90_000
+        assert peak.bytes <= 110_000
 
 
 def test_range_that_the_user_gives_is_planned_for_whole() -> None:
-    compiled = roundpipe_fx.compile(_mlp(), memory_budget=90_000, fullgraph=True)
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=110_000, fullgraph=True)
     x = torch.randn(8, 16)
     torch._dynamo.mark_dynamic(x, 0, min=2, max=128)
     compiled(x).sum().backward()
     assert dict(compiled.plan.sizes) == {"args_0, dimension 0": 128}
     for rows in (128, 3):
-        assert _peak_of_step(compiled, torch.randn(rows, 16)) <= 90_000
+        assert _peak_of_step(compiled, torch.randn(rows, 16)) <= 110_000
     assert len(compiled.plans) == 1
 
 
 def test_marked_without_a_largest_size() -> None:
-    compiled = roundpipe_fx.compile(_mlp(), memory_budget=90_000, fullgraph=True)
+    compiled = roundpipe_fx.compile(_mlp(), memory_budget=110_000, fullgraph=True)
     for rows in (8, 64, 128):
         x = torch.randn(rows, 16)
         torch._dynamo.mark_dynamic(x, 0)
-        assert _peak_of_step(compiled, x) <= 90_000
+        assert _peak_of_step(compiled, x) <= 110_000
 
 
 def test_shares_and_no_budget_serve_all_sizes() -> None:
@@ -157,7 +157,7 @@ def test_shares_and_no_budget_serve_all_sizes() -> None:
 def test_ragged_microbatches_of_many_batches() -> None:
     model = _mlp()
     compiled = roundpipe_fx.compile(
-        model, stages=2, devices=["cpu"], num_microbatches=3, schedule="1f1b", memory_budget=50_000
+        model, stages=2, devices=["cpu"], num_microbatches=3, schedule="1f1b", memory_budget=60_000
     )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -166,7 +166,7 @@ def test_ragged_microbatches_of_many_batches() -> None:
             model.zero_grad()
             with roundpipe_fx.measure_peak() as peak:
                 compiled.forward_backward(x, loss_fn=torch.sum)
-            assert peak.bytes <= 50_000
+            assert peak.bytes <= 60_000
 
 
 def test_steps_keep_what_a_size_is_a_multiple_of() -> None:
