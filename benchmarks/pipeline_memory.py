@@ -2,10 +2,10 @@
 
 python -m benchmarks.pipeline_memory
 
-A Llama of 1.5B parameters on the meta device, planned for 4 devices and 16 microbatches by several schedules; figures are of the
-simulator, which ``tests/pipeline/test_budget.py`` holds to what is measured. Asked is: how much lower does a budget get
-than ``checkpoint="always"``; what does a step cost at the peaks of ``"always"`` and ``"except_last"``; and half-way
-between the lowest peak and that of keeping everything.
+A Llama of 1.5B parameters on the meta device, planned for 4 devices and 16 microbatches by several schedules. Figures
+are of the simulator, which ``tests/pipeline/test_budget.py`` holds to what is measured. Asked is how much lower a
+budget gets than ``checkpoint="always"``; what a step costs at the peaks of ``"always"`` and ``"except_last"``; and what it
+costs half-way between the lowest peak and that of keeping everything.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ BENCHMARKS = (
     "planning",
     "frontier",
     "pipeline",
+    "pipeline_memory",
 )
 
 

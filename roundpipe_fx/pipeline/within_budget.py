@@ -100,15 +100,16 @@ def within_budget(
 
     lowest = max(len(own) for own in rungs)
     others: list[_Attempt] = []
-    if isinstance(budget, float):
+    level = _alike(at, lowest, pipelining.workers, limit) if isinstance(budget, int) else None
+    if level is None:
         others = entering()
-        low = min(own.peak for own in (first, at([lowest] * pipelining.workers), *others))
-        limit = int(limit_of(budget, low, first.peak) * setting.share)
-    level = _alike(at, lowest, pipelining.workers, limit)
+        lowest = _lowest(at, lowest, pipelining.workers)
+        if isinstance(budget, float):
+            low = min(own.peak for own in (*tried.values(), *others))
+            limit = int(limit_of(budget, low, first.peak) * setting.share)
+        level = _alike(at, lowest, pipelining.workers, limit)
     if level is not None:
         _each(at, level, pipelining.workers, limit)
-    elif not others:
-        others = entering()
     attempts = [*tried.values(), *others]
     if budget == 0.0:
         limit = min(own.peak for own in attempts)
@@ -162,6 +163,19 @@ def _choice(levels: Sequence[int], runs: Sequence[Run], rungs: Sequence[Sequence
         level = max(levels[device] for device in run.devices)
         choices.append(own[round((level - 1) * (len(own) - 1) / max(lowest - 1, 1)) if level else 0].choice())
     return together(choices)
+
+
+def _lowest(at: Callable[[Sequence[int]], _Attempt], last: int, devices: int) -> int:
+    """The level at which the device that needs most needs least, as far as a few tell.
+
+    The last ones may be too thrifty: what they make again, and again for that, is there at the same time.
+    """
+
+    def peak(level: int) -> int:
+        return at([level] * devices).peak
+
+    best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
+    return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
 
 
 def _alike(at: Callable[[Sequence[int]], _Attempt], lowest: int, devices: int, limit: int) -> int | None:

@@ -20,6 +20,7 @@ Bytes are counted in slots; what is rounded is put right by the simulator, which
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -79,16 +80,53 @@ class Chain:
     Attributes:
         links: first to last.
         crossing: ``crossing[i][k]``, for i < k: bytes made by links i to k - 1 that link k or a later one reads.
-        in_flight: so many times is there what the first forward keeps: that of microbatches in flight.
+        times: so often is there what the first forward keeps: for each microbatch in flight.
+        price: seconds a byte that the first forward keeps, added to the cost.
+        alone: whether nothing runs between the end of the forward and the beginning of the backward.
     """
 
     links: tuple[Link, ...]
     crossing: NDArray[np.int64]
-    in_flight: int = 1
+    times: int = 1
+    price: float = 0.0
+    alone: bool = True
 
-    def part(self, first: int, end: int, in_flight: int) -> Chain:
-        """The links from ``first`` up to ``end`` as a chain of their own, with so many microbatches in flight."""
-        return Chain(self.links[first:end], self.crossing[first:end, first:end], in_flight)
+    def part(self, first: int, end: int, alone: bool) -> Chain:
+        """The links from ``first`` up to ``end`` as a chain of their own."""
+        return Chain(self.links[first:end], self.crossing[first:end, first:end], alone=alone)
+
+    def needed(self, decisions: Iterable[Decision]) -> int:
+        """Bytes that following the decisions takes, for one microbatch."""
+        most = 0
+        following = iter(decisions)
+        pending: list[tuple[int, int | None, int]] = [(0, None, 0)]
+        while pending:
+            at, last, held = pending.pop()
+            decision, link = next(following), self.links[at]
+            standing = link.standing_forward if last is None else self.links[last].standing
+            if decision.bare is not None:
+                most = max(most, held + link.bare[decision.bare].backward + link.standing)
+            elif decision.option is not None:
+                option = link.options[decision.option]
+                most = max(most, held + option.forward + standing, held + option.backward + link.standing)
+                if decision.until <= (len(self.links) - 1 if last is None else last):
+                    pending.append((decision.until, last, held + option.held))
+            else:
+                crossing = [0, *self.crossing[at, at + 1 :].tolist(), 0]
+                run = range(at, decision.until)
+                most = max(most, *(held + crossing[k - at] + self.links[k].forward + standing for k in run))
+                pending.append((at, decision.until - 1, held))
+                if decision.until < len(self.links):
+                    pending.append((decision.until, last, held + crossing[decision.until - at]))
+        return most
+
+    def kept_at(self, decision: Decision) -> int:
+        """Bytes that a decision keeps from the first forward on."""
+        if decision.before is not None or decision.bare is not None:
+            return 0
+        if decision.option is not None:
+            return self.links[decision.link].options[decision.option].held
+        return int(self.crossing[decision.link, decision.until]) if decision.until < len(self.links) else 0
 
 
 @dataclass(frozen=True)
@@ -213,24 +251,24 @@ class _Tables:
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([link.seconds for link in chain.links])])
         self._run = self._running()
-        self._options = {
-            times: [self._option_arrays(link, times) for link in chain.links] for times in {1, chain.in_flight}
-        }
+        self._options = [self._option_arrays(link) for link in chain.links]
 
     def slots(self, size: int) -> int:
         return round(size / self.slot)
 
-    def times(self, last: int | None) -> int:
-        """How often what is kept is there: in the first forward for each microbatch in flight, in the backward once."""
-        return self.chain.in_flight if last is None else 1
-
-    def _option_arrays(self, link: Link, times: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Slots held, seconds, and peak bytes of forward and backward, by option, with what others in flight hold."""
-        held = np.array([self.slots(option.held * times) for option in link.options])
+    def _option_arrays(self, link: Link) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Bytes held, seconds, and peak bytes of forward and backward, by option."""
+        held = np.array([option.held for option in link.options])
         cost = np.array([option.seconds for option in link.options], dtype=np.float64)
-        others = np.array([option.held * (times - 1) for option in link.options])
         forward = np.array([option.forward for option in link.options])
-        return held, cost, forward + others, np.array([option.backward for option in link.options]) + others
+        return held, cost, forward, np.array([option.backward for option in link.options])
+
+    def times(self, last: int | None) -> int:
+        """How often what is kept is there: in the backward once."""
+        return self.chain.times if last is None else 1
+
+    def _held(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.round(size / self.slot).astype(np.int64)
 
     def _running(self) -> NDArray[np.int64]:
         """``run[i, k]``: peak bytes of running from link i to link k with nothing kept on the way."""
@@ -285,7 +323,7 @@ class _Tables:
     def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Links to run on to from ``first``."""
         end = len(self.chain.links) - 1 if last is None else last
-        if last is None and self.chain.in_flight > 1:
+        if last is None and not self.chain.alone:
             end += 1
         if self.again is None or first == end:
             return np.empty(0, dtype=np.int64)
@@ -304,20 +342,29 @@ class _Tables:
         end = len(links) - 1 if last is None else last
         rest = self.first if last is None else self.again[:, last] if self.again is not None else self.first
         standing = link.standing_forward if last is None else links[last].standing
-        times = self.times(last)
-        held, cost, forward, backward = self._options[times][first]
+        price, times = self.chain.price if last is None else 0.0, self.times(last)
+        held, cost, forward, backward = self._options[first]
+        others = held * (times - 1)
+        forward, backward, cost = forward + others, backward + others, cost + price * held
         if first == end:
             seconds = cost[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(rest[first + 1], (len(held), self.width))
-            seconds = self._shifted(after, held, memory) + cost[:, None] + (0.0 if last is None else link.seconds)
+            seconds = (
+                self._shifted(after, self._held(held * times), memory)
+                + cost[:, None]
+                + (0.0 if last is None else link.seconds)
+            )
         rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing), memory)]
         places = self._places(first, last)
         if len(places):
             assert self.again is not None
             crossing = np.append(self.chain.crossing[first], 0)[places]
-            held = np.round(crossing * times / self.slot).astype(np.int64)
-            seconds = self._shifted(rest[places], held, memory) + self.again[first, places - 1][:, memory]
+            seconds = (
+                self._shifted(rest[places], self._held(crossing * times), memory)
+                + self.again[first, places - 1][:, memory]
+            )
+            seconds += (price * crossing)[:, None]
             if last is not None:
                 seconds += (self._elapsed[places] - self._elapsed[first])[:, None]
             rows.append(self._possible(seconds, self._run[first, places] + crossing * (times - 1) + standing, memory))

@@ -1,10 +1,13 @@
 """Microbatches in flight: what a run of segments may keep when what it keeps is there several times.
 
 A device of a pipeline holds what was kept for every microbatch that has been forward and not yet backward, and runs one
-of them at a time. So bytes that are kept count as often as microbatches are in flight, what a recomputation makes again
-counts once, and the less is kept the more it is worth to keep only what enters a stage. The chain is that of
-:mod:`roundpipe_fx.planner.chain`, with what the first forward keeps counted for each microbatch. That of later links is
-counted where a link is run on to, not where the backward has come back from: the schedule's simulation judges.
+of them at a time. So bytes that are kept count as often as microbatches are in flight, and what a recomputation makes
+again counts once: the more are in flight, the more it is worth to keep only what enters a stage.
+
+The chain (:mod:`roundpipe_fx.planner.chain`) is solved for every amount of memory: once with what is kept counted for
+each microbatch, which misses that of later links when the backward has come back to earlier ones; and for several
+prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters in
+seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation judges.
 """
 
 from __future__ import annotations
@@ -23,6 +26,10 @@ __all__ = ["Run", "rungs_of_run", "together"]
 
 _MOST = 32
 """So many rungs of a run are there to choose from."""
+_LEVELS = 24
+"""So many solutions of a chain are looked at, spread over all amounts of memory."""
+_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""Of what is kept: a price of 1 makes keeping all as dear as making all again."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +58,27 @@ def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keepin
         keepings: what stands behind its options.
         run: the segments.
     """
-    part = chain.part(run.first, run.end, run.in_flight)
-    whole = sum(max(option.held for option in link.options) for link in part.links) * run.in_flight
+    part = chain.part(run.first, run.end, run.in_flight == 1)
+    whole = sum(max(option.held for option in link.options) for link in part.links)
     most = whole + max(
         max(option.forward, option.backward) + link.standing + link.standing_forward
         for link in part.links
         for option in link.options
     )
-    found = _rungs(graph, keepings, run, solve_chain(part, most, FINE_SLOTS, nested=False))
-    if len(part.links) > 1 or run.in_flight > 1:
-        low = min(size for size, _ in found)
-        solution = solve_chain(part, int(low * NESTED_SHARE), nested_slots(part))
-        found += _rungs(graph, keepings, run, solution)
+    slowest = sum(max(option.seconds for option in (*link.options, *link.bare)) for link in part.links)
+    solutions = [solve_chain(part, most, FINE_SLOTS, nested=False)]
+    if run.in_flight > 1:
+        rate = slowest / max(whole, 1)
+        counted = dataclasses.replace(part, times=run.in_flight)
+        chains = [(counted, most + (run.in_flight - 1) * whole)]
+        chains += [(dataclasses.replace(part, price=rate * price), most) for price in _PRICES]
+    else:
+        chains = [(part, most)]
+    for variant, limit in chains:
+        coarse = solve_chain(variant, limit, nested_slots(part))
+        low = levels(coarse)[0] * coarse.slot
+        solutions += [coarse, solve_chain(variant, int(low * NESTED_SHARE) + 1, nested_slots(part))]
+    found = [rung for solution in solutions for rung in _rungs(graph, keepings, run, part, solution)]
     best: list[tuple[float, Rung]] = []
     for size, rung in sorted(found, key=lambda item: (item[1].seconds, item[0])):
         if not best or size < best[-1][0]:
@@ -71,24 +87,26 @@ def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keepin
 
 
 def _rungs(
-    graph: OperationGraph, keepings: list[list[Keeping]], run: Run, solution: Solution
+    graph: OperationGraph, keepings: list[list[Keeping]], run: Run, part: Chain, solution: Solution
 ) -> list[tuple[float, Rung]]:
-    def choice(slots: int) -> Choice:
-        decisions = [
+    """Solutions with the bytes that they take with all microbatches in flight."""
+    found: list[tuple[float, Rung]] = []
+    for slots in spread(levels(solution), _LEVELS):
+        decisions = solution.decisions(slots)
+        kept = sum(map(part.kept_at, decisions))
+        seconds = float(solution.seconds[slots]) - solution.chain.price * kept
+        shifted = [
             dataclasses.replace(
                 decision,
                 before=None if decision.before is None else decision.before + run.first,
                 link=decision.link + run.first,
                 until=decision.until + run.first,
             )
-            for decision in solution.decisions(slots)
+            for decision in decisions
         ]
-        return choice_of(graph, keepings, decisions)
-
-    return [
-        (slots * solution.slot, Rung(float(solution.seconds[slots]), partial(choice, slots)))
-        for slots in levels(solution)
-    ]
+        size = part.needed(decisions) + (run.in_flight - 1) * kept
+        found.append((size, Rung(max(seconds, 0.0), partial(choice_of, graph, keepings, shifted))))
+    return found
 
 
 def together(choices: list[Choice]) -> Choice:

@@ -122,30 +122,6 @@ def _cost(chain: Chain, decisions: list[Decision]) -> float:
     return total
 
 
-def needed(chain: Chain, decisions: list[Decision]) -> int:
-    """Bytes that following the decisions takes."""
-    most = 0
-    following = iter(decisions)
-    pending: list[tuple[int, int | None, int]] = [(0, None, 0)]
-    while pending:
-        at, last, held = pending.pop()
-        decision, link = next(following), chain.links[at]
-        standing = link.standing_forward if last is None else chain.links[last].standing
-        if decision.bare is not None:
-            most = max(most, held + link.bare[decision.bare].backward + link.standing)
-        elif decision.option is not None:
-            option = link.options[decision.option]
-            most = max(most, held + option.forward + standing, held + option.backward + link.standing)
-            if decision.until <= (len(chain.links) - 1 if last is None else last):
-                pending.append((decision.until, last, held + option.held))
-        else:
-            run = range(at, decision.until)
-            most = max(most, *(held + int(chain.crossing[at, k]) + chain.links[k].forward + standing for k in run))
-            pending.append((at, decision.until - 1, held))
-            pending.append((decision.until, last, held + int(chain.crossing[at, decision.until])))
-    return most
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.integers(4, 12), st.integers(1, 50), st.integers(1, 20), st.integers(0, 15), st.integers(20, 120))
 def test_decisions_keep_to_the_memory_though_it_is_rounded(
@@ -159,7 +135,7 @@ def test_decisions_keep_to_the_memory_though_it_is_rounded(
     for memory in np.flatnonzero(np.isfinite(solution.seconds)):
         decisions = solution.decisions(int(memory))
         # Everything that is held and every repetition is rounded, to half a slot each.
-        assert needed(chain, decisions) <= (memory + 8 + len(decisions)) * solution.slot
+        assert chain.needed(decisions) <= (memory + 8 + len(decisions)) * solution.slot
         assert _cost(chain, decisions) <= solution.seconds[memory] + len(decisions)
 
 

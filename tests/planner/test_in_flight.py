@@ -23,10 +23,13 @@ links = st.lists(st.lists(options, min_size=1, max_size=3), min_size=1, max_size
 
 
 @settings(max_examples=80, deadline=None)
-@given(links, st.integers(1, 4))
-def test_optimum_of_what_each_link_keeps(kept: list[list[LinkOption]], in_flight: int) -> None:
+@given(links, st.integers(1, 4), st.integers(0, 3))
+def test_optimum_of_what_each_link_keeps(kept: list[list[LinkOption]], in_flight: int, price: int) -> None:
     chain = Chain(
-        tuple(Link(1.0, 0, tuple(own), ()) for own in kept), np.zeros((len(kept), len(kept)), np.int64), in_flight
+        tuple(Link(1.0, 0, tuple(own), ()) for own in kept),
+        np.zeros((len(kept), len(kept)), np.int64),
+        times=in_flight,
+        price=price,
     )
     limit = in_flight * sum(max(option.held for option in own) for own in kept) + 8
     solution = solve_chain(chain, limit, limit, nested=False)
@@ -41,14 +44,14 @@ def test_optimum_of_what_each_link_keeps(kept: list[list[LinkOption]], in_flight
                 running = max(option.forward, option.backward)
                 fits &= held - option.held + running <= memory
             if fits:
-                best = min(best, sum(option.seconds for option in chosen))
+                best = min(best, sum(option.seconds + price * option.held for option in chosen))
         assert solution.seconds[memory] == best, memory
 
 
 def test_nothing_need_be_kept_of_the_last_link() -> None:
     def chain(in_flight: int) -> Chain:
         link = Link(2.0, 1, (LinkOption(3, 0.0, 3, 3),), (LinkOption(0, 2.0, 3, 3),))
-        return Chain((link, link), np.array([[0, 1], [0, 0]]), in_flight)
+        return Chain((link, link), np.array([[0, 1], [0, 0]]), times=in_flight, alone=in_flight == 1)
 
     alone, several = (solve_chain(chain(in_flight), 40, 40) for in_flight in (1, 5))
     assert alone.seconds[6] == 0 and np.isinf(alone.seconds[3])
@@ -56,7 +59,9 @@ def test_nothing_need_be_kept_of_the_last_link() -> None:
     assert several.seconds[18] == 2, "one link's values are kept five times, of the other nothing"
     assert several.seconds[8] == 4, "of both what enters them"
     assert several.seconds[4] == 6 and np.isinf(several.seconds[3]), "what enters the first alone"
-    assert [decision.until for decision in several.decisions(4)] == [2, 1, 1, 0]
+    decisions = several.decisions(4)
+    assert [decision.until for decision in decisions] == [2, 1, 1, 0]
+    assert several.chain.needed(decisions) == 4 and sum(map(several.chain.kept_at, decisions)) == 0
 
 
 def test_the_more_are_in_flight_the_less_is_kept() -> None:
