@@ -4,8 +4,8 @@ python -m benchmarks.pipeline_memory
 
 A Llama of 1.5B parameters on the meta device, planned for 4 devices and 16 microbatches by several schedules. Figures
 are of the simulator, which ``tests/pipeline/test_budget.py`` holds to what is measured. Asked is how much lower a
-budget gets than ``checkpoint="always"``; what a step costs at the peaks of ``"always"`` and ``"except_last"``; and what it
-costs half-way between the lowest peak and that of keeping everything.
+budget gets than ``checkpoint="always"``; what a step costs at the peaks of ``"always"`` and ``"except_last"``; and
+what it costs half-way between the lowest peak and that of keeping everything.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ again counts once: the more are in flight, the more it is worth to keep only wha
 
 The chain (:mod:`roundpipe_fx.planner.chain`) is solved for every amount of memory: once with what is kept counted for
 each microbatch, which misses that of later links when the backward has come back to earlier ones; and for several
-prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters in
-seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation judges.
+prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters
+in seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation
+judges.
 """
 
 from __future__ import annotations
