@@ -26,7 +26,7 @@ def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -
         planned = compiled.plan.pipeline
         assert planned is not None and len(planned.peak_bytes) == len(devices)
         # Workers that are late or early hold what others have sent for longer or shorter.
-        assert peak.bytes <= sum(planned.peak_bytes) <= (1.01 if len(devices) == 1 else 1.5) * peak.bytes
+        assert peak.bytes <= sum(planned.peak_bytes) <= (1.05 if len(devices) == 1 else 1.5) * peak.bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
