@@ -72,6 +72,23 @@ def next_word(output: Any, labels: torch.Tensor) -> torch.Tensor:
     return -words.gather(1, labels[:, 1:].flatten()[:, None]).mean()
 
 
+def llama(tied: bool) -> tuple[nn.Module, torch.Tensor]:
+    """Llama 3.2 1B on the meta device, its head tied to the embedding or not, and 16 sequences of 1,024 tokens."""
+    config = transformers.LlamaConfig(
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        vocab_size=128_256,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).train(), torch.zeros(16, 1024, dtype=torch.long)
+
+
 def heavy_head() -> None:
     """Llama 3.2 1B on the meta device: a vocabulary of 128,256 on layers of width 2,048."""
     rows = []
@@ -79,20 +96,7 @@ def heavy_head() -> None:
         seconds: dict[str, float] = {}
         for schedule in ("1f1b", "interleaved", "zero_bubble", "roundpipe"):
             torch._dynamo.reset()
-            config = transformers.LlamaConfig(
-                hidden_size=2048,
-                intermediate_size=8192,
-                num_hidden_layers=16,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                head_dim=64,
-                vocab_size=128_256,
-                tie_word_embeddings=True,
-                use_cache=False,
-            )
-            with torch.device("meta"):
-                model = transformers.LlamaForCausalLM(config).train()
-                tokens = torch.zeros(16, 1024, dtype=torch.long)
+            model, tokens = llama(tied=True)
             compiled = roundpipe_fx.compile(
                 model, devices=["cpu"] * 8, num_microbatches=16, schedule=schedule, checkpoint=checkpoint
             )

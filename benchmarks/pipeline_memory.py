@@ -14,10 +14,9 @@ import time
 from typing import Any
 
 import torch
-import transformers
 
 import roundpipe_fx
-from benchmarks.pipeline import next_word
+from benchmarks.pipeline import llama, next_word
 from benchmarks.side_by_side import report
 
 _DEVICES, _MICROBATCHES = 4, 16
@@ -62,20 +61,7 @@ _COLUMNS = (
 
 def _planned(schedule: str, **options: Any) -> dict[str, Any]:
     torch._dynamo.reset()
-    config = transformers.LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        vocab_size=128_256,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).train()
-        tokens = torch.zeros(_MICROBATCHES, 1024, dtype=torch.long)
+    model, tokens = llama(tied=False)
     compiled = roundpipe_fx.compile(
         model, devices=["cpu"] * _DEVICES, num_microbatches=_MICROBATCHES, schedule=schedule, **options
     )
