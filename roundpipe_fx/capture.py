@@ -21,7 +21,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
-from roundpipe_fx.codegen import Program
+from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.graph_breaks import warn_of_graph_break
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
@@ -119,7 +119,7 @@ class _Compilation:
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))
         assert self.lowered.backward is not None
-        return self.lowered.forward.module, self.lowered.backward.module
+        return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
 
     def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None

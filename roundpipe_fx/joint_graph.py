@@ -31,6 +31,7 @@ __all__ = [
     "input_nodes",
     "is_mask",
     "is_seeded",
+    "is_sum",
     "is_symbolic_scalar",
     "is_tensor",
     "is_view",
@@ -98,6 +99,8 @@ class JointGraph:
         parameters: graph inputs that are parameters or buffers of the model.
         mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
             statistics). Their value at backward time is not the one the forward read.
+        parts: for each gradient beyond one an input, the number of the input that it is one more part of
+            (tied_gradients).
     """
 
     module: fx.GraphModule
@@ -105,6 +108,7 @@ class JointGraph:
     labels: Mapping[fx.Node, str] = field(default_factory=dict)
     parameters: frozenset[fx.Node] = frozenset()
     mutated_inputs: frozenset[fx.Node] = frozenset()
+    parts: tuple[int, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -113,7 +117,7 @@ class JointGraph:
 
     @property
     def inputs(self) -> list[fx.Node]:
-        """Graph inputs in order: primals, then tangents."""
+        """Graph inputs in order: primals, then tangents, then sums of gradients."""
         return self.graph.find_nodes(op="placeholder")
 
     @property
@@ -134,7 +138,12 @@ class JointGraph:
     @property
     def primals(self) -> list[fx.Node]:
         """Graph inputs of the forward."""
-        return [node for node in self.inputs if not str(node.target).startswith("tangents")]
+        return [node for node in self.inputs if not str(node.target).startswith("tangents") and not is_sum(node)]
+
+    @property
+    def sums(self) -> list[fx.Node]:
+        """Graph inputs that carry what earlier microbatches' gradients add up to (sum_gradients)."""
+        return [node for node in self.inputs if is_sum(node)]
 
     @property
     def outputs(self) -> list[Any]:
@@ -148,8 +157,13 @@ class JointGraph:
 
     @property
     def gradients(self) -> list[Any]:
-        """What the backward returns, ``None`` where an input gets no gradient."""
+        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts."""
         return self.outputs[self.num_forward_outputs :]
+
+    @property
+    def gradient_owners(self) -> list[int]:
+        """For each gradient the number of its input. The gradient of an input is the sum of all that are its own."""
+        return [*range(len(self.gradients) - len(self.parts)), *self.parts]
 
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute something, in graph order."""
@@ -171,6 +185,7 @@ class JointGraph:
             {copies[node]: label for node, label in self.labels.items()},
             frozenset(copies[node] for node in self.parameters),
             frozenset(copies[node] for node in self.mutated_inputs),
+            self.parts,
         )
 
     def drop_unread(self) -> None:
@@ -217,6 +232,11 @@ def _storage_id(value: torch.Tensor) -> int:
 def is_tensor(node: fx.Node) -> bool:
     """Whether ``node`` produces exactly one tensor (not a tuple of them)."""
     return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` is a graph input that carries what earlier microbatches' gradients add up to."""
+    return node.op == "placeholder" and str(node.target).startswith("sums")
 
 
 def is_symbolic_scalar(node: fx.Node) -> bool:
@@ -322,6 +342,7 @@ def saved_values(joint: JointGraph) -> list[fx.Node]:
         for node in joint.graph.nodes
         if node.op != "output"
         and node not in tangents
+        and not is_sum(node)
         and node.meta.get(Mark.PHASE, Phase.FORWARD) is Phase.FORWARD
         and (node in returned or any(user.meta.get(Mark.PHASE) in later for user in node.users))
     ]

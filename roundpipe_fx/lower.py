@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +34,7 @@ from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.streams import fork_recompute
+from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.planner.choose import Chosen, choose
@@ -73,6 +74,7 @@ class Lowered:
         stage_compiler: what the stage modules were emitted for.
         seconds: modelled, by stage and phase.
         tangents: the incoming gradients that a step is expected to bring; others are a single zero.
+        gradient_owners: for each of the backward's results, the number of the input whose gradient it is, or a part of.
     """
 
     plan: Plan
@@ -81,6 +83,7 @@ class Lowered:
     stage_compiler: StageCompiler
     seconds: Mapping[tuple[int, Phase], float]
     tangents: Collection[fx.Node] = ()
+    gradient_owners: Sequence[int] = ()
 
 
 def lower(
@@ -241,6 +244,7 @@ def emit(
     chooser: Callable[[JointGraph], Collection[fx.Node]] | None = None,
     chosen: Chosen | None = None,
     split: bool = False,
+    sums: bool = False,
 ) -> Lowered:
     """Emit stage modules and programs, and read the plan off.
 
@@ -250,6 +254,7 @@ def emit(
         chooser: says what is kept, where no plan was chosen.
         chosen: the plan. Without both the graph is one of inference.
         split: whether gradients of parameters are made in modules of their own.
+        sums: whether stage modules add gradients to those of earlier microbatches.
     """
     training = chooser is not None or chosen is not None
     if chooser is not None:
@@ -259,6 +264,8 @@ def emit(
         joint = split_backward(joint)
     if training:
         joint = replay_rng(joint, setting.costs)
+    if sums:
+        joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
     joint.drop_unread()
     seconds: dict[tuple[int, Phase], float] = {}
     for node in joint.computed():
@@ -273,7 +280,7 @@ def emit(
     peak = simulate_programs(forward, backward, tangents, allocation_granularity(setting.device))
     recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
-    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents)
+    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

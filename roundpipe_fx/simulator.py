@@ -14,7 +14,7 @@ with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.joint_graph import Mark, Phase, module_path, tensor_values
+from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
@@ -106,7 +107,7 @@ def simulate_programs(
         arrived = {
             node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
-            if node not in given
+            if node not in given and not is_sum(node)
         }
         run.events.append(Event((_CALLER, None), (), (), scratch=loss_bytes(tangents, granularity)))
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
@@ -137,14 +138,17 @@ class CallBytes:
 
     Attributes:
         name: of the stage module.
-        peak: most bytes that it allocates at one time beyond those that are there when it begins.
-        gradients: bytes of the gradients that it returns.
+        peak: most bytes that it allocates at one time beyond those that are there when it begins, sums of earlier
+            microbatches' gradients among them.
+        first_peak: the same where there are no sums yet.
+        gradients: bytes of the gradients that it returns, by the number of the input whose they are.
         brought: bytes of incoming gradients that it is the last to read.
     """
 
     name: str
     peak: int
-    gradients: int
+    first_peak: int
+    gradients: Mapping[int, int]
     brought: int
 
 
@@ -164,16 +168,23 @@ class HeldBytes:
 
 
 def simulate_calls(
-    forward: Program, backward: Program | None, tangents: Collection[fx.Node] = (), granularity: int = 1
+    forward: Program,
+    backward: Program | None,
+    owners: Sequence[int] = (),
+    tangents: Collection[fx.Node] = (),
+    granularity: int = 1,
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
     """What each call of one microbatch's forward and backward does to memory, and what stays from one to another.
 
     Gradients of parameters are not held: they are added to those of earlier microbatches. The arguments are those of
-    :func:`simulate_programs`.
+    :func:`simulate_programs`, and ``owners``: for each of the backward's results, the number of the input that it is
+    the gradient of, or a part of it.
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
-    gradients: dict[str, set[int]] = {}
+    # By call, the storages of gradients with their owners: those that it adds to their sums, and those that it returns.
+    summed: dict[str, dict[int, int]] = {}
+    gradients: dict[str, dict[int, int]] = {}
     before_backward = len(run.numbers.sizes)
     arrived: set[int] = set()
     if backward is not None:
@@ -181,15 +192,19 @@ def simulate_calls(
         inputs = [
             given[node]
             if node in given
+            else [OUTSIDE]
+            if is_sum(node)
             else [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
         ]
         arrived = set(range(before_backward, len(run.numbers.sizes)))
         items: Any = backward.module.graph.output_node().args[0]
-        for item, leaves in zip(items, run.program(backward, inputs), strict=True):
+        results = zip(items, backward.results, owners, run.program(backward, inputs), strict=True)
+        for item, result, owner, leaves in results:
             if isinstance(item, fx.Node) and item.op == "call_function":
                 (giver, *_) = item.all_input_nodes
-                gradients.setdefault(str(giver.target), set()).update(set(leaves) - {OUTSIDE})
+                found = summed if result.target is add_to else gradients
+                found.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
     readers: dict[int, list[int]] = {}
     for index, (_, reads, _) in enumerate(run.calls):
@@ -200,7 +215,8 @@ def simulate_calls(
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        own = gradients.get(name, set())  # it may be another call that has made them
+        own = gradients.get(name, {}).keys()  # it may be another call that has made them
+        sums = summed.get(name, {}).keys()
         dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
         outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
         for storage in outlive:
@@ -208,11 +224,15 @@ def simulate_calls(
             held[name, by] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own).bytes - before
+        first = peak_of(events, sizes, before=dying, lasting=outlive | own | sums).bytes - before
         # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
         grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)
         left = sum(sizes[storage] for storage in outlive) - before
         brought = sum(sizes[storage] for storage in arrived if readers.get(storage, [-1])[-1] == index)
-        calls.append(CallBytes(name, max(peak, left + grown, 0), sum(sizes[storage] for storage in own), brought))
+        by_owner: Counter[int] = Counter()
+        for storage, owner in {**gradients.get(name, {}), **summed.get(name, {})}.items():
+            by_owner[owner] += sizes[storage]
+        calls.append(CallBytes(name, max(peak, left + grown, 0), max(first, left + grown, 0), by_owner, brought))
     return calls, [HeldBytes(size, maker, by) for (maker, by), size in held.items()]
 
 

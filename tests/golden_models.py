@@ -162,6 +162,17 @@ class ResidualChain(nn.Module):
         return x.square().mean()
 
 
+class TiedEnds(nn.Module):
+    """The first and the last layer use one parameter: in a pipeline two stages make parts of its gradient."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.tied, self.layer = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tied(torch.tanh(self.layer(torch.tanh(self.tied(x))))).square().mean()
+
+
 class CheckpointedMLP(nn.Module):
     """A checkpoint inside of another, of which the outer one saves a value for its recomputation by hand."""
 
@@ -265,5 +276,10 @@ PIPELINED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]
         lambda: ResidualChain(depth=4),
         lambda: {"x": torch.randn(8, 4)},
         {"devices": ("cpu", "cpu"), "num_microbatches": 4, "schedule": "roundpipe", "checkpoint": "always"},
+    ),
+    "pipelined_tied": (
+        TiedEnds,
+        lambda: {"x": torch.randn(8, 4)},
+        {"devices": ("cpu", "cpu"), "num_microbatches": 4, "schedule": "1f1b"},
     ),
 }

@@ -38,6 +38,10 @@ def backward(args):
         tanh_3,
         add_3,
         tangents_1,
+        sum_layers_0_weight,
+        sum_layers_1_weight,
+        sum_layers_2_weight,
+        sum_layers_3_weight,
     ) = args
     args.clear()
     # stage 3 recompute: layers.3
@@ -46,9 +50,9 @@ def backward(args):
     [mul] = stage_3_recompute(call)
     streams.record_event(2, 0)
     # stage 3 backward: layers.3
-    call = [layers_3_weight, tangents_1, add_2, tanh_3, mul]
-    del (layers_3_weight, tangents_1, add_2, tanh_3, mul)
-    [mm_4, add_4] = stage_3_backward(call)
+    call = [layers_3_weight, tangents_1, sum_layers_3_weight, add_2, tanh_3, mul]
+    del (layers_3_weight, tangents_1, sum_layers_3_weight, add_2, tanh_3, mul)
+    [added_3, add_4] = stage_3_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 4 recompute: layers.0
@@ -60,7 +64,13 @@ def backward(args):
     streams.wait_event(3, 0)
     streams.record_streams([tanh_4, add_7, tanh_5, add_8, tanh_6], 0)
     # stage 4 backward: layers.0
-    call = [kwargs_x, layers_1_weight, layers_2_weight, tanh_4, add_7, tanh_5, add_8, tanh_6, add_4]
-    del (kwargs_x, layers_1_weight, layers_2_weight, tanh_4, add_7, tanh_5, add_8, tanh_6, add_4)
-    [mm_6, mm_8, mm_10] = stage_4_backward(call)
-    return (mm_10, None, mm_8, mm_6, mm_4)
+    call = [
+        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight,
+        tanh_4, add_7, tanh_5, add_8, tanh_6, add_4,
+    ]
+    del (
+        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight,
+        tanh_4, add_7, tanh_5, add_8, tanh_6, add_4,
+    )
+    [added_2, added_1, added] = stage_4_backward(call)
+    return (added, None, added_1, added_2, added_3)

@@ -3,6 +3,8 @@ import operator
 import torch
 from torch import device, inf, nan
 
+from roundpipe_fx.gradient_sums import add_to
+
 aten = torch.ops.aten
 
 
@@ -10,6 +12,7 @@ def stage_3_backward(args):
     (
         layers_3_weight,  # float32[4, 4]
         tangents_1,  # float32[]
+        sum_layers_3_weight,  # float32[4, 4]
         add_2,  # float32[2, 4]
         tanh_3,  # float32[2, 4]
         mul,  # float32[2, 4]
@@ -23,7 +26,8 @@ def stage_3_backward(args):
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward)
     mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
+    added_3: "float32[4, 4]" = add_to(sum_layers_3_weight, mm_4);  sum_layers_3_weight = mm_4 = None
     mm_5: "float32[2, 4]" = aten.mm.default(tanh_backward, layers_3_weight);  tanh_backward = layers_3_weight = None
     # model
     add_4: "float32[2, 4]" = aten.add_.Tensor(mul_1, mm_5);  mul_1 = mm_5 = None
-    return (mm_4, add_4)
+    return (added_3, add_4)

@@ -3,6 +3,8 @@ import operator
 import torch
 from torch import device, inf, nan
 
+from roundpipe_fx.gradient_sums import add_to
+
 aten = torch.ops.aten
 
 
@@ -11,6 +13,9 @@ def stage_4_backward(args):
         kwargs_x,  # float32[2, 4]
         layers_1_weight,  # float32[4, 4]
         layers_2_weight,  # float32[4, 4]
+        sum_layers_0_weight,  # float32[4, 4]
+        sum_layers_1_weight,  # float32[4, 4]
+        sum_layers_2_weight,  # float32[4, 4]
         tanh_4,  # float32[2, 4]
         add_7,  # float32[2, 4]
         tanh_5,  # float32[2, 4]
@@ -24,6 +29,7 @@ def stage_4_backward(args):
     # layers.2
     t_8: "float32[4, 2]" = aten.t.default(tanh_backward_1)
     mm_6: "float32[4, 4]" = aten.mm.default(t_8, add_8);  t_8 = add_8 = None
+    added_2: "float32[4, 4]" = add_to(sum_layers_2_weight, mm_6);  sum_layers_2_weight = mm_6 = None
     mm_7: "float32[2, 4]" = aten.mm.default(tanh_backward_1, layers_2_weight);  tanh_backward_1 = layers_2_weight = None
     # model
     add_5: "float32[2, 4]" = aten.add.out(add_4, mm_7, out=mm_7);  add_4 = mm_7 = None
@@ -31,6 +37,7 @@ def stage_4_backward(args):
     # layers.1
     t_12: "float32[4, 2]" = aten.t.default(tanh_backward_2)
     mm_8: "float32[4, 4]" = aten.mm.default(t_12, add_7);  t_12 = add_7 = None
+    added_1: "float32[4, 4]" = add_to(sum_layers_1_weight, mm_8);  sum_layers_1_weight = mm_8 = None
     mm_9: "float32[2, 4]" = aten.mm.default(tanh_backward_2, layers_1_weight);  tanh_backward_2 = layers_1_weight = None
     # model
     add_6: "float32[2, 4]" = aten.add_.Tensor(add_5, mm_9);  add_5 = mm_9 = None
@@ -38,4 +45,5 @@ def stage_4_backward(args):
     # layers.0
     t_16: "float32[4, 2]" = aten.t.default(tanh_backward_3);  tanh_backward_3 = None
     mm_10: "float32[4, 4]" = aten.mm.default(t_16, kwargs_x);  t_16 = kwargs_x = None
-    return (mm_6, mm_8, mm_10)
+    added: "float32[4, 4]" = add_to(sum_layers_0_weight, mm_10);  sum_layers_0_weight = mm_10 = None
+    return (added_2, added_1, added)

@@ -28,6 +28,10 @@ def backward(args):
         layers_3_weight,
         add_2,
         tangents_1,
+        sum_layers_0_weight,
+        sum_layers_1_weight,
+        sum_layers_2_weight,
+        sum_layers_3_weight,
     ) = args
     args.clear()
     # stage 1 recompute: layers.3
@@ -39,9 +43,9 @@ def backward(args):
     [tanh_backward, add_4] = stage_1_backward(call)
     streams.record_event(2, 0)
     # stage 1 weight: layers.3
-    call = [add_2, tanh_backward]
-    del (add_2, tanh_backward)
-    [mm_4] = stage_1_weight(call)
+    call = [sum_layers_3_weight, add_2, tanh_backward]
+    del (sum_layers_3_weight, add_2, tanh_backward)
+    [added_3] = stage_1_weight(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 0 recompute: layers.0 … layers.2
@@ -57,7 +61,13 @@ def backward(args):
     del (layers_1_weight, layers_2_weight, tanh_6, tanh_7, add_4)
     [tanh_backward_1, tanh_backward_2, add_6] = stage_0_backward(call)
     # stage 0 weight: layers.0 … layers.2
-    call = [kwargs_x, tanh_5, add_8, add_9, tanh_backward_1, tanh_backward_2, add_6]
-    del (kwargs_x, tanh_5, add_8, add_9, tanh_backward_1, tanh_backward_2, add_6)
-    [mm_6, mm_8, mm_10] = stage_0_weight(call)
-    return (mm_10, None, mm_8, mm_6, mm_4)
+    call = [
+        kwargs_x, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight, tanh_5, add_8, add_9, tanh_backward_1,
+        tanh_backward_2, add_6,
+    ]
+    del (
+        kwargs_x, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight, tanh_5, add_8, add_9, tanh_backward_1,
+        tanh_backward_2, add_6,
+    )
+    [added_2, added_1, added] = stage_0_weight(call)
+    return (added, None, added_1, added_2, added_3)

@@ -3,12 +3,17 @@ import operator
 import torch
 from torch import device, inf, nan
 
+from roundpipe_fx.gradient_sums import add_to
+
 aten = torch.ops.aten
 
 
 def stage_0_weight(args):
     (
         kwargs_x,  # float32[2, 4]
+        sum_layers_0_weight,  # float32[4, 4]
+        sum_layers_1_weight,  # float32[4, 4]
+        sum_layers_2_weight,  # float32[4, 4]
         tanh_5,  # float32[2, 4]
         add_8,  # float32[2, 4]
         add_9,  # float32[2, 4]
@@ -20,12 +25,15 @@ def stage_0_weight(args):
     # layers.2
     t_8: "float32[4, 2]" = aten.t.default(tanh_backward_1);  tanh_backward_1 = None
     mm_6: "float32[4, 4]" = aten.mm.default(t_8, add_9);  t_8 = add_9 = None
+    added_2: "float32[4, 4]" = add_to(sum_layers_2_weight, mm_6);  sum_layers_2_weight = mm_6 = None
     # layers.1
     t_12: "float32[4, 2]" = aten.t.default(tanh_backward_2);  tanh_backward_2 = None
     mm_8: "float32[4, 4]" = aten.mm.default(t_12, add_8);  t_12 = add_8 = None
+    added_1: "float32[4, 4]" = add_to(sum_layers_1_weight, mm_8);  sum_layers_1_weight = mm_8 = None
     # model
     tanh_backward_3: "float32[2, 4]" = aten.tanh_backward.default(add_6, tanh_5);  add_6 = tanh_5 = None
     # layers.0
     t_16: "float32[4, 2]" = aten.t.default(tanh_backward_3);  tanh_backward_3 = None
     mm_10: "float32[4, 4]" = aten.mm.default(t_16, kwargs_x);  t_16 = kwargs_x = None
-    return (mm_6, mm_8, mm_10)
+    added: "float32[4, 4]" = add_to(sum_layers_0_weight, mm_10);  sum_layers_0_weight = mm_10 = None
+    return (added_2, added_1, added)

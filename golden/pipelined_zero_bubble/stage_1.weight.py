@@ -3,11 +3,14 @@ import operator
 import torch
 from torch import device, inf, nan
 
+from roundpipe_fx.gradient_sums import add_to
+
 aten = torch.ops.aten
 
 
 def stage_1_weight(args):
     (
+        sum_layers_3_weight,  # float32[4, 4]
         add_2,  # float32[2, 4]
         tanh_backward,  # float32[2, 4]
     ) = args
@@ -15,4 +18,5 @@ def stage_1_weight(args):
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward);  tanh_backward = None
     mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    return (mm_4,)
+    added_3: "float32[4, 4]" = add_to(sum_layers_3_weight, mm_4);  sum_layers_3_weight = mm_4 = None
+    return (added_3,)

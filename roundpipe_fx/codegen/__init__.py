@@ -1,6 +1,6 @@
 """Code generation: from a graph with every decision made explicit to stage modules and the program that calls them."""
 
-from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program
+from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program, seen_by_autograd
 from roundpipe_fx.codegen.stage_modules import StageModule, emit_stage_modules, moved
 from roundpipe_fx.codegen.text import program_text, stage_text
 
@@ -12,5 +12,6 @@ __all__ = [
     "emit_stage_modules",
     "moved",
     "program_text",
+    "seen_by_autograd",
     "stage_text",
 ]

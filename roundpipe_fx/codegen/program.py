@@ -16,10 +16,10 @@ import networkx
 from torch import fx, nn
 
 from roundpipe_fx.codegen.stage_modules import StageModule, value_name
-from roundpipe_fx.joint_graph import JointGraph, Phase, is_symbolic_scalar, saved_values
+from roundpipe_fx.joint_graph import JointGraph, Phase, is_sum, is_symbolic_scalar, saved_values
 from roundpipe_fx.torch_private import graph_module
 
-__all__ = ["Program", "emit_backward_program", "emit_forward_program"]
+__all__ = ["Program", "emit_backward_program", "emit_forward_program", "seen_by_autograd"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Program:
         calls: the stage modules, in the order of their first call.
         inputs: nodes of the joint graph that it gets.
         results: nodes of the joint graph that it returns, and constants.
-        outputs: how many of the results, counted from the first, are the caller's.
+        outputs: how many of the results, counted from the first, are the caller's: the model's outputs, or a gradient
+            for each input.
     """
 
     name: str
@@ -52,11 +53,33 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
 
 
 def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
-    """The backward: inputs are saved symbolic scalars, saved tensors, tangents; outputs one gradient per primal."""
+    """The backward: inputs are saved symbolic scalars, saved tensors, tangents; outputs one gradient per primal.
+
+    In a pipeline there are more of both: sums of gradients so far, and further parts of gradients.
+    """
     calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
     saved = _ordered_saved(joint)
-    inputs = [*saved.scalars, *saved.tensors, *joint.tangents]
-    return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients))
+    inputs = [*saved.scalars, *saved.tensors, *joint.tangents, *joint.sums]
+    return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients) - len(joint.parts))
+
+
+def seen_by_autograd(backward: Program) -> fx.GraphModule:
+    """A pipeline's backward with the inputs and results that AOTAutograd expects of one. It is only looked at.
+
+    Args:
+        backward: a program that may get sums of gradients and return further parts of gradients.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    results: Any = graph.graph_copy(backward.module.graph, copies)
+    for node, source in zip(backward.module.graph.find_nodes(op="placeholder"), backward.inputs, strict=True):
+        if is_sum(source):
+            for user in list(copies[node].users):
+                arguments: Any = user.args[0]
+                user.args = ([None if argument is copies[node] else argument for argument in arguments],)
+            graph.erase_node(copies[node])
+    graph.output(results[: backward.outputs])
+    return graph_module(backward.module, graph, backward.module._get_name())
 
 
 _PHASES = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)

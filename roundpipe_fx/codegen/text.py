@@ -20,9 +20,10 @@ from roundpipe_fx.codegen.stage_modules import StageModule
 from roundpipe_fx.joint_graph import Mark, module_path
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["HEADER", "dying_values", "program_text", "stage_text", "type_text"]
+__all__ = ["dying_values", "program_text", "stage_text", "type_text"]
 
-HEADER = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n\naten = torch.ops.aten\n"
+_IMPORTS = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n"
+_NAMES = "\naten = torch.ops.aten\n"
 
 
 _COLUMNS = 120
@@ -67,7 +68,17 @@ def stage_text(module: StageModule) -> str:
         lines.append(line)
     results = graph.output_node().args[0]
     lines.append(f"    return {_argument(results, names)}")
-    return HEADER + "\n\n" + "\n".join(lines) + "\n"
+    return _header(graph) + "\n\n" + "\n".join(lines) + "\n"
+
+
+def _header(graph: fx.Graph) -> str:
+    own = {node.target for node in graph.nodes if node.op == "call_function" and _is_own(node.target)}
+    imported = sorted(f"from {target.__module__} import {target.__name__}\n" for target in own)
+    return _IMPORTS + "".join(["\n", *imported] if imported else []) + _NAMES
+
+
+def _is_own(target: Any) -> bool:
+    return str(getattr(target, "__module__", "")).startswith("roundpipe_fx.")
 
 
 def program_text(program: Program, describe: Callable[[StageModule], str] = lambda module: "") -> str:
@@ -219,6 +230,8 @@ def _callable_text(target: Any) -> str:
         return text if text.startswith("aten.") else f"torch.ops.{text}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return f"torch.ops.higher_order.{target.name()}"
+    if _is_own(target):
+        return str(target.__name__)
     module = getattr(target, "__module__", "") or ""
     return f"{'operator' if module == '_operator' else module}.{target.__name__}"
 

@@ -12,14 +12,15 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
-from roundpipe_fx.joint_graph import Mark, is_tensor
+from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.options import StageCompiler
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
-from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode
+from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.seen_sizes import SeeSize, sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
@@ -123,7 +124,8 @@ def _tangents(lowered: Lowered) -> list[fx.Node]:
     if lowered.backward is None:
         return []
     returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
-    return [node for node in lowered.backward.inputs if node not in returned and is_tensor(node)]
+    inputs = lowered.backward.inputs
+    return [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
 
 
 def _program(
@@ -139,6 +141,10 @@ def _program(
     known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
 
+    backward = lowered.backward.results if lowered.backward is not None else ()
+    gradients = [node for node in backward if isinstance(node, fx.Node) and node.target is add_to]
+    known |= {node.all_input_nodes[0]: Source("sum", backward.index(node)) for node in gradients}
+
     def code(step: Step, module: StageModule) -> StepCode:
         if module.fingerprint not in cache:
             see_workspace = seen.workspace if seen is not None else None
@@ -150,12 +156,13 @@ def _program(
         return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random, see)
 
     steps: dict[Step, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
-    backward = lowered.backward.results if lowered.backward is not None else ()
     return PipelineProgram(
         steps,
         variant.steps.graph,
         tuple(known.get(node) for node in lowered.forward.results[: lowered.forward.outputs]),
-        tuple(known.get(node) for node in backward),
+        tuple(
+            Gradient(primal, known.get(node)) for primal, node in zip(lowered.gradient_owners, backward, strict=True)
+        ),
         tuple(differentiated),
         dict(mutations),
     )

@@ -22,6 +22,7 @@ from roundpipe_fx.passes.rematerialize import keep_slot_inputs
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import stages_of_starts
+from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
@@ -129,6 +130,8 @@ def _lower_named(
         if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
             joint, cuts = stages_of_starts(joint, like.cut, len(segments))
         cut = tuple(stage.first for stage in cuts)
+    if training and pipelining.microbatches > 1:
+        joint = split_tied_gradients(joint)
     structure = Structure(name, len(segments), cut)
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
@@ -144,10 +147,10 @@ def _lower_named(
     main, last = kinds[pipelining.checkpoint or "never"]
     spare = joint.copy() if last != main else None
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
-    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split), setting)
+    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split, sums=True), setting)
     other = first
     if spare is not None:
-        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split), setting)
+        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split, sums=True), setting)
     return LoweredPipeline(first, other, structure, given, devices, in_halves)
 
 

@@ -79,15 +79,21 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         for source in steps.graph.reads[step]:
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
             travel[source, step] = transfer_seconds(tensor_bytes(sent))
-    simulated, held = simulate_calls(lowered.forward, lowered.backward, lowered.tangents, granularity)
+    simulated, held = simulate_calls(
+        lowered.forward, lowered.backward, lowered.gradient_owners, lowered.tangents, granularity
+    )
     calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}
+    first_peaks = {step: call.first_peak for step, call in of_step.items()}
+    if lowered.stage_compiler != "eager":  # sums begin with zeros there
+        first_peaks = {step: call.peak + sum(call.gradients.values()) for step, call in of_step.items()}
     step_of = {module.name: step for step, module in steps.modules.items()}
     return StepCosts(
         {step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
         travel,
         tuple(Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers)) for own in held),
         {step: call.peak for step, call in of_step.items()},
+        first_peaks,
         {step: call.gradients for step, call in of_step.items()},
         {step: call.brought for step, call in of_step.items()},
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,

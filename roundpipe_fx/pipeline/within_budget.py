@@ -76,7 +76,7 @@ def within_budget(
         candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
         own = follow_schedule(own, candidate.schedule.backward, setting.costs)
         chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
-        return attempted(emit(own, setting, chosen=chosen, split=split))
+        return attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
 
     blocks = Blocks(operations_of(joint))
     chain, keepings = chain_of(blocks)
@@ -96,7 +96,11 @@ def within_budget(
 
     def entering() -> list[_Attempt]:
         own = joint.copy()
-        return [] if blocks.graph.regions else [attempted(emit(own, setting, chooser=stage_inputs, split=split))]
+        return (
+            []
+            if blocks.graph.regions
+            else [attempted(emit(own, setting, chooser=stage_inputs, split=split, sums=True))]
+        )
 
     lowest = max(len(own) for own in rungs)
     others: list[_Attempt] = []

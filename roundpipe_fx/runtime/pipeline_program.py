@@ -15,7 +15,7 @@ import torch
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.schedules import Action, Kind, Schedule, StageGraph, Step
 
-__all__ = ["Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
+__all__ = ["Gradient", "Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,26 @@ class Source:
     """Where an argument comes from.
 
     Attributes:
-        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient) or ``"value"`` (made by a step).
-        index: which; a value's number is the program's own.
+        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step) or
+            ``"sum"`` (what gradients add up to so far).
+        index: which; a value's number is the program's own, a sum's that of the gradient.
     """
 
     kind: str
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradient:
+    """A gradient, or a part of one.
+
+    Attributes:
+        primal: whose it is.
+        source: where it comes from; ``None``: there is none.
+    """
+
+    primal: int
+    source: Source | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class PipelineProgram:
         steps: the code of each step.
         graph: who reads whom.
         outputs: where the forward's results come from; ``None`` for a constant ``None``.
-        gradients: where the gradient of each primal comes from; ``None`` where there is none.
+        gradients: of the primals.
         tangents: the forward output that each tangent is the gradient of.
         mutations: primals that the caller updates in place, by the number of the forward output that brings the new
             value.
@@ -69,7 +83,7 @@ class PipelineProgram:
     steps: Mapping[Step, StepCode]
     graph: StageGraph
     outputs: tuple[Source | None, ...]
-    gradients: tuple[Source | None, ...]
+    gradients: tuple[Gradient, ...]
     tangents: tuple[int, ...]
     mutations: Mapping[int, int]
 
@@ -87,7 +101,8 @@ class Instruction:
         sends: for each device that reads results, or waits for their order: its number and (position, number) of the
             values.
         results: (position in the results, number of the forward output).
-        gradients: (position in the results, number of the primal).
+        gradients: (position in the results, number of the gradient) of those that are to be added to their sums.
+        sums: the same of those that the stage module has added already.
     """
 
     action: Action
@@ -98,6 +113,7 @@ class Instruction:
     sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
     results: tuple[tuple[int, int], ...]
     gradients: tuple[tuple[int, int], ...]
+    sums: tuple[tuple[int, int], ...]
 
 
 def instructions_of(schedule: Schedule, programs: Sequence[PipelineProgram]) -> list[list[Instruction]]:
@@ -154,11 +170,13 @@ def _of_microbatch(
         if step not in where and step[0] is not Kind.FORWARD and source.kind == "value"
     }
     outputs = _places(program.outputs)
-    gradients = _places(program.gradients)
+    gradients = _places([gradient.source for gradient in program.gradients])
     instructions: dict[Step, Instruction] = {}
     received: set[Step] = set()
     for step in sequence:
         code = program.steps[step]
+        own = [(i, place) for i, number in enumerate(code.outputs) for place in gradients.get(number, ())]
+        added = {source.index for source in code.inputs if source.kind == "sum"}
         before = program.graph.reads[step]
         arriving = [one for one in before if where.get(one, device) != device and one not in received]
         received.update(arriving)
@@ -174,7 +192,8 @@ def _of_microbatch(
             tuple((i, number) for i, number in enumerate(code.outputs) if number in last or number in later),
             tuple(sends.items()),
             tuple((i, place) for i, number in enumerate(code.outputs) for place in outputs.get(number, ())),
-            tuple((i, place) for i, number in enumerate(code.outputs) for place in gradients.get(number, ())),
+            tuple((i, place) for i, place in own if place not in added),
+            tuple((i, place) for i, place in own if place in added),
         )
     return instructions
 

@@ -20,6 +20,7 @@ from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.states import States
+from roundpipe_fx.runtime.sums import Sums
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -131,8 +132,7 @@ class _Run:
         if given:
             self._hand_out(given)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
-        self._gradients: list[dict[int, Any]] = [{} for _ in workers.lanes]
-        self._added: list[set[int]] = [set() for _ in workers.lanes]
+        self._sums = [Sums() for _ in workers.lanes]
         self._spans: list[list[Span]] = [[] for _ in workers.lanes]
         self._began = time.perf_counter()
         self._running = len(workers.lanes)
@@ -203,7 +203,7 @@ class _Run:
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
-                else self._outside(source, batch, lane)
+                else self._outside(source, batch, device, lane)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
             ]
             if self._has_given:  # what an earlier run has left may lie on another device
@@ -237,21 +237,19 @@ class _Run:
             self._outputs[batch][output] = value
             if output in program.mutations and self._states is not None:
                 self._states.write(self._primals[batch][program.mutations[output]], batch, value)
-        gradients, added = self._gradients[device], self._added[device]
-        for place, primal in instruction.gradients:
-            key = id(self._primals[batch][primal])
-            if key not in gradients:
-                gradients[key] = results[place]
-            elif key in added:
-                gradients[key].add_(results[place])
-            else:
-                # The first gradient may be a view of something else, or a value that others read too.
-                gradients[key] = gradients[key] + results[place]
-                added.add(key)
+        for place, number in instruction.gradients:
+            self._sums[device].add(self._owner(batch, number), results[place])
+        for place, number in instruction.sums:
+            self._sums[device].give(self._owner(batch, number), results[place])
 
-    def _outside(self, source: Source, batch: int, lane: Lane) -> Any:
+    def _owner(self, batch: int, number: int) -> int:
+        return id(self._primals[batch][self._programs[batch].gradients[number].primal])
+
+    def _outside(self, source: Source, batch: int, device: int, lane: Lane) -> Any:
         if source.kind == "tangent":
             return lane.local(self._tangents[batch][source.index])
+        if source.kind == "sum":
+            return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
         if self._states is not None and self._states.is_state(value):
             value = self._states.read(value, batch)
@@ -259,30 +257,19 @@ class _Run:
 
     def finished(self) -> Finished:
         """The results, once every worker has left."""
-        gradients: dict[int, torch.Tensor] = {}
-        owned: set[int] = set()
-        for device, (lane, own) in enumerate(zip(self._lanes, self._gradients, strict=True)):
-            while own:
-                key, value = own.popitem()
-                at_home = lane.home(value)
-                del value
-                if key not in gradients:
-                    gradients[key] = at_home
-                    if key in self._added[device]:
-                        owned.add(key)
-                elif key in owned:
-                    gradients[key].add_(at_home)
-                else:
-                    gradients[key] = gradients[key] + at_home
-                    owned.add(key)
+        total = Sums()
+        for lane, sums in zip(self._lanes, self._sums, strict=True):
+            sums.move(total, lane.home)
+        gradients = total.tensors
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
                 if source is not None and source.kind == "primal":
                     self._outputs[batch][place] = self._primals[batch][source.index]
-            for primal, source in enumerate(program.gradients):
+            for gradient in program.gradients:
+                source = gradient.source
                 if source is not None and source.kind != "value":
                     outside = self._tangents if source.kind == "tangent" else self._primals
-                    key = id(self._primals[batch][primal])
+                    key = id(self._primals[batch][gradient.primal])
                     value = outside[batch][source.index]
                     gradients[key] = gradients[key] + value if key in gradients else value
         left: list[dict[int, Any]] = [{} for _ in self._programs]

@@ -13,6 +13,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.options import StageCompiler
+from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.watched_operators import watch_operators
 
@@ -56,11 +57,11 @@ def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxe
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
-    unboxed = _unboxed(graph_module)
+    unboxed = functional_sums(_unboxed(graph_module))
     if compiler == "inductor":
-        return _boxed(torch_private.inductor(unboxed, examples))
+        return from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples)))
     assert callable(compiler)
-    return _boxed(compiler(unboxed, examples))
+    return from_zero(graph_module, _boxed(compiler(unboxed, examples)))
 
 
 def _unboxed(module: fx.GraphModule) -> fx.GraphModule:

@@ -49,7 +49,9 @@ class StepCosts:
         transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
         held: what outlives the step that makes it, for one microbatch.
         peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
-        base_bytes: bytes that are there once a step has run for the first time (gradients of parameters), by step.
+        first_peak_bytes: the same where a device runs the step for the first time; what is not said is as later.
+        base_bytes: bytes that are there once a step has run for the first time (gradients of parameters), by step and
+            by number of the parameter: what several steps on one device add to is there once.
         brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
             that reads them; where all forwards run before all backwards, from the first backward on.
         outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
@@ -61,7 +63,8 @@ class StepCosts:
     transfer_seconds: Mapping[tuple[Step, Step], float] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     peak_bytes: Mapping[Step, int] = field(default_factory=dict)
-    base_bytes: Mapping[Step, int] = field(default_factory=dict)
+    first_peak_bytes: Mapping[Step, int] = field(default_factory=dict)
+    base_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
     brought_bytes: Mapping[Step, int] = field(default_factory=dict)
     outside_bytes: int = 0
     loss_bytes: int = 0
@@ -90,7 +93,9 @@ def peaks_of(
     number = {step: index for index, step in enumerate(steps)}
     places = _Places(schedule, codes)
     peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
-    base = np.array([costs.base_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    first_peak = np.array(
+        [costs.first_peak_bytes.get(step, costs.peak_bytes.get(step, 0)) for step in steps], dtype=np.int64
+    )
     brought = np.array([costs.brought_bytes.get(step, 0) for step in steps], dtype=np.int64)
     certain = None
     if costs.held and len(codes) > 1 and schedule.size <= _MOST_EXACT:
@@ -121,7 +126,11 @@ def peaks_of(
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
         present, first, counts = np.unique(own, return_index=True, return_counts=True)
-        np.add.at(change, first + 1, base[present])
+        known: set[int] = set()
+        for place, code in sorted(zip(first.tolist(), present.tolist(), strict=True)):
+            new = {owner: size for owner, size in costs.base_bytes.get(steps[code], {}).items() if owner not in known}
+            change[place + 1] += sum(new.values())
+            known |= new.keys()
         turn = int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
         outside = 0
         if schedule.in_halves and device == 0:
@@ -130,7 +139,9 @@ def peaks_of(
             change[turn] += costs.loss_bytes * schedule.microbatches
         change[turn] += (brought[present] * counts).sum()
         level = np.cumsum(change)[: len(own)]
-        found.append(max(outside, int((level + peak[own]).max(initial=0)), int(level.max(initial=0))))
+        needed = peak[own]
+        needed[first] = first_peak[present]
+        found.append(max(outside, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
 
 

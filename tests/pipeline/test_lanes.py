@@ -14,8 +14,16 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from roundpipe_fx.gradient_sums import add_to
 from roundpipe_fx.runtime import lanes, worker
-from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source, StepCode, instructions_of, last_uses
+from roundpipe_fx.runtime.pipeline_program import (
+    Gradient,
+    PipelineProgram,
+    Source,
+    StepCode,
+    instructions_of,
+    last_uses,
+)
 from roundpipe_fx.runtime.pipeline_run import run_pipeline
 from roundpipe_fx.runtime.random_streams import RandomStream
 from roundpipe_fx.schedules import Kind, StageGraph, Step, one_f_one_b, with_recompute
@@ -98,13 +106,15 @@ class Ledger:
             self.made[id(value)] = (stream, stream.tick(), value)
             return value
 
-    def read(self, value: torch.Tensor, stream: Stream, callers: bool = False) -> None:
+    def read(self, value: torch.Tensor, stream: Stream) -> None:
         with _lock:
             maker, time, _ = self.made[id(value)]
             self.reads += 1
             assert value.device == stream.device
             assert stream.clock.get(maker, 0) >= time, "read before it is there"
-            if maker is not stream and maker not in self.accelerator.default.values():
+            # Workers wait for the caller's streams when a step begins, so what he frees is not written over too early.
+            callers = self.accelerator.default.values()
+            if maker is not stream and maker not in callers and stream not in callers:
                 assert stream in self.told.get(id(value), set()), "the allocator was not told"
 
     def to(self, value: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
@@ -161,22 +171,28 @@ def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
 
 
 def _program(ledger: Ledger, stages: int) -> PipelineProgram:
-    """Stages that read the one before, their parameter, and in the backward the next one's gradient; one skip."""
+    """Stages that read the one before, their parameter, and in the backward the next one's gradient; one skip.
+
+    Every other stage adds its parameter's gradient to its sum itself; the first stage's parameter has a second part.
+    """
     primal, value = (lambda index: Source("primal", index)), (lambda index: Source("value", index))
     reads: dict[Step, tuple[Step, ...]] = {}
     steps: dict[Step, StepCode] = {}
 
-    def add(step: Step, inputs: list[Source], output: int, before: list[Step]) -> None:
+    def add(step: Step, inputs: list[Source], output: int, before: list[Step], sums: bool = False) -> None:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             device = arguments[0].device
             stream = ledger.accelerator.current_stream(device)
             for argument in arguments:
-                ledger.read(argument, stream)
+                if argument is not None:
+                    ledger.read(argument, stream)
+            total = arguments[-1] if sums else None
             arguments.clear()
-            return (ledger.make(device, stream),)
+            results = [ledger.make(device, stream) for _ in range(1 + sums)]
+            return (results[0], add_to(total, results[1])) if sums else tuple(results)
 
         reads[step] = tuple(before)
-        steps[step] = StepCode(call, tuple(inputs), (output,), lambda device: call)
+        steps[step] = StepCode(call, tuple(inputs), (output, 100 + output)[: 1 + sums], lambda device: call)
 
     for stage in range(stages):
         before = [(Kind.FORWARD, stage - 1)] if stage else []
@@ -188,12 +204,18 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
         last = stage == stages - 1
         own: list[Step] = [(Kind.RECOMPUTE, stage), *([] if last else [(Kind.BACKWARD, stage + 1)])]
         gradient = Source("tangent", 0) if last else value(200 + stage + 1)
-        add((Kind.BACKWARD, stage), [value(100 + stage), gradient, primal(stage + 1)], 200 + stage, own)
+        inputs = [value(100 + stage), gradient, primal(stage + 1)]
+        sums = stage % 2 == 1
+        add((Kind.BACKWARD, stage), [*inputs, *([Source("sum", stage + 1)] if sums else [])], 200 + stage, own, sums)
     return PipelineProgram(
         steps,
         StageGraph(reads),
         (value(stages - 1),),
-        (None, *(value(200 + stage) for stage in range(stages))),
+        (
+            Gradient(0, None),
+            *(Gradient(1 + stage, value(200 + stage + 100 * (stage % 2))) for stage in range(stages)),
+            Gradient(1, value(202)),
+        ),
         (0,),
         {},
     )

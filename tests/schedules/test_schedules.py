@@ -211,7 +211,7 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     costs = StepCosts(
         dict.fromkeys(graph.steps, 1.0),
         held=(Held(2, (_F, 0), ()),),
-        base_bytes={(Kind.BACKWARD, 0): 100},
+        base_bytes={(Kind.BACKWARD, 0): {0: 100}},
         brought_bytes={(Kind.BACKWARD, 0): 5},
     )
     assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2,)

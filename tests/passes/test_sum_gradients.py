@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.rematerialize import keep_all, rematerialize
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.split_backward import split_backward
+from roundpipe_fx.passes.stages import cut_stages
+from roundpipe_fx.passes.sum_gradients import sum_gradients
+from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.golden_models import GOLDEN
+from tests.pipeline.steps import Blocks
+
+CPU = DEVICES["cpu"]
+
+
+def _joint(model: nn.Module, *args: object, split: bool = False, **kwargs: object) -> JointGraph:
+    joint, segments = cut_segments(annotate(capture_joint(model, *args, **kwargs), CPU))
+    joint, _ = cut_stages(joint, segments, min(2, len(segments)), lambda size: 0.0)
+    joint = rematerialize(joint, keep_all(joint), CPU)
+    return split_backward(joint) if split else joint
+
+
+def _summed(joint: JointGraph) -> set[str]:
+    return {
+        joint.label(primal)
+        for primal, node in zip(joint.primals, joint.gradients, strict=True)
+        if isinstance(node, torch.fx.Node) and node.target is add_to
+    }
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["dropout_mlp", "tied_transformer", "unet", "encoder_decoder"])
+def test_sums_begin_with_the_gradients_and_grow_by_them(name: str, split: bool) -> None:
+    make, make_batch, _ = GOLDEN[name]
+    joint = _joint(make(), split=split, **make_batch())
+    inputs = example_inputs(joint)
+    torch.manual_seed(0)
+    before = run_joint(joint, inputs)
+    joint = sum_gradients(joint, CPU)
+    assert joint.sums and len(joint.inputs) == len(inputs) + len(joint.sums)
+    torch.manual_seed(0)
+    first = run_joint(joint, [*inputs, *[None] * len(joint.sums)])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(first, before, strict=True))
+    totals = [torch.randn(node.meta["val"].shape) for node in joint.sums]
+    given = {node: total.clone() for node, total in zip(joint.sums, totals, strict=True)}
+    expected = dict(zip(joint.sums, totals, strict=True))
+    torch.manual_seed(0)
+    later = run_joint(joint, [*inputs, *given.values()])
+    for node, gradient, found in zip(joint.outputs, before, later, strict=True):
+        if isinstance(node, torch.fx.Node) and node.target is add_to:
+            assert found is given[node.args[0]]  # in place
+            assert torch.equal(found, expected[node.args[0]] + gradient)
+        else:
+            assert found is gradient or torch.equal(found, gradient)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_every_parameters_gradient_is_added_where_it_is_made(split: bool) -> None:
+    joint = sum_gradients(_joint(Blocks(), torch.randn(4, 16), split=split), CPU)
+    names = {name for name, _ in Blocks().named_parameters()}
+    assert _summed(joint) == names
+    for node in joint.computed():
+        if node.target is add_to:
+            made = node.args[1]
+            assert (node.meta[Mark.STAGE], node.meta[Mark.PHASE]) == (made.meta[Mark.STAGE], made.meta[Mark.PHASE])
+            assert node.meta[Mark.PHASE] is (Phase.WEIGHT if split else Phase.BACKWARD)
+            assert node.meta[Mark.SECONDS] > 0
+
+
+def test_what_others_hold_or_what_is_part_of_something_is_left_as_it_is() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.left, self.right = nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(3, 4))
+            self.spread = nn.Parameter(torch.randn(4))
+            self.pieces = nn.ParameterList(torch.randn(2, 4) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x) + self.left + self.right  # one gradient, of both
+            joined = torch.cat(list(self.pieces))  # two halves of one
+            return (torch.tanh(x) @ joined.t()).sum() + self.spread.sum()  # one number, four times
+
+    model = Model()
+    joint = sum_gradients(_joint(model, torch.randn(3, 4)), CPU)
+    assert _summed(joint) == {"layer.weight", "layer.bias"}
+
+
+def test_gradients_of_inputs_are_not_added_up() -> None:
+    joint = sum_gradients(_joint(Blocks(), torch.randn(4, 16, requires_grad=True)), CPU)
+    assert len(_summed(joint)) == len(list(Blocks().parameters()))
+    assert sum(isinstance(node, torch.fx.Node) for node in joint.gradients) == len(_summed(joint)) + 1

@@ -1,0 +1,104 @@
+"""Gradients are added up where they are made, one at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import roundpipe_fx
+from roundpipe_fx.runtime.sums import Sums
+from tests.comparison import assert_bitwise
+from tests.golden_models import TiedTransformer
+from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
+
+
+def test_what_is_somebody_elses_is_not_written_over() -> None:
+    sums, first, second = Sums(), torch.ones(2), torch.full((2,), 2.0)
+    sums.add(0, first)
+    sums.add(0, second)
+    sums.add(0, second)
+    assert sums.tensors[0].tolist() == [5, 5] and first.tolist() == [1, 1] and second.tolist() == [2, 2]
+    mine = torch.ones(2)
+    sums.add(1, mine, own=True)
+    sums.add(1, second)
+    assert sums.tensors[1] is mine and mine.tolist() == [3, 3]
+    sums.add(2, first)
+    taken = sums.take(2)
+    assert taken is not None and taken is not first and torch.equal(taken, first)
+    assert sums.take(2) is None
+    sums.give(2, taken)
+    assert sums.take(2) is taken
+    others = Sums()
+    sums.move(others, lambda tensor: tensor)
+    assert not sums.tensors and others.tensors.keys() == {0, 1}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_holds_one_gradient_beside_the_sums(schedule: str) -> None:
+    model, (x, y) = Blocks(128, 6), batch_of(8, 128)
+    compiled = roundpipe_fx.compile(model, devices=["cpu"], stages="auto", num_microbatches=4, schedule=schedule)
+    for _ in range(2):
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+    gradients = sum(p.numel() * 4 for p in model.parameters())
+    largest = max(p.numel() * 4 for p in model.parameters())
+    assert gradients < peak.bytes < gradients + largest + 128 * 1024  # the rest are activations
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_microbatch_sends_a_tied_gradient(schedule: str) -> None:
+    model = TiedTransformer(width=8, depth=4, vocabulary=1024)
+    tokens = torch.randint(1024, (4, 6))
+    batch = {"tokens": tokens, "targets": tokens}
+    reference, _ = pipelined_step(model, batch, num_microbatches=4, devices=["cpu"], stages=1)
+    step, compiled = pipelined_step(model, batch, num_microbatches=4, schedule=schedule)
+    assert_close(step, reference)
+    modules = compiled.plan.modules
+    made = {node for module in modules for node in module.outputs}
+    parts = 0
+    for module in modules:
+        for node in module.inputs:
+            value = node.meta.get("val")
+            if node in made and isinstance(value, torch.Tensor):
+                assert value.shape != (1024, 8), f"{module.name} gets {node.name}"
+        parts += sum(node.name.startswith("sum_") and "embedding" in node.name for node in _placeholders(module.module))
+    assert parts == 2
+
+
+def _placeholders(module: fx.GraphModule) -> list[fx.Node]:
+    return module.graph.find_nodes(op="placeholder")
+
+
+def test_a_stage_compiler_gets_an_ordinary_addition() -> None:
+    seen: list[fx.GraphModule] = []
+
+    def compiler(module: fx.GraphModule, examples: list[Any]) -> Any:
+        assert len(_placeholders(module)) == len(examples)
+        seen.append(module)
+        return module
+
+    model, (x, y) = Blocks(), batch_of(8)
+    options: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}
+    reference, _ = pipelined_step(model, {"x": x}, **options)
+    step, _ = pipelined_step(model, {"x": x}, stage_compiler=compiler, **options)
+    assert_bitwise(step, reference)
+    targets = {node.target for module in seen for node in module.graph.nodes if node.op == "call_function"}
+    assert seen and all(isinstance(target, torch._ops.OpOverload) for target in targets)
+
+
+@pytest.mark.parametrize("make", [Blocks, lambda: Blocks(dropout=0.5)])
+def test_inductor_adds_up(make: Any) -> None:
+    model, (x, y) = make(), batch_of(8)
+    options: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}
+    reference, _ = pipelined_step(model, {"x": x}, **options)
+    step, compiled = pipelined_step(model, {"x": x}, stage_compiler="inductor", **options)
+    assert_close(step, reference)
+    before = {name: p.grad.clone() for name, p in compiled.named_parameters() if p.grad is not None}
+    compiled.forward_backward(x, labels=y, loss_fn=squares)
+    if all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout)):
+        for name, parameter in compiled.named_parameters():
+            torch.testing.assert_close(parameter.grad, 2 * before[name])
