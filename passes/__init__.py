@@ -5,17 +5,26 @@ Each is a plain function on the joint graph plus what it needs as arguments. A p
 
 =================  ====================================================================================
 masks              indexing by a mask becomes one ``nonzero`` and integer indexing
+dropout            on the CPU, the drawing of a mask and two products
+interpolation      indexing that repeats the nearest neighbour becomes the kernel that does it
+layouts            values lie in memory as the graph says
+repeated_views     views that show what an earlier value shows already are dropped
 annotate           phase, bytes and modelled seconds of each node
+workspaces         bytes that kernels allocate for themselves
 decisions          what asks the device a question is hoisted: it runs once, in the forward
 recompute_regions  checkpoints, scopes and saved data of the user's: what must and must not be kept
+fuse_costs         for a stage compiler that fuses: seconds of what is fused
 segments           narrow places of the forward; backward nodes go to the segment they belong to
 stages             consecutive segments become pipeline stages
+rounds             the same for RoundPipe's dispatch, where forward and backward are cut apart
+tied_gradients     in a pipeline, each stage returns its own part of the gradient of a parameter that several use
 rematerialize      what is saved, what is recomputed, as explicit nodes
 follow_schedule    within a byte budget: the backward as it was planned, instead of rematerialize and start_early
 start_early        what of the backward may run before the incoming gradients arrive
+split_backward     gradients of parameters in modules of their own, for schedules that put them off
 rng                seeded operations that run again are replayed from their saved generator state
+sum_gradients      in a pipeline, gradients are added to those of earlier microbatches where they are made
 reinplace          in a stage that runs eagerly, results are written over operands that are dead
-fuse_costs         for a stage compiler that fuses: seconds of what is fused
 streams            stream-level fork and join in the program of stage calls
 =================  ====================================================================================
 """
