@@ -1,14 +1,15 @@
 """Sums of gradients: a microbatch's gradient is added to those of earlier ones as soon as it is made.
 
 A stage module that hands out its gradients together holds all of them beside their sums. One that is given the sums
-holds one gradient at a time.
+holds one gradient at a time, and none where a matrix product writes over the sum at once (Megatron-LM's "gradient
+accumulation fusion").
 """
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["add_to"]
+__all__ = ["SUMMING", "add_product_to", "add_to"]
 
 
 def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
@@ -22,3 +23,21 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
         the sum.
     """
     return gradient if total is None else total.add_(gradient)
+
+
+def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The same for a gradient that is a matrix product, without making it.
+
+    Args:
+        total: what earlier ones add up to; ``None``: this is the first.
+        left: a matrix.
+        right: a matrix.
+
+    Returns:
+        the sum.
+    """
+    return torch.mm(left, right) if total is None else total.addmm_(left, right)
+
+
+SUMMING = frozenset({add_to, add_product_to})
+"""What adds a gradient to its sum; the sum is the first argument."""

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import SUMMING, add_product_to
 from roundpipe_fx.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
@@ -203,7 +203,7 @@ def simulate_calls(
         for item, result, owner, leaves in results:
             if isinstance(item, fx.Node) and item.op == "call_function":
                 (giver, *_) = item.all_input_nodes
-                found = summed if result.target is add_to else gradients
+                found = summed if result.target in SUMMING else gradients
                 found.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
     readers: dict[int, list[int]] = {}
@@ -223,7 +223,8 @@ def simulate_calls(
             by = () if storage in lasting else tuple(run.calls[reader][0] for reader in readers[storage])
             held[name, by] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
-        peak = peak_of(events, sizes, before=dying, lasting=outlive | own).bytes - before
+        later = [replace(e, makes=()) if e.what[1].target is add_product_to else e for e in events]
+        peak = peak_of(later, sizes, before=dying, lasting=outlive | own).bytes - before
         first = peak_of(events, sizes, before=dying, lasting=outlive | own | sums).bytes - before
         # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
         grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)

@@ -3,7 +3,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import add_product_to
 
 aten = torch.ops.aten
 
@@ -25,8 +25,7 @@ def stage_3_backward(args):
     tanh_backward: "float32[2, 4]" = aten.tanh_backward.default(mul_1, tanh_3);  tanh_3 = None
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward)
-    mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    added_3: "float32[4, 4]" = add_to(sum_layers_3_weight, mm_4);  sum_layers_3_weight = mm_4 = None
+    added_3: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
     mm_5: "float32[2, 4]" = aten.mm.default(tanh_backward, layers_3_weight);  tanh_backward = layers_3_weight = None
     # model
     add_4: "float32[2, 4]" = aten.add_.Tensor(mul_1, mm_5);  mul_1 = mm_5 = None

@@ -3,7 +3,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import add_product_to
 
 aten = torch.ops.aten
 
@@ -23,13 +23,11 @@ def stage_0_backward(args):
     tanh_backward: "float32[2, 4]" = aten.tanh_backward.default(mm_4, tanh_1);  mm_4 = tanh_1 = None
     # layer
     t_7: "float32[4, 2]" = aten.t.default(tanh_backward)
-    mm_5: "float32[4, 4]" = aten.mm.default(t_7, tanh);  t_7 = None
-    added_1: "float32[4, 4]" = add_to(sum_layer_weight, mm_5);  sum_layer_weight = mm_5 = None
+    added_1: "float32[4, 4]" = add_product_to(sum_layer_weight, t_7, tanh);  sum_layer_weight = t_7 = None
     mm_6: "float32[2, 4]" = aten.mm.default(tanh_backward, layer_weight);  tanh_backward = layer_weight = None
     # model
     tanh_backward_1: "float32[2, 4]" = aten.tanh_backward.grad_input(mm_6, tanh, grad_input=mm_6);  mm_6 = tanh = None
     # tied
     t_11: "float32[4, 2]" = aten.t.default(tanh_backward_1);  tanh_backward_1 = None
-    mm_7: "float32[4, 4]" = aten.mm.default(t_11, kwargs_x);  t_11 = kwargs_x = None
-    added_2: "float32[4, 4]" = add_to(sum_tied_weight, mm_7);  sum_tied_weight = mm_7 = None
+    added_2: "float32[4, 4]" = add_product_to(sum_tied_weight, t_11, kwargs_x);  sum_tied_weight = t_11 = kwargs_x = None
     return (added_1, added_2)

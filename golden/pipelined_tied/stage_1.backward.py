@@ -3,7 +3,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import add_product_to
 
 aten = torch.ops.aten
 
@@ -23,7 +23,6 @@ def stage_1_backward(args):
     mul_1: "float32[2, 4]" = aten.mul_.Tensor(div, mul);  div = mul = None
     # tied
     t_3: "float32[4, 2]" = aten.t.default(mul_1)
-    mm_3: "float32[4, 4]" = aten.mm.default(t_3, tanh_1);  t_3 = tanh_1 = None
-    added: "float32[4, 4]" = add_to(sum_tied_weight, mm_3);  sum_tied_weight = mm_3 = None
+    added: "float32[4, 4]" = add_product_to(sum_tied_weight, t_3, tanh_1);  sum_tied_weight = t_3 = tanh_1 = None
     mm_4: "float32[2, 4]" = aten.mm.default(mul_1, tied_weight);  mul_1 = tied_weight = None
     return (added, mm_4)

@@ -3,7 +3,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import add_product_to
 
 aten = torch.ops.aten
 
@@ -17,6 +17,5 @@ def stage_1_weight(args):
     args.clear()
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward);  tanh_backward = None
-    mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    added_3: "float32[4, 4]" = add_to(sum_layers_3_weight, mm_4);  sum_layers_3_weight = mm_4 = None
+    added_3: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
     return (added_3,)

@@ -57,7 +57,7 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
     return f"_{name}" if name[:1].isdigit() else name
 
 
-_TAKEN = frozenset({"add_to", "args", "aten", "device", "inf", "nan", "operator", "streams", "torch"})
+_TAKEN = frozenset({"add_product_to", "add_to", "args", "aten", "device", "inf", "nan", "operator", "streams", "torch"})
 """What emitted text calls its own."""
 
 

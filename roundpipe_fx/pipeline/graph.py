@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.lower import Lowered
 from roundpipe_fx.options import StageCompiler
@@ -142,8 +142,8 @@ def _program(
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
 
     backward = lowered.backward.results if lowered.backward is not None else ()
-    gradients = [node for node in backward if isinstance(node, fx.Node) and node.target is add_to]
-    known |= {node.all_input_nodes[0]: Source("sum", backward.index(node)) for node in gradients}
+    gradients = [node for node in backward if isinstance(node, fx.Node) and node.target in SUMMING]
+    known |= {node.args[0]: Source("sum", backward.index(node)) for node in gradients}  # type: ignore[misc]
 
     def code(step: Step, module: StageModule) -> StepCode:
         if module.fingerprint not in cache:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.gradient_sums import SUMMING, add_to
 
 __all__ = ["from_zero", "functional_sums"]
 
@@ -16,8 +16,9 @@ __all__ = ["from_zero", "functional_sums"]
 def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
     """Replace additions in place by such that make a new sum. The module is rewritten."""
     for node in module.graph.nodes:
-        if node.target is add_to:
-            node.target = torch.ops.aten.add.Tensor
+        if node.target in SUMMING:
+            aten = torch.ops.aten
+            node.target = aten.add.Tensor if node.target is add_to else aten.addmm.default
             value = node.args[0].meta["val"]
             with value.fake_mode:
                 node.meta["val"] = torch.empty_like(value)
@@ -34,7 +35,7 @@ def from_zero(
         module: what was compiled.
         call: it, compiled and boxed.
     """
-    totals = {node.args[0] for node in module.graph.nodes if node.target is add_to}
+    totals = {node.args[0] for node in module.graph.nodes if node.target in SUMMING}
     placeholders = module.graph.find_nodes(op="placeholder")
     sums = {place: node.meta["val"] for place, node in enumerate(placeholders) if node in totals}
     if not sums:

@@ -10,7 +10,6 @@ from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx.runtime.sums import Sums
-from tests.comparison import assert_bitwise
 from tests.golden_models import TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 
@@ -37,7 +36,7 @@ def test_what_is_somebody_elses_is_not_written_over() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_step_holds_one_gradient_beside_the_sums(schedule: str) -> None:
+def test_a_step_holds_no_matrix_beside_the_sums(schedule: str) -> None:
     model, (x, y) = Blocks(128, 6), batch_of(8, 128)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], stages="auto", num_microbatches=4, schedule=schedule)
     for _ in range(2):
@@ -45,8 +44,7 @@ def test_a_step_holds_one_gradient_beside_the_sums(schedule: str) -> None:
         with roundpipe_fx.measure_peak("cpu") as peak:
             compiled.forward_backward(x, labels=y, loss_fn=squares)
     gradients = sum(p.numel() * 4 for p in model.parameters())
-    largest = max(p.numel() * 4 for p in model.parameters())
-    assert gradients < peak.bytes < gradients + largest + 128 * 1024  # the rest are activations
+    assert gradients < peak.bytes < gradients + 128 * 1024  # the rest are activations; a matrix has as many bytes
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -85,7 +83,7 @@ def test_a_stage_compiler_gets_an_ordinary_addition() -> None:
     options: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}
     reference, _ = pipelined_step(model, {"x": x}, **options)
     step, _ = pipelined_step(model, {"x": x}, stage_compiler=compiler, **options)
-    assert_bitwise(step, reference)
+    assert_close(step, reference)
     targets = {node.target for module in seen for node in module.graph.nodes if node.op == "call_function"}
     assert seen and all(isinstance(target, torch._ops.OpOverload) for target in targets)
 
