@@ -14,10 +14,10 @@ workspaces         bytes that kernels allocate for themselves
 decisions          what asks the device a question is hoisted: it runs once, in the forward
 recompute_regions  checkpoints, scopes and saved data of the user's: what must and must not be kept
 fuse_costs         for a stage compiler that fuses: seconds of what is fused
+tied_gradients     in a pipeline, what several uses of a parameter add to its gradient is returned apart
 segments           narrow places of the forward; backward nodes go to the segment they belong to
 stages             consecutive segments become pipeline stages
 rounds             the same for RoundPipe's dispatch, where forward and backward are cut apart
-tied_gradients     in a pipeline, each stage returns its own part of the gradient of a parameter that several use
 rematerialize      what is saved, what is recomputed, as explicit nodes
 follow_schedule    within a byte budget: the backward as it was planned, instead of rematerialize and start_early
 start_early        what of the backward may run before the incoming gradients arrive

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,7 +24,7 @@ __all__ = ["sum_gradients"]
 
 
 def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) -> JointGraph:
-    """Add gradients of parameters to their sums.
+    """Add gradients of parameters to their sums; parts that one module makes are added to one sum.
 
     Args:
         joint: a graph with stages and phases, in the order in which its modules will run.
@@ -39,36 +40,79 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
             numbers.follow(node)
         for storage in set(numbers.of(node)) - {OUTSIDE}:
             holders[storage].append(node)
-    outputs, primals, labels = joint.outputs, joint.primals, dict(joint.labels)
-    returned = Counter(s for node in outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
-    last = joint.inputs[-1]
-    for place, (owner, gradient) in enumerate(zip(joint.gradient_owners, joint.gradients, strict=True)):
-        if primals[owner] not in joint.parameters or not isinstance(gradient, fx.Node):
-            continue
-        storages = numbers.of(gradient)
-        if len(storages) != 1 or returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
-            continue
-        with joint.graph.inserting_after(last):
-            total = last = joint.graph.placeholder(f"sums_{place + 1}")
-        value = gradient.meta["val"]
-        with value.fake_mode:
-            total.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        labels[total] = f"sum_{joint.label(primals[owner])}"
-        readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
-        with joint.graph.inserting_after(max([gradient, *readers], key=position.__getitem__)):
-            made = joint.graph.create_node("call_function", add_to, (total, gradient), name="added")
-        made.meta = {key: gradient.meta[key] for key in (*_INHERITED, "val") if key in gradient.meta}
-        if gradient.target is torch.ops.aten.mm.default and not readers:
-            made.target, made.args = add_product_to, (total, *gradient.args)
-            made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
+    returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
+    results: list[list[Any]] = [[] for _ in joint.primals]
+    found: list[_Found] = []
+    for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
+        storages = numbers.of(gradient) if isinstance(gradient, fx.Node) else []
+        alone = len(storages) == 1 and returned[storages[0]] == 1 and _stands_alone(gradient, holders[storages[0]])
+        if alone and joint.primals[owner] in joint.parameters:
+            readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
+            found.append(_Found(owner, gradient, max([gradient, *readers], key=position.__getitem__), bool(readers)))
         else:
-            seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)
-            made.meta |= {Mark.BYTES: 0, Mark.FLOPS: value.numel(), Mark.SECONDS: seconds}
-        if not in_place:
-            made.meta[Mark.WORKSPACE] = made.meta.get(Mark.WORKSPACE, 0) + _bytes(value)
-        outputs[joint.num_forward_outputs + place] = made
-    joint.graph.output_node().args = (tuple(outputs),)
-    return dataclasses.replace(joint, labels=labels)
+            results[owner].append(gradient)
+    labels = dict(joint.labels)
+    sums: dict[tuple[Any, ...], fx.Node] = {}
+    tails: dict[fx.Node, fx.Node] = {}
+    last = joint.inputs[-1]
+    for own in sorted(found, key=lambda own: position[own.after]):
+        key = (own.owner, *_module(own.gradient))
+        if key not in sums:
+            with joint.graph.inserting_after(last):
+                sums[key] = last = joint.graph.placeholder(f"sums_{len(sums) + 1}")
+            last.meta["val"] = _fresh(own.gradient.meta["val"])
+            labels[last] = f"sum_{joint.label(joint.primals[own.owner])}"
+        with joint.graph.inserting_after(tails.get(own.after, own.after)):
+            sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
+    for (owner, *_), total in sums.items():
+        results[owner].append(total)
+    firsts = [own[0] for own in results]
+    parts = [(owner, part) for owner, own in enumerate(results) for part in own[1:]]
+    forward = joint.forward_outputs
+    joint.graph.output_node().args = ((*forward, *firsts, *(part for _, part in parts)),)
+    return dataclasses.replace(joint, labels=labels, parts=tuple(owner for owner, _ in parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A gradient that is to be added.
+
+    Attributes:
+        owner: number of the input that it is the gradient of, or a part of it.
+        gradient: what makes it.
+        after: the last that reads it.
+        read: whether anything reads it.
+    """
+
+    owner: int
+    gradient: fx.Node
+    after: fx.Node
+    read: bool
+
+
+def _added(joint: JointGraph, total: fx.Node, own: _Found, costs: CostModel, in_place: bool) -> fx.Node:
+    gradient, value = own.gradient, total.meta["val"]
+    made = joint.graph.create_node("call_function", add_to, (total, gradient), name="added")
+    made.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
+    if gradient.target is torch.ops.aten.mm.default and not own.read:
+        made.target, made.args = add_product_to, (total, *gradient.args)
+        made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
+    else:
+        seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)
+        made.meta |= {Mark.BYTES: 0, Mark.FLOPS: value.numel(), Mark.SECONDS: seconds}
+    if not in_place:
+        made.meta[Mark.WORKSPACE] = made.meta.get(Mark.WORKSPACE, 0) + _bytes(value)
+    return made
+
+
+def _fresh(value: Any) -> torch.Tensor:
+    """A fake value of memory of its own."""
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _module(node: fx.Node) -> tuple[int, Phase]:
+    return node.meta[Mark.STAGE], node.meta[Mark.PHASE]
 
 
 _Holders = defaultdict[int, list[fx.Node]]
@@ -89,12 +133,12 @@ def _stands_alone(gradient: fx.Node, holders: list[fx.Node]) -> bool:
         return False
     value = gradient.meta["val"]
     whole = value.untyped_storage().nbytes() == _bytes(value)
-    module = gradient.meta[Mark.STAGE], gradient.meta[Mark.PHASE]
+    module = _module(gradient)
     readers = [user for node in holders for user in node.users if user.op != "output"]
     return (
         bool(whole)
         and module[1] in (Phase.BACKWARD, Phase.WEIGHT)
-        and all((node.meta[Mark.STAGE], node.meta[Mark.PHASE]) == module for node in (*holders, *readers))
+        and all(_module(node) == module for node in (*holders, *readers))
     )
 
 

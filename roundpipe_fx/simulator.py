@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.gradient_sums import SUMMING, add_product_to
 from roundpipe_fx.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
@@ -116,7 +115,7 @@ def simulate_programs(
         given = {**given, **arrived}
         lasting += [
             storage
-            for leaves in run.program(backward, [given.get(node, [OUTSIDE]) for node in backward.inputs])
+            for leaves in run.program(backward, [given.get(node, []) for node in backward.inputs])
             for storage in leaves
         ]
     peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving, list_live=True)
@@ -180,31 +179,52 @@ def simulate_calls(
     :func:`simulate_programs`, and ``owners``: for each of the backward's results, the number of the input that it is
     the gradient of, or a part of it.
     """
+    first, _ = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=False)
+    later, held = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=True)
+    calls = [
+        CallBytes(at_first.name, then.peak, at_first.peak, at_first.gradients, then.brought)
+        for at_first, then in zip(first, later, strict=True)
+    ]
+    return calls, held
+
+
+class _Call(NamedTuple):
+    name: str
+    peak: int
+    gradients: Mapping[int, int]
+    brought: int
+
+
+def _simulate_calls(
+    forward: Program,
+    backward: Program | None,
+    owners: Sequence[int],
+    tangents: Collection[fx.Node],
+    granularity: int,
+    are_sums: bool,
+) -> tuple[list[_Call], list[HeldBytes]]:
+    """The same for the first microbatch, or for one that finds sums of gradients."""
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
-    # By call, the storages of gradients with their owners: those that it adds to their sums, and those that it returns.
-    summed: dict[str, dict[int, int]] = {}
-    gradients: dict[str, dict[int, int]] = {}
+    gradients: dict[str, dict[int, int]] = {}  # by call, the storages with their owners
     before_backward = len(run.numbers.sizes)
     arrived: set[int] = set()
     if backward is not None:
         given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
+        given |= {node: [OUTSIDE] if are_sums else [] for node in backward.inputs if is_sum(node)}
         inputs = [
             given[node]
             if node in given
-            else [OUTSIDE]
-            if is_sum(node)
             else [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
         ]
         arrived = set(range(before_backward, len(run.numbers.sizes)))
         items: Any = backward.module.graph.output_node().args[0]
-        results = zip(items, backward.results, owners, run.program(backward, inputs), strict=True)
-        for item, result, owner, leaves in results:
+        for item, owner, leaves in zip(items, owners, run.program(backward, inputs), strict=True):
             if isinstance(item, fx.Node) and item.op == "call_function":
                 (giver, *_) = item.all_input_nodes
-                found = summed if result.target in SUMMING else gradients
-                found.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
+                found = gradients.setdefault(str(giver.target), {})
+                found.update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
     lasting = {storage for leaves in returned[: forward.outputs] for storage in leaves}
     readers: dict[int, list[int]] = {}
     for index, (_, reads, _) in enumerate(run.calls):
@@ -215,25 +235,23 @@ def simulate_calls(
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        own = gradients.get(name, {}).keys()  # it may be another call that has made them
-        sums = summed.get(name, {}).keys()
+        own = gradients.get(name, {})  # it may be another call that has made them
         dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
         outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
         for storage in outlive:
             by = () if storage in lasting else tuple(run.calls[reader][0] for reader in readers[storage])
             held[name, by] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
-        later = [replace(e, makes=()) if e.what[1].target is add_product_to else e for e in events]
-        peak = peak_of(later, sizes, before=dying, lasting=outlive | own).bytes - before
-        first = peak_of(events, sizes, before=dying, lasting=outlive | own | sums).bytes - before
-        # Gradients are added to those of earlier microbatches one after another, the first time into a new place.
-        grown = sum(sizes[storage] for storage in own) + max((sizes[storage] for storage in own), default=0)
+        peak = peak_of(events, sizes, before=dying, lasting=outlive | own.keys()).bytes - before
+        grown = sum(sizes[storage] for storage in own)
+        if are_sums:  # what the call has not added is added one after another, the first time into a new place
+            grown += max((sizes[storage] for storage in own), default=0)
         left = sum(sizes[storage] for storage in outlive) - before
         brought = sum(sizes[storage] for storage in arrived if readers.get(storage, [-1])[-1] == index)
         by_owner: Counter[int] = Counter()
-        for storage, owner in {**gradients.get(name, {}), **summed.get(name, {})}.items():
+        for storage, owner in own.items():
             by_owner[owner] += sizes[storage]
-        calls.append(CallBytes(name, max(peak, left + grown, 0), max(first, left + grown, 0), by_owner, brought))
+        calls.append(_Call(name, max(peak, left + grown, 0), by_owner, brought))
     return calls, [HeldBytes(size, maker, by) for (maker, by), size in held.items()]
 
 

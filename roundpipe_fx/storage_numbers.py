@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.cost.of_node import tensor_bytes
+from roundpipe_fx.gradient_sums import SUMMING, add_to
 from roundpipe_fx.joint_graph import input_nodes, tensor_values
 
 __all__ = ["OUTSIDE", "StorageNumbers"]
@@ -41,7 +42,7 @@ class StorageNumbers:
         return self._leaves.get(node, [])
 
     def give(self, node: fx.Node, storages: list[int]) -> None:
-        """Say what a graph input stands on."""
+        """Say what a graph input stands on; nothing, if it is a sum that there is not yet."""
         self._leaves[node] = storages
 
     def new(self, value: torch.Tensor) -> int:
@@ -65,6 +66,9 @@ class StorageNumbers:
         """Number what a node makes; the new storages."""
         if node.target is operator.getitem:
             self._leaves[node] = self._item(node)
+            return []
+        if node.target in SUMMING and (node.target is add_to or self.of(_total(node))):
+            self._leaves[node] = self.of(_total(node)) or self.of(node.all_input_nodes[-1])
             return []
         values = tensor_values(node)
         written = _written(node)
@@ -100,6 +104,12 @@ class StorageNumbers:
         assert value is not None
         before = sum(_count_tensors(item) for item in value[:index])
         return self.of(source)[before : before + _count_tensors(value[index])]
+
+
+def _total(node: fx.Node) -> fx.Node:
+    total = node.args[0]
+    assert isinstance(total, fx.Node)
+    return total
 
 
 def _written(node: fx.Node) -> fx.Node | None:

@@ -38,10 +38,10 @@ def backward(args):
         tanh_3,
         add_3,
         tangents_1,
-        sum_layers_0_weight,
-        sum_layers_1_weight,
-        sum_layers_2_weight,
         sum_layers_3_weight,
+        sum_layers_2_weight,
+        sum_layers_1_weight,
+        sum_layers_0_weight,
     ) = args
     args.clear()
     # stage 3 recompute: layers.3
@@ -52,7 +52,7 @@ def backward(args):
     # stage 3 backward: layers.3
     call = [layers_3_weight, tangents_1, sum_layers_3_weight, add_2, tanh_3, mul]
     del (layers_3_weight, tangents_1, sum_layers_3_weight, add_2, tanh_3, mul)
-    [added_3, add_4] = stage_3_backward(call)
+    [added, add_4] = stage_3_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 4 recompute: layers.0
@@ -65,12 +65,12 @@ def backward(args):
     streams.record_streams([tanh_4, add_7, tanh_5, add_8, tanh_6], 0)
     # stage 4 backward: layers.0
     call = [
-        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight,
+        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_2_weight, sum_layers_1_weight, sum_layers_0_weight,
         tanh_4, add_7, tanh_5, add_8, tanh_6, add_4,
     ]
     del (
-        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight,
+        kwargs_x, layers_1_weight, layers_2_weight, sum_layers_2_weight, sum_layers_1_weight, sum_layers_0_weight,
         tanh_4, add_7, tanh_5, add_8, tanh_6, add_4,
     )
-    [added_2, added_1, added] = stage_4_backward(call)
-    return (added, None, added_1, added_2, added_3)
+    [added_1, added_2, added_3] = stage_4_backward(call)
+    return (added_3, None, added_2, added_1, added)

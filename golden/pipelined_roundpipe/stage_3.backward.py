@@ -25,8 +25,8 @@ def stage_3_backward(args):
     tanh_backward: "float32[2, 4]" = aten.tanh_backward.default(mul_1, tanh_3);  tanh_3 = None
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward)
-    added_3: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
+    added: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
     mm_5: "float32[2, 4]" = aten.mm.default(tanh_backward, layers_3_weight);  tanh_backward = layers_3_weight = None
     # model
     add_4: "float32[2, 4]" = aten.add_.Tensor(mul_1, mm_5);  mul_1 = mm_5 = None
-    return (added_3, add_4)
+    return (added, add_4)

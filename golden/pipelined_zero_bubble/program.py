@@ -28,10 +28,10 @@ def backward(args):
         layers_3_weight,
         add_2,
         tangents_1,
-        sum_layers_0_weight,
-        sum_layers_1_weight,
-        sum_layers_2_weight,
         sum_layers_3_weight,
+        sum_layers_2_weight,
+        sum_layers_1_weight,
+        sum_layers_0_weight,
     ) = args
     args.clear()
     # stage 1 recompute: layers.3
@@ -45,7 +45,7 @@ def backward(args):
     # stage 1 weight: layers.3
     call = [sum_layers_3_weight, add_2, tanh_backward]
     del (sum_layers_3_weight, add_2, tanh_backward)
-    [added_3] = stage_1_weight(call)
+    [added] = stage_1_weight(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
     # stage 0 recompute: layers.0 … layers.2
@@ -62,12 +62,12 @@ def backward(args):
     [tanh_backward_1, tanh_backward_2, add_6] = stage_0_backward(call)
     # stage 0 weight: layers.0 … layers.2
     call = [
-        kwargs_x, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight, tanh_5, add_8, add_9, tanh_backward_1,
+        kwargs_x, sum_layers_2_weight, sum_layers_1_weight, sum_layers_0_weight, tanh_5, add_8, add_9, tanh_backward_1,
         tanh_backward_2, add_6,
     ]
     del (
-        kwargs_x, sum_layers_0_weight, sum_layers_1_weight, sum_layers_2_weight, tanh_5, add_8, add_9, tanh_backward_1,
+        kwargs_x, sum_layers_2_weight, sum_layers_1_weight, sum_layers_0_weight, tanh_5, add_8, add_9, tanh_backward_1,
         tanh_backward_2, add_6,
     )
-    [added_2, added_1, added] = stage_0_weight(call)
-    return (added, None, added_1, added_2, added_3)
+    [added_1, added_2, added_3] = stage_0_weight(call)
+    return (added_3, None, added_2, added_1, added)

@@ -17,5 +17,5 @@ def stage_1_weight(args):
     args.clear()
     # layers.3
     t_4: "float32[4, 2]" = aten.t.default(tanh_backward);  tanh_backward = None
-    added_3: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
-    return (added_3,)
+    added: "float32[4, 4]" = add_product_to(sum_layers_3_weight, t_4, add_2);  sum_layers_3_weight = t_4 = add_2 = None
+    return (added,)

@@ -142,8 +142,11 @@ def _program(
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
 
     backward = lowered.backward.results if lowered.backward is not None else ()
-    gradients = [node for node in backward if isinstance(node, fx.Node) and node.target in SUMMING]
-    known |= {node.args[0]: Source("sum", backward.index(node)) for node in gradients}  # type: ignore[misc]
+    known |= {
+        _sum_before(node): Source("sum", number)
+        for number, node in enumerate(backward)
+        if isinstance(node, fx.Node) and node.target in SUMMING
+    }
 
     def code(step: Step, module: StageModule) -> StepCode:
         if module.fingerprint not in cache:
@@ -166,6 +169,15 @@ def _program(
         tuple(differentiated),
         dict(mutations),
     )
+
+
+def _sum_before(node: fx.Node) -> fx.Node:
+    """The graph input that a sum of gradients begins with."""
+    while node.target in SUMMING:
+        total = node.args[0]
+        assert isinstance(total, fx.Node)
+        node = total
+    return node
 
 
 class _Compiled:

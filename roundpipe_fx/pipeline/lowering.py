@@ -68,6 +68,8 @@ def lower_pipeline(
         ValueError: a stage name that does not exist in the model.
     """
     prepared = prepare(joint, options, registered_syncs, workspaces)
+    if training and pipelining.microbatches > 1:
+        prepared = dataclasses.replace(prepared, joint=split_tied_gradients(prepared.joint))
     names = [pipelining.schedule] if isinstance(pipelining.schedule, str) else ["given"]
     if like is not None:
         names = [like.name]
@@ -130,8 +132,6 @@ def _lower_named(
         if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
             joint, cuts = stages_of_starts(joint, like.cut, len(segments))
         cut = tuple(stage.first for stage in cuts)
-    if training and pipelining.microbatches > 1:
-        joint = split_tied_gradients(joint)
     structure = Structure(name, len(segments), cut)
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))

@@ -63,7 +63,8 @@ def within_budget(
     granularity = allocation_granularity(setting.device)
 
     def operations_of(graph: JointGraph) -> OperationGraph:
-        return read_operations(graph, len(setting.segments), granularity, setting.compiler == "eager")
+        in_place, sums = setting.compiler == "eager", pipelining.microbatches > 1
+        return read_operations(graph, len(setting.segments), granularity, in_place, sums)
 
     def attempted(lowered: Lowered) -> _Attempt:
         only = variant_of(lowered, setting)

@@ -170,7 +170,9 @@ class OperationGraph:
         return storage in self.makers
 
 
-def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True) -> OperationGraph:
+def read_operations(
+    joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True, sums: bool = False
+) -> OperationGraph:
     """Read the operations off a graph with segments and stages.
 
     Args:
@@ -178,6 +180,7 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
         segments: how many segments it has.
         granularity: what the device's allocator rounds sizes up to, in bytes.
         in_place: whether stages run eagerly, so that results may be written over operands that die.
+        sums: whether gradients of parameters are added to sums that are at hand, so that none of them stays.
     """
     reader = _Reader(joint, granularity, in_place)
     forward_nodes = joint.in_phase(Phase.FORWARD)
@@ -195,7 +198,13 @@ def read_operations(joint: JointGraph, segments: int, granularity: int = 1, in_p
     for storage in tangents:
         reader.segment_of[storage] = segments
     outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
-    gradients = {s for node in joint.gradients if isinstance(node, fx.Node) for s in reader.of(node)}
+    primals, added = joint.primals, joint.parameters if sums else frozenset()
+    gradients = {
+        storage
+        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
+        if isinstance(node, fx.Node) and primals[owner] not in added
+        for storage in reader.of(node)
+    }
     values: dict[int, fx.Node] = {}
     hoisted = set()
     ways: dict[int, Way] = {}

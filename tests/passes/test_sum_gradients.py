@@ -14,6 +14,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.passes.sum_gradients import sum_gradients
+from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
 from tests.pipeline.steps import Blocks
@@ -103,3 +104,31 @@ def test_gradients_of_inputs_are_not_added_up() -> None:
     joint = sum_gradients(_joint(Blocks(), torch.randn(4, 16, requires_grad=True)), CPU)
     assert len(_summed(joint)) == len(list(Blocks().parameters()))
     assert sum(isinstance(node, torch.fx.Node) for node in joint.gradients) == len(_summed(joint)) + 1
+
+
+def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
+    make, make_batch, _ = GOLDEN["tied_transformer"]
+    for stages in (1, 2):
+        joint = annotate(split_tied_gradients(drop_repeated_views(capture_joint(make(), **make_batch()))), CPU)
+        assert len(joint.parts) == 1
+        joint, segments = cut_segments(joint)
+        joint, _ = cut_stages(joint, segments, stages, lambda size: 0.0)
+        joint = rematerialize(joint, keep_all(joint), CPU)
+        inputs = example_inputs(joint)
+        torch.manual_seed(0)
+        before = run_joint(joint, inputs)
+        first, owner = joint.num_forward_outputs, joint.parts[0]
+        wanted = before[first + owner] + before[-1]
+        joint = sum_gradients(joint, CPU)
+        assert len(joint.parts) == stages - 1
+        torch.manual_seed(0)
+        after = run_joint(joint, [*inputs, *[None] * len(joint.sums)])
+        found = after[first + owner] if stages == 1 else after[first + owner] + after[-1]
+        assert torch.equal(found, wanted)
+        total = torch.ones_like(wanted)
+        given = [total if "embedding" in joint.label(node) else None for node in joint.sums]
+        if stages == 1:
+            torch.manual_seed(0)
+            found = run_joint(joint, [*inputs, *given])[first + owner]
+            assert found is total
+            assert (found - 1 - wanted).abs().max() <= 1e-5 * wanted.abs().max()
