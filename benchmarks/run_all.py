@@ -14,6 +14,7 @@ BENCHMARKS = (
     "drawing",
     "planning",
     "frontier",
+    "accumulation",
     "pipeline",
     "pipeline_memory",
 )
