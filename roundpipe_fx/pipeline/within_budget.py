@@ -95,19 +95,12 @@ def within_budget(
             tried[tuple(levels)] = attempt(_choice(levels, runs, rungs))
         return tried[tuple(levels)]
 
-    def entering() -> list[_Attempt]:
-        own = joint.copy()
-        return (
-            []
-            if blocks.graph.regions
-            else [attempted(emit(own, setting, chooser=stage_inputs, split=split, sums=True))]
-        )
-
     lowest = max(len(own) for own in rungs)
-    others: list[_Attempt] = []
+    others = []
+    if not blocks.graph.regions:
+        others = [attempted(emit(joint.copy(), setting, chooser=stage_inputs, split=split, sums=True))]
     level = _alike(at, lowest, pipelining.workers, limit) if isinstance(budget, int) else None
     if level is None:
-        others = entering()
         lowest = _lowest(at, lowest, pipelining.workers)
         if isinstance(budget, float):
             low = min(own.peak for own in (*tried.values(), *others))

@@ -69,6 +69,19 @@ def test_the_lowest_is_no_higher_than_with_checkpoints(schedule: str) -> None:
         assert measured["memory_budget"] <= measured["checkpoint"]
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
+def test_at_the_peak_of_checkpoints_a_step_is_no_slower_than_theirs(schedule: str) -> None:
+    model, batch = hugging_face.gpt2(layers=4), hugging_face.language_batch(batch=8, length=32)
+    options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule}
+    checkpoints = roundpipe_fx.compile(copy.deepcopy(model), checkpoint="always", **options)
+    theirs = checkpoints.trace(**batch).pipeline
+    assert theirs is not None
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=max(theirs.peak_bytes), **options)
+    ours = compiled.trace(**batch).pipeline
+    assert ours is not None and max(ours.peak_bytes) <= max(theirs.peak_bytes)
+    assert ours.makespan <= theirs.makespan
+
+
 def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> None:
     x, y = batch_of(512, 32)
     seconds = {}
