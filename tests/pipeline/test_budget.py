@@ -71,13 +71,13 @@ def test_the_lowest_is_no_higher_than_with_checkpoints(schedule: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero_bubble"])
 def test_at_the_peak_of_checkpoints_a_step_is_no_slower_than_theirs(schedule: str) -> None:
-    model, batch = hugging_face.gpt2(layers=4), hugging_face.language_batch(batch=8, length=32)
-    options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule}
-    checkpoints = roundpipe_fx.compile(copy.deepcopy(model), checkpoint="always", **options)
-    theirs = checkpoints.trace(**batch).pipeline
+    x, y = batch_of(1024, 32)
+    options = {"devices": CPUS, "num_microbatches": 16, "schedule": schedule}
+    checkpoints = roundpipe_fx.compile(Blocks(32, 8), checkpoint="always", **options)
+    theirs = checkpoints.trace(x, labels=y, loss_fn=squares).pipeline
     assert theirs is not None
-    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=max(theirs.peak_bytes), **options)
-    ours = compiled.trace(**batch).pipeline
+    compiled = roundpipe_fx.compile(Blocks(32, 8), memory_budget=max(theirs.peak_bytes), **options)
+    ours = compiled.trace(x, labels=y, loss_fn=squares).pipeline
     assert ours is not None and max(ours.peak_bytes) <= max(theirs.peak_bytes)
     assert ours.makespan <= theirs.makespan
 
