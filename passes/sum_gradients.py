@@ -1,22 +1,22 @@
 """sum_gradients: a stage module of a pipeline adds parameters' gradients to their sums as soon as it has made them.
 
-The sums over earlier microbatches become inputs of the graph, and what it returns are the new sums. A gradient that is
-part of a larger tensor, or that somebody else holds or reads later, is returned as it is: the first microbatch's
-gradient becomes the sum, which is written over from then on. A gradient that is a matrix product is added while it is
-computed.
+The sums over earlier microbatches become inputs of the graph, and what it returns are the new sums. The first
+microbatch's gradient becomes the sum, which is written over from then on; if it is part of a larger tensor or somebody
+else holds it, a copy does. A gradient that is a matrix product is added while it is computed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from roundpipe_fx.cost.model import CostModel
-from roundpipe_fx.gradient_sums import add_product_to, add_to
+from roundpipe_fx.gradient_sums import add_copy_to, add_product_to, add_to
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 
@@ -45,12 +45,15 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
     found: list[_Found] = []
     for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
         storages = numbers.of(gradient) if isinstance(gradient, fx.Node) else []
-        alone = len(storages) == 1 and returned[storages[0]] == 1 and _stands_alone(gradient, holders[storages[0]])
-        if alone and joint.primals[owner] in joint.parameters:
-            readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
-            found.append(_Found(owner, gradient, max([gradient, *readers], key=position.__getitem__), bool(readers)))
-        else:
+        if joint.primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
+        elif len(storages) != 1 or returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
+            found.append(_Found(owner, gradient, gradient, add_copy_to))
+        else:
+            readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
+            product = gradient.target is torch.ops.aten.mm.default and not readers
+            last_reader = max([gradient, *readers], key=position.__getitem__)
+            found.append(_Found(owner, gradient, last_reader, add_product_to if product else add_to))
     labels = dict(joint.labels)
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
@@ -60,7 +63,7 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
         if key not in sums:
             with joint.graph.inserting_after(last):
                 sums[key] = last = joint.graph.placeholder(f"sums_{len(sums) + 1}")
-            last.meta["val"] = _fresh(own.gradient.meta["val"])
+            last.meta["val"] = _copy(own.gradient.meta["val"])
             labels[last] = f"sum_{joint.label(joint.primals[own.owner])}"
         with joint.graph.inserting_after(tails.get(own.after, own.after)):
             sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
@@ -80,22 +83,22 @@ class _Found:
     Attributes:
         owner: number of the input that it is the gradient of, or a part of it.
         gradient: what makes it.
-        after: the last that reads it.
-        read: whether anything reads it.
+        after: where it is added.
+        target: what adds it.
     """
 
     owner: int
     gradient: fx.Node
     after: fx.Node
-    read: bool
+    target: Callable[..., torch.Tensor]
 
 
 def _added(joint: JointGraph, total: fx.Node, own: _Found, costs: CostModel, in_place: bool) -> fx.Node:
     gradient, value = own.gradient, total.meta["val"]
-    made = joint.graph.create_node("call_function", add_to, (total, gradient), name="added")
+    operands = gradient.args if own.target is add_product_to else (gradient,)
+    made = joint.graph.create_node("call_function", own.target, (total, *operands), name="added")
     made.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
-    if gradient.target is torch.ops.aten.mm.default and not own.read:
-        made.target, made.args = add_product_to, (total, *gradient.args)
+    if own.target is add_product_to:
         made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
     else:
         seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)
@@ -105,10 +108,19 @@ def _added(joint: JointGraph, total: fx.Node, own: _Found, costs: CostModel, in_
     return made
 
 
-def _fresh(value: Any) -> torch.Tensor:
-    """A fake value of memory of its own."""
+def _copy(value: Any) -> torch.Tensor:
     with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return value.clone()
+
+
+def _is_made_in_backward(gradient: Any) -> bool:
+    return (
+        isinstance(gradient, fx.Node)
+        and is_tensor(gradient)
+        and gradient.op == "call_function"
+        and gradient.meta[Mark.PHASE] in (Phase.BACKWARD, Phase.WEIGHT)
+        and gradient.meta["val"].layout is torch.strided
+    )
 
 
 def _module(node: fx.Node) -> tuple[int, Phase]:
@@ -129,17 +141,10 @@ _INHERITED = (
 
 def _stands_alone(gradient: fx.Node, holders: list[fx.Node]) -> bool:
     """Whether a gradient is the whole of its memory, and nobody outside the module that makes it sees that."""
-    if not is_tensor(gradient) or gradient.op != "call_function" or gradient.meta["val"].layout is not torch.strided:
-        return False
     value = gradient.meta["val"]
     whole = value.untyped_storage().nbytes() == _bytes(value)
-    module = _module(gradient)
     readers = [user for node in holders for user in node.users if user.op != "output"]
-    return (
-        bool(whole)
-        and module[1] in (Phase.BACKWARD, Phase.WEIGHT)
-        and all(_module(node) == module for node in (*holders, *readers))
-    )
+    return bool(whole) and all(_module(node) == _module(gradient) for node in (*holders, *readers))
 
 
 def _bytes(value: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["SUMMING", "add_product_to", "add_to"]
+__all__ = ["SUMMING", "add_copy_to", "add_product_to", "add_to"]
 
 
 def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
@@ -23,6 +23,11 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
         the sum.
     """
     return gradient if total is None else total.add_(gradient)
+
+
+def add_copy_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
+    """The same for a gradient whose memory somebody else holds, or that is part of something."""
+    return gradient.clone() if total is None else total.add_(gradient)
 
 
 def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -39,5 +44,5 @@ def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.
     return torch.mm(left, right) if total is None else total.addmm_(left, right)
 
 
-SUMMING = frozenset({add_to, add_product_to})
+SUMMING = frozenset({add_copy_to, add_product_to, add_to})
 """What adds a gradient to its sum; the sum is the first argument."""

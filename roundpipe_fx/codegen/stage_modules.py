@@ -16,6 +16,7 @@ from torch import fx
 from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.fingerprint import fingerprint
+from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
@@ -57,7 +58,9 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
     return f"_{name}" if name[:1].isdigit() else name
 
 
-_TAKEN = frozenset({"add_product_to", "add_to", "args", "aten", "device", "inf", "nan", "operator", "streams", "torch"})
+_TAKEN = frozenset(
+    {"aten", "args", "device", "inf", "nan", "operator", "streams", "torch", *(summing.__name__ for summing in SUMMING)}
+)
 """What emitted text calls its own."""
 
 

@@ -72,8 +72,11 @@ def stage_text(module: StageModule) -> str:
 
 
 def _header(graph: fx.Graph) -> str:
-    own = {node.target for node in graph.nodes if node.op == "call_function" and _is_own(node.target)}
-    imported = sorted(f"from {target.__module__} import {target.__name__}\n" for target in own)
+    own: dict[str, set[str]] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and _is_own(node.target):
+            own.setdefault(node.target.__module__, set()).add(node.target.__name__)
+    imported = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(own.items())]
     return _IMPORTS + "".join(["\n", *imported] if imported else []) + _NAMES
 
 

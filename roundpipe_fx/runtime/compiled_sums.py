@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.gradient_sums import SUMMING, add_to
+from roundpipe_fx.gradient_sums import SUMMING, add_product_to
 
 __all__ = ["from_zero", "functional_sums"]
 
@@ -18,7 +18,7 @@ def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
     for node in module.graph.nodes:
         if node.target in SUMMING:
             aten = torch.ops.aten
-            node.target = aten.add.Tensor if node.target is add_to else aten.addmm.default
+            node.target = aten.addmm.default if node.target is add_product_to else aten.add.Tensor
             value = node.args[0].meta["val"]
             with value.fake_mode:
                 node.meta["val"] = torch.empty_like(value)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.gradient_sums import SUMMING, add_product_to, add_to
+from roundpipe_fx.gradient_sums import SUMMING, add_copy_to, add_product_to
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.rematerialize import keep_all, rematerialize
@@ -29,11 +29,11 @@ def _joint(model: nn.Module, *args: object, split: bool = False, **kwargs: objec
     return split_backward(joint) if split else joint
 
 
-def _summed(joint: JointGraph) -> set[str]:
+def _summed(joint: JointGraph, target: object = None) -> set[str]:
     return {
         joint.label(primal)
         for primal, node in zip(joint.primals, joint.gradients, strict=True)
-        if isinstance(node, torch.fx.Node) and node.target in SUMMING
+        if isinstance(node, torch.fx.Node) and (node.target is target if target else node.target in SUMMING)
     }
 
 
@@ -58,7 +58,7 @@ def test_sums_begin_with_the_gradients_and_grow_by_them(name: str, split: bool) 
     for node, gradient, found in zip(joint.outputs, before, later, strict=True):
         if isinstance(node, torch.fx.Node) and node.target in SUMMING:
             assert found is given[node.args[0]]  # in place
-            if node.target is add_to:
+            if node.target is not add_product_to:
                 assert torch.equal(found, expected[node.args[0]] + gradient)
             else:
                 wanted = expected[node.args[0]] + gradient
@@ -81,7 +81,7 @@ def test_every_parameters_gradient_is_added_where_it_is_made(split: bool) -> Non
             assert (node.target is add_product_to) == (node.meta["val"].dim() == 2)
 
 
-def test_what_others_hold_or_what_is_part_of_something_is_left_as_it_is() -> None:
+def test_what_others_hold_or_what_is_part_of_something_is_copied() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -96,8 +96,19 @@ def test_what_others_hold_or_what_is_part_of_something_is_left_as_it_is() -> Non
             return (torch.tanh(x) @ joined.t()).sum() + self.spread.sum()  # one number, four times
 
     model = Model()
-    joint = sum_gradients(_joint(model, torch.randn(3, 4)), CPU)
-    assert _summed(joint) == {"layer.weight", "layer.bias"}
+    joint = _joint(model, torch.randn(3, 4))
+    inputs = example_inputs(joint)
+    before = run_joint(joint, inputs)
+    joint = sum_gradients(joint, CPU)
+    names = {name for name, _ in model.named_parameters()}
+    assert _summed(joint) == names
+    assert _summed(joint, add_copy_to) == names - {"layer.weight", "layer.bias"}
+    found = run_joint(joint, [*inputs, *[None] * len(joint.sums)])
+    assert all(a is b or torch.equal(a, b) for a, b in zip(found, before, strict=True))
+    storages = [value.untyped_storage() for value in found if value is not None]
+    assert len({storage.data_ptr() for storage in storages}) == len(storages)
+    gradients = [value for value in found[joint.num_forward_outputs :] if value is not None]
+    assert all(value.untyped_storage().nbytes() == 4 * value.numel() for value in gradients)
 
 
 def test_gradients_of_inputs_are_not_added_up() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx.runtime.sums import Sums
 from tests.golden_models import TiedTransformer
-from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
+from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, left_behind, pipelined_step, squares
 
 
 def test_what_is_somebody_elses_is_not_written_over() -> None:
@@ -100,3 +105,80 @@ def test_inductor_adds_up(make: Any) -> None:
     if all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout)):
         for name, parameter in compiled.named_parameters():
             torch.testing.assert_close(parameter.grad, 2 * before[name])
+
+
+class Uses(nn.Module):
+    """Layers that use a few parameters in all ways there are, drawn by a seed: some several times, some frozen."""
+
+    WIDTH = 6
+
+    def __init__(self, seed: int, depth: int) -> None:
+        super().__init__()
+        draw = random.Random(seed)
+        width = self.WIDTH
+        self.matrices = nn.ParameterList(torch.randn(width, width) / 2 for _ in range(3))
+        self.vectors = nn.ParameterList(torch.randn(width) for _ in range(2))
+        self.halves = nn.ParameterList(torch.randn(width // 2, width) / 2 for _ in range(2))
+        for parameter in self.parameters():
+            parameter.requires_grad_(draw.random() < 0.85)
+        self.matrices[0].requires_grad_(True)
+        self.uses = [(draw.choice(_WAYS), draw.randrange(6)) for _ in range(depth)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for way, which in self.uses:
+            matrix, vector = self.matrices[which % 3], self.vectors[which % 2]
+            if way == "linear":
+                x = x + torch.tanh(F.linear(x, matrix, vector))
+            elif way == "product":
+                x = torch.tanh(x @ matrix)
+            elif way == "scaled":
+                x = torch.sin(x * vector) + vector.sum()
+            elif way == "joined":
+                x = torch.tanh(x @ torch.cat(list(self.halves)))
+            elif way == "both":
+                x = torch.tanh(x + (self.vectors[0] + self.vectors[1]))
+            else:
+                x = torch.tanh(x @ (matrix @ self.matrices[0]) + matrix[0])
+        return x + self.matrices[0][1]
+
+
+_WAYS = ("linear", "linear", "product", "scaled", "joined", "both", "derived")
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    depth=st.integers(2, 7),
+    microbatches=st.integers(1, 4),
+    schedule=st.sampled_from(SCHEDULES),
+    given_memory=st.sampled_from([{"checkpoint": "never"}, {"checkpoint": "always"}, {"memory_budget": 0.0}]),
+    devices=st.integers(1, 3),
+)
+@settings(max_examples=25, deadline=None)
+@pytest.mark.filterwarnings("ignore:roundpipe_fx. stages=")
+def test_however_parameters_are_used(
+    seed: int, depth: int, microbatches: int, schedule: str, given_memory: dict[str, Any], devices: int
+) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    model, (x, y) = Uses(seed, depth).double(), batch_of(8, Uses.WIDTH)
+    x, y = x.double(), y.double()
+    own = copy.deepcopy(model)
+    loss = squares(own(x), y)
+    loss.backward()
+    reference = left_behind(own, loss)
+    compiled = roundpipe_fx.compile(
+        model, devices=["cpu"] * devices, num_microbatches=microbatches, schedule=schedule, **given_memory
+    )
+    for _ in range(2):  # in the second step nothing is left of the first
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+        assert_close(left_behind(model, loss), reference, 1e-9)
+    assert compiled.plan.pipeline is not None
+    assert peak.bytes <= sum(compiled.plan.pipeline.peak_bytes)
+    compiled.forward_backward(x, labels=y, loss_fn=squares)
+    for name, parameter in model.named_parameters():
+        before = reference.gradients[name]
+        assert (parameter.grad is None) == (before is None)
+        if before is not None:
+            torch.testing.assert_close(parameter.grad, 2 * before)
