@@ -16,6 +16,7 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 
 __all__ = ["planning_anew"]
 
@@ -23,6 +24,9 @@ log = logging.getLogger(__name__)
 
 _SMALLER = 0.8
 """What is left of the budget after running out of memory."""
+_CLOSER = 0.98
+"""What is left beside that of a budget in which microbatches do not fit together."""
+_TRIES = 5
 
 
 def planning_anew(
@@ -52,7 +56,7 @@ def planning_anew(
         return run()
     with torch_private.rng_states(devices) as restore:
         try:
-            return run()
+            return _fitted(run, compile_anew, assumptions)
         except torch.OutOfMemoryError as error:
             # Outside the handler the error's traceback no longer holds what the step had allocated.
             failure = error.with_traceback(None)
@@ -68,3 +72,15 @@ def planning_anew(
         return run()
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
+
+
+def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], assumptions: Assumptions) -> Any:
+    """Run a step; compile it anew for less where its microbatches do not fit together."""
+    for _ in range(_TRIES):
+        try:
+            return run()
+        except UnequalMicrobatchesError as error:
+            assumptions.share *= _CLOSER * error.allowed / error.needed
+            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * assumptions.share)
+            compile_anew()
+    return run()

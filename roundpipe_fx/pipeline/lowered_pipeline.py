@@ -64,6 +64,8 @@ class LoweredPipeline:
         devices: how many.
         in_halves: whether all forwards run before all backwards, with a loss outside between them.
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
+        allowed: bytes that the user allows a device, of which a plan may have been told to leave some; ``None``: he
+            said no number.
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of what was
             looked at for a budget.
     """
@@ -75,6 +77,7 @@ class LoweredPipeline:
     devices: int
     in_halves: bool
     budget: int | None = None
+    allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:

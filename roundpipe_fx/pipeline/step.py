@@ -29,6 +29,7 @@ from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inp
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.pipeline.taken import Taken, take_all
 from roundpipe_fx.pipeline.through_autograd import through_autograd
+from roundpipe_fx.pipeline.unequal import check_together
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
@@ -221,6 +222,8 @@ class Pipeline:
             pipeline = taken.graphs[0].pipeline
             count = len(taken.programs)
             whole = pipeline.schedule(graph, count)
+            if pipeline.allowed is not None:
+                check_together(whole, graph, [own.pipeline for own in taken.graphs])
             schedule = whole if kinds is None else whole.only(*kinds)
             # The programs are held, so that their identities stay theirs.
             self._schedules[key] = instructions_of(schedule, taken.programs), taken.programs

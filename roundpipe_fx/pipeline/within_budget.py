@@ -83,9 +83,10 @@ def within_budget(
     chain, keepings = chain_of(blocks)
     kept = most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     first = attempt(kept.schedule.choice)
-    limit = int(budget * setting.share) if isinstance(budget, int) else int(first.peak * setting.share)
+    allowed = budget if isinstance(budget, int) else None
+    limit = int((first.peak if allowed is None else allowed) * setting.share)
     if first.peak <= limit and (budget == 1.0 or isinstance(budget, int)):
-        return first.chosen(limit, [first])
+        return first.chosen(limit, allowed, [first])
     runs = runs_of(first.timing, setting.cuts)
     rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
     tried = {(0,) * pipelining.workers: first}
@@ -124,7 +125,7 @@ def within_budget(
             )
         fitting = [least]
     best = min(fitting, key=lambda own: (own.timing.makespan, own.seconds, own.peak))
-    return best.chosen(max(limit, best.peak), attempts)
+    return best.chosen(max(limit, best.peak), allowed, attempts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,13 +145,13 @@ class _Attempt:
         """Modelled seconds of recomputation, for a microbatch."""
         return self.pipeline.main.lowered.plan.recompute_seconds
 
-    def chosen(self, budget: int, attempts: Sequence[_Attempt]) -> LoweredPipeline:
+    def chosen(self, budget: int, allowed: int | None, attempts: Sequence[_Attempt]) -> LoweredPipeline:
         """The pipeline, chosen among several for a budget."""
         found: list[tuple[int, float]] = []
         for seconds, peak in sorted((own.seconds, own.peak) for own in attempts):
             if not found or peak < found[-1][0]:
                 found.append((peak, seconds))
-        return dataclasses.replace(self.pipeline, budget=budget, trade_off=tuple(found))
+        return dataclasses.replace(self.pipeline, budget=budget, allowed=allowed, trade_off=tuple(found))
 
 
 def _choice(levels: Sequence[int], runs: Sequence[Run], rungs: Sequence[Sequence[Rung]]) -> Choice:

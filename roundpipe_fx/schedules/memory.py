@@ -78,6 +78,7 @@ def peaks_of(
     reads: np.ndarray,
     steps: Sequence[Step],
     costs: StepCosts,
+    others: Mapping[int, StepCosts],
 ) -> tuple[int, ...]:
     """For each device the most bytes at one time.
 
@@ -89,22 +90,30 @@ def peaks_of(
         reads: the steps that each step reads, by number.
         steps: by number.
         costs: of the steps.
+        others: costs of microbatches that differ, by number.
     """
     number = {step: index for index, step in enumerate(steps)}
     places = _Places(schedule, codes)
-    peak = np.array([costs.peak_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    # The costs that there are, and whose each microbatch has.
+    kinds = list({id(kind): kind for kind in (costs, *others.values())}.values())
+    kind_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
+    for batch, of_batch in others.items():
+        kind_of[batch] = next(place for place, kind in enumerate(kinds) if kind is of_batch)
+    peak = np.array([[kind.peak_bytes.get(step, 0) for step in steps] for kind in kinds], dtype=np.int64)
     first_peak = np.array(
-        [costs.first_peak_bytes.get(step, costs.peak_bytes.get(step, 0)) for step in steps], dtype=np.int64
+        [[kind.first_peak_bytes.get(step, kind.peak_bytes.get(step, 0)) for step in steps] for kind in kinds],
+        dtype=np.int64,
     )
-    brought = np.array([costs.brought_bytes.get(step, 0) for step in steps], dtype=np.int64)
+    brought = np.array([[kind.brought_bytes.get(step, 0) for step in steps] for kind in kinds], dtype=np.int64)
     certain = None
-    if costs.held and len(codes) > 1 and schedule.size <= _MOST_EXACT:
+    if any(kind.held for kind in kinds) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
         certain = _certainly_over(schedule, codes, waves, reads, places)
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
     made_here = 0  # of what lasts, by the first device, to which the caller's outputs go
-    for held in costs.held:
+    for which, held in ((place, held) for place, kind in enumerate(kinds) for held in kind.held):
         maker = number[held.maker]
         for device, at, batches in places.of(maker):
+            at, batches = at[kind_of[batches] == which], batches[kind_of[batches] == which]
             until = places.last(device, [number[reader] for reader in held.readers], batches)
             if not held.readers:
                 until = np.full(len(at), len(codes[device]))
@@ -122,25 +131,28 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
-    lasting = sum(held.bytes for held in costs.held if not held.readers)
+    lasting = [sum(held.bytes for held in kind.held if not held.readers) for kind in kinds]
+    outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
-        present, first, counts = np.unique(own, return_index=True, return_counts=True)
+        kind_at = kind_of[order[:, 2]]
+        present, first = np.unique(own, return_index=True)
         known: set[int] = set()
         for place, code in sorted(zip(first.tolist(), present.tolist(), strict=True)):
-            new = {owner: size for owner, size in costs.base_bytes.get(steps[code], {}).items() if owner not in known}
+            base = kinds[kind_at[place]].base_bytes.get(steps[code], {})
+            new = {owner: size for owner, size in base.items() if owner not in known}
             change[place + 1] += sum(new.values())
             known |= new.keys()
         turn = int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
         outside = 0
         if schedule.in_halves and device == 0:
-            change[turn] += lasting * schedule.microbatches - made_here
-            outside = int(np.cumsum(change)[turn]) + costs.outside_bytes * schedule.microbatches
-            change[turn] += costs.loss_bytes * schedule.microbatches
-        change[turn] += (brought[present] * counts).sum()
+            change[turn] += np.take(lasting, kind_of[: schedule.microbatches]).sum() - made_here
+            outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
+            change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
+        change[turn] += brought[kind_at, own].sum()
         level = np.cumsum(change)[: len(own)]
-        needed = peak[own]
-        needed[first] = first_peak[present]
+        needed = peak[kind_at, own]
+        needed[first] = first_peak[kind_at[first], present]
         found.append(max(outside, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
 

@@ -8,6 +8,7 @@ million actions, take seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -74,13 +75,16 @@ class Timing:
         return 1 - sum(self.busy) / total if total else 0.0
 
 
-def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Timing:
+def simulate_time(
+    schedule: Schedule, graph: StageGraph, costs: StepCosts, others: Mapping[int, StepCosts] | None = None
+) -> Timing:
     """Run a schedule on paper.
 
     Args:
         schedule: what runs where, in order.
         graph: who reads whom.
-        costs: in seconds and bytes. A schedule of unequal microbatches takes those of a whole one.
+        costs: in seconds and bytes, of a whole microbatch.
+        others: of microbatches that differ, by number; it is their bytes that are taken.
 
     Raises:
         Deadlock: devices wait for each other, or for what nobody does.
@@ -101,7 +105,8 @@ def simulate_time(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> Ti
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     ends, waves = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    return Timing(schedule, graph, starts, tuple(ends), peaks_of(schedule, codes, ends, waves, reads, steps, costs))
+    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {})
+    return Timing(schedule, graph, starts, tuple(ends), peaks)
 
 
 def _run(

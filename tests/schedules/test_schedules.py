@@ -292,3 +292,23 @@ def test_large_schedules_take_seconds() -> None:
 def test_an_action_prints_and_reads_back() -> None:
     for text in ("F2.5", "R0.0", "B1.3", "I1.3", "W0.2", "S:F2.5>3", "V:B2.5<1"):
         assert str(Action.parse(text)) == text
+
+
+def test_microbatches_that_differ_need_their_own_bytes() -> None:
+    graph = StageGraph({(Kind.FORWARD, 0): (), (Kind.BACKWARD, 0): ((Kind.FORWARD, 0),)})
+
+    def costs(held: int, peak: int) -> StepCosts:
+        return StepCosts(
+            dict.fromkeys(graph.steps, 1.0),
+            held=(Held(held, (Kind.FORWARD, 0), ((Kind.BACKWARD, 0),)),),
+            peak_bytes={(Kind.FORWARD, 0): held, (Kind.BACKWARD, 0): peak},
+            first_peak_bytes={(Kind.BACKWARD, 0): peak + 1},
+            base_bytes={(Kind.BACKWARD, 0): {0: 1000}},
+        )
+
+    small, large = costs(10, 5), costs(100, 50)
+    schedule = gpipe(1, 1, 3)
+    assert simulate_time(schedule, graph, large).peak_bytes == (1000 + 200 + 50,)
+    assert simulate_time(schedule, graph, large, {2: small}).peak_bytes == (1000 + 110 + 50,)
+    assert simulate_time(schedule, graph, large, {1: small, 2: small}).peak_bytes == (1000 + 20 + 5,)
+    assert simulate_time(schedule, graph, small, {0: large}).peak_bytes == (1000 + 20 + 5,)
