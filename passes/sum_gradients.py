@@ -34,20 +34,21 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
     numbers, holders, position = StorageNumbers(), _Holders(list), {}
     for place, node in enumerate(joint.graph.nodes):
         position[node] = place
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node.meta.get(Mark.PHASE) is Phase.FORWARD:
             numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
         elif node.op != "output":
             numbers.follow(node)
         for storage in set(numbers.of(node)) - {OUTSIDE}:
             holders[storage].append(node)
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
-    results: list[list[Any]] = [[] for _ in joint.primals]
+    primals = joint.primals
+    results: list[list[Any]] = [[] for _ in primals]
     found: list[_Found] = []
     for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
         storages = numbers.of(gradient) if isinstance(gradient, fx.Node) else []
-        if joint.primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
+        if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
-        elif len(storages) != 1 or returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
+        elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
             found.append(_Found(owner, gradient, gradient, add_copy_to))
         else:
             readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
@@ -64,7 +65,7 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
             with joint.graph.inserting_after(last):
                 sums[key] = last = joint.graph.placeholder(f"sums_{len(sums) + 1}")
             last.meta["val"] = _copy(own.gradient.meta["val"])
-            labels[last] = f"sum_{joint.label(joint.primals[own.owner])}"
+            labels[last] = f"sum_{joint.label(primals[own.owner])}"
         with joint.graph.inserting_after(tails.get(own.after, own.after)):
             sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
     for (owner, *_), total in sums.items():
@@ -140,11 +141,18 @@ _INHERITED = (
 
 
 def _stands_alone(gradient: fx.Node, holders: list[fx.Node]) -> bool:
-    """Whether a gradient is the whole of its memory, and nobody outside the module that makes it sees that."""
+    """Whether a gradient is the whole of its memory, and nobody outside the module that makes it sees that.
+
+    Args:
+        gradient: what the backward returns.
+        holders: all that stands on the same memory; nothing, if that was not made in the backward.
+    """
     value = gradient.meta["val"]
     whole = value.untyped_storage().nbytes() == _bytes(value)
     readers = [user for node in holders for user in node.users if user.op != "output"]
-    return bool(whole) and all(_module(node) == _module(gradient) for node in (*holders, *readers))
+    return (
+        gradient in holders and bool(whole) and all(_module(node) == _module(gradient) for node in (*holders, *readers))
+    )
 
 
 def _bytes(value: torch.Tensor) -> int:

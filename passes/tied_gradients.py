@@ -12,6 +12,7 @@ that was cast or otherwise used before it became a gradient stays as it is.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import torch
 from torch import fx
@@ -24,10 +25,11 @@ __all__ = ["split_tied_gradients"]
 def split_tied_gradients(joint: JointGraph) -> JointGraph:
     """Return the parts of parameters' gradients instead of their sums."""
     outputs, primals = joint.outputs, joint.primals
+    times = Counter(output for output in outputs if isinstance(output, fx.Node))
     further: list[fx.Node] = []
     owners: list[int] = []
     for owner, gradient in enumerate(joint.gradients):
-        if not isinstance(gradient, fx.Node) or primals[owner] not in joint.parameters or outputs.count(gradient) > 1:
+        if not isinstance(gradient, fx.Node) or primals[owner] not in joint.parameters or times[gradient] > 1:
             continue
         first, *others = _addends(gradient)
         outputs[joint.num_forward_outputs + owner] = first
