@@ -115,9 +115,9 @@ def within_budget(
     fitting = [own for own in attempts if own.peak <= limit]
     if not fitting:
         least = min(attempts, key=lambda own: own.peak)
-        if isinstance(budget, int):
+        if allowed is not None and least.peak > allowed:
             raise InfeasibleBudgetError(
-                f"memory_budget of {limit} bytes ({bytes_text(limit)}) a device cannot be met: with schedule "
+                f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "
                 f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "
                 f"device that needs most needs at least {least.peak} bytes ({bytes_text(least.peak)}). Use more and "
                 "smaller microbatches, more devices, another schedule, or a budget of at least the minimum.",
