@@ -27,6 +27,7 @@ _SMALLER = 0.8
 _CLOSER = 0.98
 """What is left beside that of a budget in which microbatches do not fit together."""
 _TRIES = 5
+"""So often is a step planned anew because its microbatches do not fit together."""
 
 
 def planning_anew(
@@ -69,7 +70,7 @@ def planning_anew(
     )
     compile_anew()
     try:
-        return run()
+        return _fitted(run, compile_anew, assumptions)
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
 

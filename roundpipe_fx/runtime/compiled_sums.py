@@ -15,14 +15,15 @@ __all__ = ["from_zero", "functional_sums"]
 
 def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
     """Replace additions in place by such that make a new sum. The module is rewritten."""
-    for node in module.graph.nodes:
-        if node.target in SUMMING:
-            aten = torch.ops.aten
-            node.target = aten.addmm.default if node.target is add_product_to else aten.add.Tensor
-            value = node.args[0].meta["val"]
-            with value.fake_mode:
-                node.meta["val"] = torch.empty_like(value)
-    module.recompile()
+    aten = torch.ops.aten
+    summing = [node for node in module.graph.nodes if node.target in SUMMING]
+    for node in summing:
+        node.target = aten.addmm.default if node.target is add_product_to else aten.add.Tensor
+        value = node.args[0].meta["val"]
+        with value.fake_mode:
+            node.meta["val"] = torch.empty_like(value)
+    if summing:
+        module.recompile()
     return module
 
 

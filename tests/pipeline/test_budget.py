@@ -82,6 +82,21 @@ def test_at_the_peak_of_checkpoints_a_step_is_no_slower_than_theirs(schedule: st
     assert ours.makespan <= theirs.makespan
 
 
+def test_gradients_do_not_stay_in_a_plan_of_microbatches() -> None:
+    """From the second microbatch on the sums are there from the beginning: what is kept lies on top of all of them."""
+    x, y = batch_of(512, 64)
+    beyond_sums = []
+    for options in ({"memory_budget": 0.0}, {"checkpoint": "never"}):
+        model = Blocks(64, 8)
+        compiled = roundpipe_fx.compile(model, num_microbatches=8, **options)
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+        beyond_sums.append(peak.bytes - sum(parameter.numel() * 4 for parameter in model.parameters()))
+    assert 0 < beyond_sums[0] < 0.25 * beyond_sums[1]
+
+
 def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> None:
     x, y = batch_of(512, 32)
     seconds = {}
