@@ -18,17 +18,19 @@ __all__ = ["interleaved"]
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     """Stage s runs on device s modulo ``devices``."""
-    # A last group that is smaller is scheduled as a whole one, of which some microbatches are then left out.
+    # A last group that is smaller is scheduled as a whole one, of which some microbatches are then left out; so are
+    # stages, where some devices have one less.
     whole = -(-microbatches // devices) * devices
+    all_stages = -(-stages // devices) * devices
     orders = []
     for device in range(devices):
-        own = list(range(device, stages, devices))
+        own = list(range(device, all_stages, devices))
         forward = _grouped(Kind.FORWARD, own, devices, whole)
         backward = _grouped(Kind.BACKWARD, own[::-1], devices, whole)
         ahead = min(2 * (devices - 1 - device) + (len(own) - 1) * devices, len(forward))
         steady = len(forward) - ahead
         order = np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])
-        orders.append(order[order[:, 2] < microbatches])
+        orders.append(order[(order[:, 1] < stages) & (order[:, 2] < microbatches)])
     return Schedule("interleaved", tuple(orders))
 
 

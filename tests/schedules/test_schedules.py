@@ -11,6 +11,7 @@ from roundpipe_fx.schedules import (
     Kind,
     Schedule,
     StageGraph,
+    Step,
     StepCosts,
     chain,
     gpipe,
@@ -292,6 +293,18 @@ def test_large_schedules_take_seconds() -> None:
 def test_an_action_prints_and_reads_back() -> None:
     for text in ("F2.5", "R0.0", "B1.3", "I1.3", "W0.2", "S:F2.5>3", "V:B2.5<1"):
         assert str(Action.parse(text)) == text
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 4])
+def test_interleaved_with_any_number_of_stages(devices: int) -> None:
+    for stages in range(devices, 4 * devices + 1):
+        reads: dict[Step, tuple[Step, ...]] = {}
+        for stage in range(stages):
+            reads[Kind.FORWARD, stage] = ((Kind.FORWARD, stage - 1),) if stage else ()
+            later = ((Kind.BACKWARD, stage + 1),) if stage < stages - 1 else ()
+            reads[Kind.BACKWARD, stage] = ((Kind.FORWARD, stage), *later)
+        for microbatches in range(1, 10):
+            validate(interleaved(devices, stages, microbatches), StageGraph(reads), microbatches, devices)
 
 
 def test_microbatches_that_differ_need_their_own_bytes() -> None:
