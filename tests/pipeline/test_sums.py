@@ -153,7 +153,7 @@ _WAYS = ("linear", "linear", "product", "scaled", "joined", "both", "derived")
     given_memory=st.sampled_from([{"checkpoint": "never"}, {"checkpoint": "always"}, {"memory_budget": 0.0}]),
     devices=st.integers(1, 3),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @pytest.mark.filterwarnings("ignore:roundpipe_fx. stages=")
 def test_however_parameters_are_used(
     seed: int, depth: int, microbatches: int, schedule: str, given_memory: dict[str, Any], devices: int
