@@ -67,6 +67,6 @@ def _streams(program: Program) -> NoStreams | AcceleratorStreams:
     events = graph.find_nodes(op="call_function", target=torch.ops.streams.record_event.default)
     values = (node.meta.get("val") for node in graph.nodes if node.op == "placeholder")
     devices = {value.device for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"}
-    if not events or not devices:
+    if not devices:
         return NoStreams()
     return AcceleratorStreams(min(devices, key=str), len(events))

@@ -200,12 +200,14 @@ class AcceleratorLane:
 
 @contextlib.contextmanager
 def _current(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream(stream.device)
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
+    """A stream is its device's current one inside, and that device the current one: setting a stream sets both."""
+    with torch.accelerator.device_index(stream.device.index):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
 
 
 def lane_of(device: torch.device) -> Lane:

@@ -52,13 +52,14 @@ class AcceleratorStreams:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around one run of the program: stream 0 is the caller's, and it is current again after."""
-        main = torch.accelerator.current_stream(self._device)
-        self._streams = [main, self._side]
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(main)
+        """Around one run of the program, on its device: stream 0 is the caller's, and it is current again after."""
+        with torch.accelerator.device_index(self._device.index):  # setting a stream sets the device as well
+            main = torch.accelerator.current_stream(self._device)
+            self._streams = [main, self._side]
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(main)
 
     def fork(self, from_stream: int, to_stream: int) -> None:
         """Make ``to_stream`` current."""

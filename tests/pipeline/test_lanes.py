@@ -6,6 +6,7 @@ on. Whatever a stage reads must be on its device, and made by something that the
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -69,7 +70,7 @@ class Event:
 
 
 class Accelerator:
-    """``torch.accelerator`` of two devices; current streams belong to a thread."""
+    """``torch.accelerator`` of two devices; the current streams and the current device belong to a thread."""
 
     def __init__(self) -> None:
         self.local = threading.local()
@@ -85,9 +86,20 @@ class Accelerator:
 
     def set_stream(self, stream: Stream) -> None:
         self._current()[stream.device] = stream
+        self.local.index = stream.device.index
+
+    def current_device_index(self) -> int:
+        return getattr(self.local, "index", 0)
 
     def set_device_index(self, index: int) -> None:
-        pass
+        self.local.index = index
+
+    @contextlib.contextmanager
+    def device_index(self, index: int) -> Iterator[None]:
+        before = self.current_device_index()
+        self.local.index = index
+        yield
+        self.local.index = before
 
 
 class Ledger:
@@ -182,6 +194,7 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
     def add(step: Step, inputs: list[Source], output: int, before: list[Step], sums: bool = False) -> None:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             device = arguments[0].device
+            assert ledger.accelerator.current_device_index() == device.index  # whose generator is drawn from
             stream = ledger.accelerator.current_stream(device)
             for argument in arguments:
                 if argument is not None:
