@@ -15,10 +15,17 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.codegen.text import dying_values
-from roundpipe_fx.torch_private import without_wrapper
+from roundpipe_fx.torch_private import (
+    draws_on_own_device,
+    run_and_save_rng_state,
+    run_with_rng_state,
+    without_wrapper,
+)
 
 __all__ = ["eager_stage"]
 
@@ -64,9 +71,18 @@ def _expression(node: fx.Node, module: fx.GraphModule, names: _Names) -> str:
         return f"{names.text(source)}[{names.text(index)}]"
     arguments = [names.text(value) for value in node.args]
     arguments += [f"{key}={names.text(value)}" for key, value in node.kwargs.items()]
-    assert callable(node.target)
-    called = names.of(without_wrapper(node.target), str(node.target))
+    called = names.of(_called(node), str(node.target))
     return f"{called}({', '.join(arguments)})"
+
+
+def _called(node: fx.Node) -> Callable[..., Any]:
+    assert callable(node.target)
+    values = tree_leaves(node.meta.get("val"))
+    if node.target in (run_and_save_rng_state, run_with_rng_state) and any(
+        isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values
+    ):
+        return draws_on_own_device(node.target)
+    return without_wrapper(node.target)
 
 
 class _Names:

@@ -60,7 +60,12 @@ from roundpipe_fx.torch_private.modes import (
     without_modes,
 )
 from roundpipe_fx.torch_private.random_branches import settled_draw
-from roundpipe_fx.torch_private.rng import rng_states, run_and_save_rng_state, run_with_rng_state
+from roundpipe_fx.torch_private.rng import (
+    draws_on_own_device,
+    rng_states,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
 from roundpipe_fx.torch_private.sizes import (
     InputSize,
     assume_sizes,
@@ -92,6 +97,7 @@ __all__ = [
     "differentiated_outputs",
     "dispatch_mode_flags",
     "dispatch_modes",
+    "draws_on_own_device",
     "dynamo_flags",
     "fakes_on",
     "forget_compiled",

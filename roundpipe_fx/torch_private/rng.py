@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import torch
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["rng_states", "run_and_save_rng_state", "run_with_rng_state"]
+__all__ = ["draws_on_own_device", "rng_states", "run_and_save_rng_state", "run_with_rng_state"]
 
 
 @contextlib.contextmanager
@@ -23,3 +25,21 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
             torch.cuda.set_rng_state(state, device)
 
     yield restore
+
+
+@functools.cache
+def draws_on_own_device(draw: Callable[..., Any]) -> Callable[..., Any]:
+    """``run_and_save_rng_state`` or ``run_with_rng_state``, of the generator that the operator draws from.
+
+    On CUDA the two save and set the state of the *current* device's generator, whichever device the operator is on: in a
+    model on several devices a dropout would be replayed with another mask.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        operator = next(place for place, value in enumerate(args) if not isinstance(value, torch.Tensor))
+        tensors = (value for value in args[operator + 1 :] if isinstance(value, torch.Tensor))
+        device = torch.device(kwargs.get("device") or next((value.device for value in tensors), "cpu"))
+        with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
+            return draw(*args, **kwargs)
+
+    return call
