@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,7 +38,7 @@ class Lane(Protocol):
 
     device: torch.device
 
-    def prepare(self, home: torch.device) -> None:
+    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
         """Called in the caller's thread before a step: what he has issued comes first."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -46,6 +46,9 @@ class Lane(Protocol):
 
     def local(self, value: Any) -> Any:
         """A tensor of the caller's, on this device."""
+
+    def inherit(self, value: Any) -> Any:
+        """A value that an earlier run has left, on some worker's device, on this one's, to be read from here on."""
 
     def drop(self, value: Any) -> None:
         """Nothing on this device reads a tensor of the caller's any more in this step."""
@@ -62,6 +65,12 @@ class Lane(Protocol):
     def home(self, value: Any) -> Any:
         """A result, on the caller's device."""
 
+    def ready(self) -> Any:
+        """What this worker has issued until now, for :meth:`after` of another."""
+
+    def after(self, ready: Any, value: Any) -> None:
+        """From here on read a value that another worker, on the caller's device, had made until ``ready``."""
+
     def finish(self) -> None:
         """Let the caller's stream wait for all that was issued."""
 
@@ -72,7 +81,7 @@ class HostLane:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def prepare(self, home: torch.device) -> None:
+    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
         """Nothing to wait for."""
 
     @contextlib.contextmanager
@@ -82,6 +91,10 @@ class HostLane:
 
     def local(self, value: Any) -> Any:
         """A tensor of the caller's: itself."""
+        return value
+
+    def inherit(self, value: Any) -> Any:
+        """A value that an earlier run has left: itself."""
         return value
 
     def drop(self, value: Any) -> None:
@@ -103,6 +116,12 @@ class HostLane:
         """A result: itself."""
         return value
 
+    def ready(self) -> None:
+        """It is there."""
+
+    def after(self, ready: Any, value: Any) -> None:
+        """Nothing to wait for."""
+
     def finish(self) -> None:
         """Nothing to wait for."""
 
@@ -115,17 +134,19 @@ class AcceleratorLane:
         self.compute = torch.Stream(device)
         self.outgoing = torch.Stream(device)
         self.incoming = torch.Stream(device)
-        self._callers: list[torch.Stream] = []
+        self._home = device
+        self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
 
-    def prepare(self, home: torch.device) -> None:
-        """Note the caller's streams, here and on his own device: streams are of a thread, so his thread must tell."""
-        self._callers = [torch.accelerator.current_stream(device) for device in dict.fromkeys((self.device, home))]
+    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
+        """Note the caller's streams, on his own and the workers' devices: streams are of a thread, his must tell."""
+        self._home = home
+        self._callers = {device: torch.accelerator.current_stream(device) for device in (home, *devices)}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """The compute stream is current and has waited for the caller's; copies of his tensors last as long."""
-        for caller in self._callers:
+        for caller in self._callers.values():
             self.compute.wait_stream(caller)
             self.incoming.wait_stream(caller)
         with _current(self.compute):
@@ -139,13 +160,27 @@ class AcceleratorLane:
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
             return value
         if id(value) not in self._copies:
-            with _current(self._callers[-1]), _current(self.incoming):
-                copy = value.detach().to(self.device, non_blocking=True)
-                arrived = self.incoming.record_event()
-            self.compute.wait_event(arrived)
-            copy.record_stream(self.compute)
-            self._copies[id(value)] = (value, copy)
+            self._copies[id(value)] = (value, self._copy(value.detach()))
         return self._copies[id(value)][1]
+
+    def inherit(self, value: Any) -> Any:
+        """A value that an earlier run has left: the stream that reads it is perhaps not the one whose memory it has."""
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return value
+        if value.device == self.device:
+            value.record_stream(self.compute)
+            return value
+        value.record_stream(self._callers[value.device])
+        return self._copy(value)
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        """A copy on this device, for the compute stream. The caller's stream reads, and has waited for its making."""
+        with _current(self._callers[value.device]), _current(self.incoming):
+            copy = value.to(self.device, non_blocking=True)
+            arrived = self.incoming.record_event()
+        self.compute.wait_event(arrived)
+        copy.record_stream(self.compute)
+        return copy
 
     def drop(self, value: Any) -> None:
         """Let the copy of a tensor go."""
@@ -187,11 +222,22 @@ class AcceleratorLane:
 
     def home(self, value: Any) -> Any:
         """A result on the caller's device, ready for his stream."""
-        home = self._callers[-1]
+        home = self._callers[self._home]
         if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
             return value
         with _current(home), _current(self.compute):
             return value.to(home.device, non_blocking=True)
+
+    def ready(self) -> Any:
+        """An event on the compute stream."""
+        return self.compute.record_event()
+
+    def after(self, ready: Any, value: Any) -> None:
+        """The compute stream waits, and so does the caller's, from which copies are made."""
+        if value.device == self.device:
+            value.record_stream(self.compute)
+        self.compute.wait_event(ready)
+        self._callers[self._home].wait_event(ready)
 
     def finish(self) -> None:
         """Called in the caller's thread: its stream waits for the compute stream."""

@@ -88,7 +88,7 @@ def run_pipeline(
     """
     run = _Run(workers, instructions, programs, primals, tangents, streams, given)
     for lane in workers.lanes:
-        lane.prepare(run.home)
+        lane.prepare(run.home, workers.devices)
     workers.submit(run.work)
     try:
         run.wait()
@@ -96,13 +96,14 @@ def run_pipeline(
         run.stop()
         run.wait()
         raise
+    finally:
+        for lane in workers.lanes:
+            lane.finish()  # after a failure too: what was issued may still read what the caller is about to free
     if run.failure is not None:
         try:
             raise run.failure
         finally:
             run.failure = None  # its traceback holds this frame
-    for lane in workers.lanes:
-        lane.finish()
     return run.finished()
 
 
@@ -124,11 +125,19 @@ class _Run:
         self._tangents = tangents
         self._streams = streams
         self.home = _home_of(primals, workers)
+        # Here, in the caller's thread: tracing and compiling are not for several threads at once.
+        self._calls = [
+            [
+                own.code.call if lane.device == self.home else own.code.elsewhere(lane.device)
+                for own in instructions_of_device
+            ]
+            for lane, instructions_of_device in zip(workers.lanes, instructions, strict=False)
+        ]
         self._modes = active_dispatch_modes()
         self._states = States(programs, primals) if any(program.mutations for program in programs) else None
         self._mailboxes = [Mailbox() for _ in workers.lanes]
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.lanes]
-        self._has_given = bool(given)
+        self._inherits = bool(given)
         if given:
             self._hand_out(given)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
@@ -146,7 +155,7 @@ class _Run:
                 batch = instruction.action.microbatch
                 for source in instruction.code.inputs:
                     if source.kind == "value" and source.index in given[batch]:
-                        own[batch][source.index] = given[batch][source.index]
+                        own[batch][source.index] = _Left(given[batch][source.index])
         for values in given:
             values.clear()
 
@@ -190,7 +199,7 @@ class _Run:
         instructions = self._instructions[device]
         elsewhere = lane.device != self.home
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
-        for instruction, unread in zip(instructions, done_with, strict=True):
+        for instruction, call, unread in zip(instructions, self._calls[device], done_with, strict=True):
             if self._stopping:
                 raise Stopped
             batch = instruction.action.microbatch
@@ -200,15 +209,15 @@ class _Run:
                 own.update(zip(message.numbers, lane.receive(message), strict=True))
                 del message
             code = instruction.code
+            for source in code.inputs if self._inherits else ():
+                if source.kind == "value" and isinstance(left := own[source.index], _Left):
+                    own[source.index] = lane.inherit(left.value)
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
                 else self._outside(source, batch, device, lane)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
             ]
-            if self._has_given:  # what an earlier run has left may lie on another device
-                arguments = [lane.local(argument) for argument in arguments]
-            call = code.call if lane.device == self.home else code.elsewhere(lane.device)
             start = lane.mark()
             if code.random:
                 with drawing(self._streams[batch], lane.device):
@@ -236,7 +245,7 @@ class _Run:
             value = lane.home(results[place])
             self._outputs[batch][output] = value
             if output in program.mutations and self._states is not None:
-                self._states.write(self._primals[batch][program.mutations[output]], batch, value)
+                self._states.write(self._primals[batch][program.mutations[output]], batch, value, lane.ready())
         for place, number in instruction.gradients:
             self._sums[device].add(self._owner(batch, number), results[place])
         for place, number in instruction.sums:
@@ -252,7 +261,9 @@ class _Run:
             return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
         if self._states is not None and self._states.is_state(value):
-            value = self._states.read(value, batch)
+            value, ready = self._states.read(value, batch)
+            if ready is not None:
+                lane.after(ready, value)
         return lane.local(value)
 
     def finished(self) -> Finished:
@@ -277,6 +288,17 @@ class _Run:
             for batch, values in enumerate(batches):
                 left[batch].update(values)
         return Finished(self._outputs, gradients, left, self._spans)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What an earlier run has left, until it is read: it may lie on another worker's device.
+
+    Attributes:
+        value: as that worker made it.
+    """
+
+    value: Any
 
 
 def _home_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:

@@ -32,15 +32,15 @@ class States:
         """Whether some microbatch updates a tensor."""
         return id(value) in self._writers
 
-    def read(self, value: Any, microbatch: int) -> Any:
-        """What a tensor is for a microbatch, once the microbatches before have updated it.
+    def read(self, value: Any, microbatch: int) -> tuple[Any, Any]:
+        """What a tensor is for a microbatch, once the microbatches before have updated it, and when it is ready.
 
         Raises:
             Stopped: the run was stopped.
         """
         before = [writer for writer in self._writers[id(value)] if writer < microbatch]
         if not before:
-            return value
+            return value, None
         key = (id(value), before[-1])
         with self._changed:
             while key not in self._made:
@@ -49,10 +49,10 @@ class States:
                 self._changed.wait()
             return self._made[key]
 
-    def write(self, value: Any, microbatch: int, made: Any) -> None:
-        """What a microbatch has made of a tensor."""
+    def write(self, value: Any, microbatch: int, made: Any, ready: Any) -> None:
+        """What a microbatch has made of a tensor, and when it is ready: see :meth:`Lane.ready`."""
         with self._changed:
-            self._made[id(value), microbatch] = made
+            self._made[id(value), microbatch] = (made, ready)
             self._changed.notify_all()
 
     def stop(self) -> None:

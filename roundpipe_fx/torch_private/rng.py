@@ -31,8 +31,8 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
 def draws_on_own_device(draw: Callable[..., Any]) -> Callable[..., Any]:
     """``run_and_save_rng_state`` or ``run_with_rng_state``, of the generator that the operator draws from.
 
-    On CUDA the two save and set the state of the *current* device's generator, whichever device the operator is on: in a
-    model on several devices a dropout would be replayed with another mask.
+    On CUDA the two save and set the state of the *current* device's generator, whichever device the operator is on: in
+    a model on several devices a dropout would be replayed with another mask.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ on. Whatever a stage reads must be on its device, and made by something that the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,7 @@ from roundpipe_fx.runtime.pipeline_program import (
 )
 from roundpipe_fx.runtime.pipeline_run import run_pipeline
 from roundpipe_fx.runtime.random_streams import RandomStream
-from roundpipe_fx.schedules import Kind, StageGraph, Step, one_f_one_b, with_recompute
+from roundpipe_fx.schedules import Kind, Schedule, StageGraph, Step, one_f_one_b, with_recompute
 
 MODE = FakeTensorMode()
 _lock = threading.RLock()
@@ -204,8 +205,12 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
             results = [ledger.make(device, stream) for _ in range(1 + sums)]
             return (results[0], add_to(total, results[1])) if sums else tuple(results)
 
+        def elsewhere(device: torch.device) -> Any:
+            assert threading.current_thread() is threading.main_thread()  # compiling is not for several threads
+            return call
+
         reads[step] = tuple(before)
-        steps[step] = StepCode(call, tuple(inputs), (output, 100 + output)[: 1 + sums], lambda device: call)
+        steps[step] = StepCode(call, tuple(inputs), (output, 100 + output)[: 1 + sums], elsewhere)
 
     for stage in range(stages):
         before = [(Kind.FORWARD, stage - 1)] if stage else []
@@ -264,6 +269,97 @@ def test_what_is_read_has_been_made_before(ledger: Ledger, devices: list[str]) -
         workers.close()
     assert ledger.reads > 100
     assert (ledger.copies > 0) == ("cuda:1" in devices)
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]])
+def test_what_a_forward_has_left_is_read_by_another_worker(ledger: Ledger, devices: list[str]) -> None:
+    """The allocator is told of streams that read what the forward's have made."""
+    home = torch.device("cuda", 0)
+    caller = ledger.accelerator.current_stream(home)
+    program = _program(ledger, 2)
+    workers = worker.Workers([torch.device(device) for device in devices])
+    primals = [[ledger.make(home, caller) for _ in range(3)]]
+    tangents = [[ledger.make(home, caller)]]
+    streams = [RandomStream(torch.empty(0))]
+
+    def run(schedule: str, given: list[dict[int, Any]]) -> list[dict[int, Any]]:
+        instructions = instructions_of(Schedule.parse(schedule), [program])
+        return run_pipeline(workers, instructions, [program], primals, tangents, streams, given).values
+
+    try:
+        left = run("F0.0 F1.0\n1:", [])
+        made = {number: value for number, value in left[0].items()}
+        assert sorted(made) == [0, 1]
+        run("0:\n1: R1.0 R0.0 B1.0 B0.0", left)
+    finally:
+        workers.close()
+    other = workers.lanes[1]
+    for value in made.values():
+        reader = other.compute if value.device == other.device else ledger.accelerator.default[value.device]
+        assert reader in ledger.told[id(value)]
+
+
+@pytest.mark.parametrize("devices", [["cuda:0", "cuda:0"], ["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]])
+def test_an_updated_buffer_is_read_once_it_has_been_made(ledger: Ledger, devices: list[str]) -> None:
+    home, count = torch.device("cuda", 0), 4
+    caller = ledger.accelerator.current_stream(home)
+
+    def call(arguments: list[Any]) -> tuple[Any, ...]:
+        (buffer,) = arguments
+        stream = ledger.accelerator.current_stream(buffer.device)
+        ledger.read(buffer, stream)
+        arguments.clear()
+        return (ledger.make(buffer.device, stream),)
+
+    forward: Step = (Kind.FORWARD, 0)
+    code = StepCode(call, (Source("primal", 0),), (0,), lambda device: call)
+    program = PipelineProgram({forward: code}, StageGraph({forward: ()}), (Source("value", 0),), (), (), {0: 0})
+    schedule = Schedule.parse("F0.0 F0.2\nF0.1 F0.3")
+    workers = worker.Workers([torch.device(device) for device in devices])
+    buffer = ledger.make(home, caller)
+    try:
+        finished = run_pipeline(
+            workers,
+            instructions_of(schedule, [program] * count),
+            [program] * count,
+            [[buffer]] * count,
+            [[]] * count,
+            [RandomStream(torch.empty(0)) for _ in range(count)],
+        )
+    finally:
+        workers.close()
+    assert all(ledger.made[id(own[0])][2].device == home for own in finished.outputs)
+    assert ledger.reads >= count
+
+
+def test_the_caller_waits_for_what_a_failed_step_has_issued(ledger: Ledger) -> None:
+    """Or he would free tensors that are read still."""
+    home = torch.device("cuda", 0)
+    caller = ledger.accelerator.current_stream(home)
+    program = _program(ledger, 2)
+
+    def fail(arguments: list[Any]) -> tuple[Any, ...]:
+        raise ArithmeticError("in the second stage")
+
+    step: Step = (Kind.FORWARD, 1)
+    steps = {**program.steps, step: dataclasses.replace(program.steps[step], call=fail)}
+    program = dataclasses.replace(program, steps=steps)
+    workers = worker.Workers([home])
+    try:
+        with pytest.raises(ArithmeticError):
+            run_pipeline(
+                workers,
+                instructions_of(Schedule.parse("F0.0 F1.0 R1.0 R0.0 B1.0 B0.0"), [program]),
+                [program],
+                [[ledger.make(home, caller) for _ in range(3)]],
+                [[ledger.make(home, caller)]],
+                [RandomStream(torch.empty(0))],
+            )
+    finally:
+        workers.close()
+    compute = workers.lanes[0].compute
+    assert compute.clock[compute] > 0
+    assert caller.clock[compute] == compute.clock[compute]
 
 
 def test_copies_of_parameters_are_held_until_their_last_reader(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
