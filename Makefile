@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint types format bench golden clean
+.PHONY: demo test emulated lint types format bench golden clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -18,6 +18,10 @@ demo: $(READY)  ## train a small mixture of experts and compare with eager and t
 
 test: $(READY)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+emulated: $(READY)  ## tests/gpu on CUDA devices that are emulated on the host; needs g++
+	LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
+		$(BIN)/python -m pytest -p tests.emulated_cuda.plugin -n 2 --dist worksteal tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -37,4 +41,4 @@ golden: $(READY)  ## regenerate golden/ on purpose; review the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .emulated_cuda build dist *.egg-info

@@ -53,6 +53,7 @@ def test_measured_costs_are_of_the_device() -> None:
     assert 0 < plan.recompute_seconds < plan.forward_seconds < 1
 
 
+@pytest.mark.hardware
 def test_what_kernels_allocate_is_seen_on_the_device() -> None:
     """The gradient of an embedding sorts the indices, in memory of its own."""
     gradient = torch.ops.aten.embedding_dense_backward.default

@@ -37,6 +37,32 @@ def test_bits(recompute: str) -> None:
         assert torch.equal(found.grad, expected.grad)
 
 
+class OnTwoDevices(torch.nn.Module):
+    """Dropout on each of two devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.GELU()).to(device)
+            for device in ("cuda:0", "cuda:1")
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).to("cuda:1")).square().mean()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", [{"recompute": "full", "stages": 2}, {"memory_budget": 0.0}])
+def test_dropout_is_drawn_again_on_the_device_that_it_is_on(options: dict) -> None:
+    """Whichever device is current: its generator is not that of the others."""
+    x = torch.randn(8, 64, device="cuda:1")
+    for model, batch in ((OnTwoDevices(), {"x": x.to("cuda:0")}), (DropoutMLP(width=64).to("cuda:1"), {"x": x})):
+        reference, _ = _steps(model, batch, stage_compiler="eager", **options)
+        assert torch.cuda.current_device() == 0
+        for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert torch.equal(found.grad, expected.grad)
+
+
 def test_many_steps_with_forked_recomputation() -> None:
     """Were a value freed while the other stream reads it, some step would differ."""
     model = DropoutMLP(width=512, depth=8).cuda()

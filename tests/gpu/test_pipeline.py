@@ -9,15 +9,17 @@ import pytest
 import torch
 
 import roundpipe_fx
-from tests.comparison import Step, assert_bitwise
-from tests.golden_models import MixtureOfExperts, TiedTransformer
+from tests.comparison import Step, assert_bitwise, loss_of
+from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def _devices() -> list[list[str]]:
-    several = [["cuda:0", "cuda:1"]] if torch.cuda.device_count() > 1 else []
+    count = torch.cuda.device_count()
+    several = [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]] if count > 1 else []
+    several += [["cuda:0", "cuda:1", "cuda:2"]] if count > 2 else []
     return [["cuda:0"], ["cuda:0", "cuda:0"], *several]
 
 
@@ -67,6 +69,37 @@ def test_devices_and_recomputation_change_nothing(schedule: str) -> None:
             assert_close(step, reference)
 
 
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+def test_updated_buffers_and_both_halves_of_a_step(schedule: str, checkpoint: str) -> None:
+    """A microbatch reads the statistics that the one before has made, and a backward what its forward has left: under
+    RoundPipe's dispatch both were made by other workers."""
+    make, make_batch, _ = GOLDEN["unet"]
+    model = make().cuda()
+    batch = {name: torch.cat([value] * 4).cuda() for name, value in make_batch().items()}
+    reference, first = None, [["cuda:0"]]
+    for devices in (*first, *(own for own in _devices() if own not in first)):
+        found = copy.deepcopy(model)
+        compiled = roundpipe_fx.compile(
+            found,
+            devices=devices,
+            num_microbatches=4,
+            schedule=schedule,
+            checkpoint=checkpoint,
+            stage_compiler="eager",
+        )
+        for _ in range(2):
+            compiled.forward_backward(**batch)
+        found.zero_grad()
+        loss = loss_of(compiled(**batch)).sum()
+        loss.backward()
+        step = left_behind(found, loss)
+        reference = reference or step
+        assert_close(step, reference)
+        assert all(torch.equal(value, reference.buffers[name]) for name, value in step.buffers.items())
+
+
+@pytest.mark.hardware
 def test_many_steps_on_streams_of_their_own() -> None:
     """Were a value freed while another stream reads it, some step would differ."""
     model = Blocks(width=512, depth=8, dropout=0.1).cuda()
@@ -116,6 +149,7 @@ def test_a_model_elsewhere_is_refused() -> None:
         compiled(torch.randn(4, 16))
 
 
+@pytest.mark.hardware
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_copies_run_beside_computation() -> None:
     model = Blocks(width=2048, depth=8).to("cuda:0")

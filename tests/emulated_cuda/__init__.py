@@ -1,0 +1,19 @@
+"""CUDA devices emulated on the host, so that what is for CUDA can run where there is no accelerator.
+
+Four devices that share the host's memory. An operator runs at once, in the CPU's kernel, so results are those of the
+CPU; what an accelerator would do *later* is kept as vector clocks. Each operator happens at a time of the stream that is
+current; events, waits, ``record_stream``, synchronizations and copies between devices order these times as CUDA does.
+From that follow, through PyTorch's own streams, events, autograd threads and generators:
+
+- **races**: an operator that reads or writes what another stream has not been waited for, and memory that is handed out
+  again while another stream may still use it. A race is an error in the operator, or fails the test when it is over;
+- **synchronizations** of the host, counted and refused as ``torch.cuda.set_sync_debug_mode("error")`` does;
+- **memory**: the allocator's counters, with sizes rounded up as the caching allocator rounds them;
+- tensors on different devices in one operator: an error, as on CUDA.
+
+What it is not: it knows no kernels of CUDA's (attention is the composite one, convolutions are the CPU's, nothing is
+known of what they allocate for themselves), no Triton, so an eager stage stands in for Inductor, and no seconds.
+
+``make emulated`` runs ``tests/gpu`` on it. ``device.cpp`` is loaded before torch is (``LD_PRELOAD``), which finds there
+what a CUDA build would bring; ``cuda_module.py`` makes up for what a CPU build leaves out of ``torch.cuda``.
+"""

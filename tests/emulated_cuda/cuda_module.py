@@ -1,0 +1,132 @@
+"""What a CPU build leaves out of ``torch.cuda``, for the emulated devices."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from types import ModuleType
+from typing import Any
+
+import torch
+
+__all__ = ["device", "emulate"]
+
+
+def _preloaded() -> ModuleType:
+    """The emulator, which was loaded before torch, as a module."""
+    path = next((own for own in os.environ.get("LD_PRELOAD", "").split(":") if "device_" in own), None)
+    if path is None:
+        raise RuntimeError("preload the emulator: LD_PRELOAD=$(python -m tests.emulated_cuda.build)")
+    ctypes.CDLL(path)
+    spec = importlib.util.spec_from_file_location("emulated_device", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+device = _preloaded()
+
+
+class _Properties:
+    name = "NVIDIA H200"
+    major, minor = 9, 0
+    multi_processor_count = 132
+    max_threads_per_multi_processor = 2048
+    gcnArchName = ""
+    total_memory = device.capacity()
+
+
+class _Event(torch.Event):
+    def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> _Event:
+        return torch.Event.__new__(cls, device="cuda", enable_timing=enable_timing)
+
+
+def emulate() -> None:
+    """Have ``torch.cuda`` speak of the emulated devices, for the rest of the process."""
+    cuda: Any = torch.cuda
+    private: Any = torch._C
+    private._cuda_getCurrentRawStream = lambda index: 0
+    private._cuda_exchangeDevice = _exchange
+    private._cuda_maybeExchangeDevice = _maybe_exchange
+    private._cuda_isCurrentStreamCapturing = lambda: False
+    cuda._CudaDeviceProperties = _Properties
+    cuda._initialized = True
+    cuda._lazy_init = lambda: None
+    cuda._lazy_call = lambda call, **options: call()
+    cuda._is_compiled = lambda: True
+    cuda._is_in_bad_fork = lambda: False
+    cuda._exchange_device = _exchange
+    cuda._maybe_exchange_device = _maybe_exchange
+    cuda.is_available = lambda: True
+    cuda.is_initialized = lambda: True
+    cuda.is_bf16_supported = lambda including_emulation=True: True
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_device = device.current_device
+    cuda.device_count = device.device_count
+    cuda.set_device = lambda which: device.set_device(_index(which))
+    cuda.get_device_name = lambda which=None: _Properties.name
+    cuda.get_device_capability = lambda which=None: (_Properties.major, _Properties.minor)
+    cuda.get_device_properties = lambda which=None: _Properties
+    cuda.synchronize = lambda which=None: device.synchronize(_index(which))
+    cuda.current_stream = lambda which=None: torch.accelerator.current_stream(torch.device("cuda", _index(which)))
+    cuda.Event = _Event
+    cuda.set_sync_debug_mode = lambda mode: device.refuse_synchronizations(mode in ("error", 2))
+
+    cuda.default_generators = tuple(device.generator(index) for index in range(device.device_count()))
+    cuda.get_rng_state = _get_rng_state
+    cuda.set_rng_state = _set_rng_state
+    cuda.manual_seed = lambda seed: cuda.default_generators[_index()].manual_seed(seed)
+    cuda.manual_seed_all = cuda.random.manual_seed_all = _seed_all
+
+    cuda.memory_allocated = lambda which=None: device.allocated(_index(which))
+    cuda.memory_reserved = lambda which=None: device.allocated(_index(which))
+    cuda.max_memory_allocated = lambda which=None: device.peak(_index(which))
+    cuda.reset_peak_memory_stats = lambda which=None: device.reset_peak(_index(which))
+    cuda.mem_get_info = lambda which=None: (device.capacity() - device.allocated(_index(which)), device.capacity())
+    cuda.empty_cache = lambda: None
+    torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
+
+
+def _index(which: Any = None) -> int:
+    if isinstance(which, int):
+        return which
+    index = None if which is None else torch.device(which).index
+    return device.current_device() if index is None else index
+
+
+def _exchange(index: int) -> int:
+    before = device.current_device()
+    device.set_device(index)
+    return before
+
+
+def _maybe_exchange(index: int) -> int:  # a function of its own: Dynamo knows the two by identity
+    before = device.current_device()
+    device.set_device(index)
+    return before
+
+
+def _get_rng_state(which: Any = "cuda") -> torch.Tensor:
+    return torch.cuda.default_generators[_index(which)].get_state()
+
+
+def _set_rng_state(state: torch.Tensor, which: Any = "cuda") -> None:
+    torch.cuda.default_generators[_index(which)].set_state(state)
+
+
+def _seed_all(seed: int) -> None:
+    for generator in torch.cuda.default_generators:
+        generator.manual_seed(seed)
+
+
+_clone_on_host = torch.UntypedStorage.clone
+
+
+def _cloned_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Storages of CUDA's are not made from Python in a CPU build; tensors are."""
+    if storage.device.type != "cuda":
+        return _clone_on_host(storage)
+    original = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return original.clone().untyped_storage()

@@ -1,0 +1,673 @@
+// The emulated devices: see __init__.py. Kernels run at once, on the CPU, on the devices' own memory, which is the
+// host's; vector clocks tell what a real device could run at the same time.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/InferSize.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+
+#include <array>
+#include <chrono>
+#include <map>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::IntArrayRef;
+using c10::Stream;
+using torch::jit::Stack;
+
+constexpr auto kType = c10::DeviceType::CUDA;
+constexpr int kDevices = 4;
+constexpr size_t kRounding = 512;  // as the caching allocator
+constexpr int64_t kCapacity = 8LL << 30;
+
+// ---------------------------------------------------------------------------------------------------------- clocks
+
+using Clock = std::map<int, uint64_t>;  // how far each stream is known to have come, by its number
+
+std::recursive_mutex everything;
+std::map<std::pair<int, int64_t>, int> numbers;  // of streams, by device and id
+std::vector<std::string> names;
+std::vector<Clock> clocks;
+Clock host;  // what the host has waited for
+std::vector<std::string> found_races;
+std::vector<std::string> seen_synchronizations;
+bool refuse_synchronizations = false;
+int64_t next_stream = 1;
+
+thread_local int current_device = 0;
+thread_local std::array<int64_t, kDevices> current_stream{};
+
+using Locked = std::lock_guard<std::recursive_mutex>;
+
+void join(Clock& into, const Clock& from) {
+  for (auto& [stream, time] : from) into[stream] = std::max(into[stream], time);
+}
+
+int number_of(int device, int64_t id) {
+  auto [place, is_new] = numbers.try_emplace({device, id}, static_cast<int>(clocks.size()));
+  if (is_new) {
+    clocks.emplace_back();
+    names.push_back("stream " + std::to_string(id) + " of cuda:" + std::to_string(device));
+  }
+  return place->second;
+}
+
+int number_of(const Stream& stream) { return number_of(stream.device_index(), stream.id()); }
+
+int current_number(int device) { return number_of(device, current_stream[device]); }
+
+// An operation is issued on the current stream of a device, after all that the host has waited for.
+int issue(int device) {
+  int stream = current_number(device);
+  join(clocks[stream], host);
+  clocks[stream][stream]++;
+  return stream;
+}
+
+bool has_happened(int stream, uint64_t time, int for_stream) {
+  if (stream == for_stream) return true;
+  auto known = clocks[for_stream].find(stream);
+  return known != clocks[for_stream].end() && known->second >= time;
+}
+
+void host_waits(int stream, const std::string& for_what) {
+  seen_synchronizations.push_back(for_what);
+  TORCH_CHECK(!refuse_synchronizations, "called a synchronizing CUDA operation: ", for_what);
+  join(host, clocks[stream]);
+}
+
+// ---------------------------------------------------------------------------------------------------------- memory
+
+struct Use {
+  uint64_t time = 0;
+  std::string by;
+};
+
+struct Block {
+  void* data;
+  size_t bytes;
+  int device;
+  int owner;  // the stream that was current when it was made: the allocator hands it out again on that one
+  int writer;
+  Use written;
+  std::map<int, Use> reads;  // since then, by stream
+  std::set<int> recorded;    // streams that the allocator was told of
+};
+
+struct Counters {
+  int64_t now = 0;
+  int64_t peak = 0;
+};
+
+std::array<Counters, kDevices> counters;
+std::map<int, std::map<int, Use>> freed;  // by owner: uses, by stream, of what was freed and not handed out again
+
+void report_memory(const Block& block, int64_t change) {
+  auto total = static_cast<size_t>(counters[block.device].now);
+  c10::reportMemoryUsageToProfiler(block.data, change, total, total, Device(kType, block.device));
+}
+
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t size) override {
+    Locked locked(everything);
+    int device = current_device;
+    if (size == 0) return {nullptr, nullptr, &gone, Device(kType, device)};
+    size_t bytes = (size + kRounding - 1) / kRounding * kRounding;
+    auto& count = counters[device];
+    TORCH_CHECK_WITH(OutOfMemoryError, count.now + static_cast<int64_t>(bytes) <= kCapacity, "CUDA out of memory: ", bytes);
+    int owner = current_number(device);
+    join(clocks[owner], host);
+    for (auto& [stream, use] : freed[owner])
+      if (!has_happened(stream, use.time, owner))
+        found_races.push_back("memory is handed out on " + names[owner] + " that " + names[stream] + " may still use: " + use.by);
+    freed[owner].clear();
+    void* data = nullptr;
+    TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "no memory left on the host");
+    std::memset(data, 0xff, bytes);  // not a number
+    auto* block = new Block{data, bytes, device, owner, owner, {clocks[owner][owner], "its allocation"}};
+    count.now += static_cast<int64_t>(bytes);
+    count.peak = std::max(count.peak, count.now);
+    report_memory(*block, static_cast<int64_t>(bytes));
+    return {data, block, &gone, Device(kType, device)};
+  }
+
+  static void gone(void* context) {
+    auto* block = static_cast<Block*>(context);
+    if (block == nullptr) return;
+    {
+      Locked locked(everything);
+      note_freed(*block, block->writer, block->written);
+      for (auto& [stream, use] : block->reads) note_freed(*block, stream, use);
+      counters[block->device].now -= static_cast<int64_t>(block->bytes);
+      report_memory(*block, -static_cast<int64_t>(block->bytes));
+    }
+    free(block->data);
+    delete block;
+  }
+
+  static void note_freed(const Block& block, int stream, const Use& use) {
+    if (stream == block.owner || block.recorded.count(stream)) return;
+    auto& last = freed[block.owner][stream];
+    if (use.time > last.time) last = {use.time, std::to_string(block.bytes) + " bytes of " + block.written.by + ", for " + use.by};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* into, const void* from, size_t size) const override { default_copy_data(into, from, size); }
+} allocator;
+
+Block* block_of(const at::Tensor& tensor) { return static_cast<Block*>(tensor.storage().data_ptr().get_context()); }
+
+void race(const std::string& text) {
+  found_races.push_back(text);
+  TORCH_CHECK(false, "race: ", text);
+}
+
+void check_after_writer(const Block& block, int stream, const std::string& by, const char* does) {
+  if (!has_happened(block.writer, block.written.time, stream))
+    race(by + " on " + names[stream] + does + block.written.by + " writes on " + names[block.writer]);
+}
+
+void read(const at::Tensor& tensor, int stream, const std::string& by) {
+  auto* block = block_of(tensor);
+  if (block == nullptr) return;
+  check_after_writer(*block, stream, by, " reads what ");
+  block->reads[stream] = {clocks[stream][stream], by};
+}
+
+void write(const at::Tensor& tensor, int stream, const std::string& by) {
+  auto* block = block_of(tensor);
+  if (block == nullptr) return;
+  check_after_writer(*block, stream, by, " writes over what ");
+  for (auto& [reader, use] : block->reads)
+    if (!has_happened(reader, use.time, stream))
+      race(by + " on " + names[stream] + " writes over what " + use.by + " reads on " + names[reader]);
+  block->reads.clear();
+  block->writer = stream;
+  block->written = {clocks[stream][stream], by};
+}
+
+// -------------------------------------------------------------------------------------- devices, streams and events
+
+struct Event {
+  Clock clock;
+  std::chrono::steady_clock::time_point moment;
+};
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kType; }
+  static int index_of(Device device) { return device.has_index() ? device.index() : current_device; }
+  Device getDevice() const override { return Device(kType, current_device); }
+  void setDevice(Device device) const override {
+    TORCH_CHECK(index_of(device) < kDevices, "invalid device ordinal");
+    current_device = index_of(device);
+  }
+  void uncheckedSetDevice(Device device) const noexcept override { current_device = index_of(device); }
+  Device exchangeDevice(Device device) const override {
+    auto before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  Stream getStream(Device device) const override {
+    int index = index_of(device);
+    return Stream(Stream::UNSAFE, Device(kType, index), current_stream[index]);
+  }
+  Stream getDefaultStream(Device device) const override { return Stream(Stream::DEFAULT, Device(kType, index_of(device))); }
+  Stream getNewStream(Device device, int) const override {
+    Locked locked(everything);
+    return Stream(Stream::UNSAFE, Device(kType, index_of(device)), next_stream++);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream exchangeStream(Stream stream) const override {
+    auto before = getStream(stream.device());
+    current_stream[stream.device_index()] = stream.id();
+    return before;
+  }
+  bool queryStream(const Stream&) const override { return true; }
+  void synchronizeStream(const Stream& stream) const override {
+    Locked locked(everything);
+    host_waits(number_of(stream), "a stream is synchronized");
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    Locked locked(everything);
+    for (auto& [key, stream] : numbers)
+      if (key.first == device) host_waits(stream, "a device is synchronized");
+  }
+
+  void record(void** event, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+    Locked locked(everything);
+    if (*event == nullptr) *event = new Event();
+    int number = number_of(stream);
+    join(clocks[number], host);
+    clocks[number][number]++;
+    *static_cast<Event*>(*event) = {clocks[number], std::chrono::steady_clock::now()};
+  }
+  void block(void* event, const Stream& stream) const override {
+    Locked locked(everything);
+    if (event != nullptr) join(clocks[number_of(stream)], static_cast<Event*>(event)->clock);
+  }
+  bool queryEvent(void*) const override { return true; }
+  void synchronizeEvent(void* event) const override {
+    Locked locked(everything);
+    seen_synchronizations.push_back("an event is synchronized");
+    if (event != nullptr) join(host, static_cast<Event*>(event)->clock);
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  double elapsedTime(void* first, void* second, const DeviceIndex) const override {
+    auto passed = static_cast<Event*>(second)->moment - static_cast<Event*>(first)->moment;
+    return std::chrono::duration<double, std::milli>(passed).count();
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const Stream& stream) const override {
+    Locked locked(everything);
+    if (auto* block = static_cast<Block*>(data.get_context())) block->recorded.insert(number_of(stream));
+  }
+};
+
+// ------------------------------------------------------------------------------------------------------ generators
+
+// A CPU generator under the device's name: its kernels draw from it.
+struct Generator final : c10::GeneratorImpl {
+  at::Generator inner;
+  Generator(int device, uint64_t seed)
+      : GeneratorImpl(Device(kType, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)),
+        inner(at::detail::createCPUGenerator(seed)) {}
+  void set_current_seed(uint64_t seed) override { inner.set_current_seed(seed); }
+  void set_offset(uint64_t offset) override { inner.unsafeGetGeneratorImpl()->set_offset(offset); }
+  uint64_t get_offset() const override { return inner.unsafeGetGeneratorImpl()->get_offset(); }
+  uint64_t current_seed() const override { return inner.current_seed(); }
+  uint64_t seed() override { return inner.seed(); }
+  void set_state(const c10::TensorImpl& state) override { inner.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return inner.unsafeGetGeneratorImpl()->get_state(); }
+  Generator* clone_impl() const override {
+    auto* copy = new Generator(device_.index(), 0);
+    copy->set_state(*get_state());
+    return copy;
+  }
+};
+
+std::vector<at::Generator>& generators() {
+  static auto* all = [] {
+    auto* made = new std::vector<at::Generator>();
+    for (int device = 0; device < kDevices; device++) made->push_back(at::make_generator<Generator>(device, c10::default_rng_seed_val));
+    return made;
+  }();
+  return *all;
+}
+
+}  // namespace
+
+namespace at {
+
+struct CUDAHooks final : CUDAHooksInterface {  // found by this name
+  explicit CUDAHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasCUDA() const override { return true; }
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  DeviceIndex deviceCount() const override { return kDevices; }
+  int getNumGPUs() const override { return kDevices; }
+  DeviceIndex current_device() const override { return ::current_device; }
+  DeviceIndex getCurrentDevice() const override { return ::current_device; }
+  void setCurrentDevice(DeviceIndex device) const override { Guard().setDevice(Device(kType, device)); }
+  DeviceIndex exchangeDevice(DeviceIndex device) const override { return Guard().exchangeDevice(Device(kType, device)).index(); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
+  const Generator& getDefaultGenerator(DeviceIndex device) const override { return generators()[device < 0 ? ::current_device : device]; }
+  Generator getNewGenerator(DeviceIndex device) const override {
+    return make_generator<::Generator>(device < 0 ? ::current_device : device, c10::default_rng_seed_val);
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(DeviceType::CPU); }
+  c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+  void deviceSynchronize(DeviceIndex device) const override { Guard().synchronizeDevice(device); }
+};
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+}  // namespace at
+
+namespace {
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard);
+REGISTER_ALLOCATOR(kType, &allocator);
+
+// ------------------------------------------------------------------------------------------------------- operators
+
+at::Tensor empty_strided_on(Device device, IntArrayRef size, IntArrayRef stride, at::ScalarType dtype) {
+  c10::DeviceGuard guard(device);
+  c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+  return at::Tensor(at::detail::empty_strided_generic(size, stride, &allocator, keys, dtype));
+}
+
+Device device_or_current(std::optional<Device> device) {
+  return device && device->has_index() ? *device : Device(kType, current_device);
+}
+
+at::Tensor empty(IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<Device> device,
+                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(device_or_current(device));
+  c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+  return at::Tensor(at::detail::empty_generic(size, &allocator, keys, c10::dtype_or_default(dtype), format));
+}
+
+at::Tensor empty_strided(IntArrayRef size, IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                         std::optional<Device> device, std::optional<bool>) {
+  return empty_strided_on(device_or_current(device), size, stride, c10::dtype_or_default(dtype));
+}
+
+at::Tensor strided_view(const at::Tensor& self, IntArrayRef size, IntArrayRef stride, std::optional<int64_t> offset) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(self.storage()), self.key_set(), self.dtype());
+  result.unsafeGetTensorImpl()->set_storage_offset(offset.value_or(self.storage_offset()));
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride);
+  return result;
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, IntArrayRef size, IntArrayRef stride) {
+  return strided_view(self, size, stride, std::nullopt);
+}
+
+at::Tensor view(const at::Tensor& self, IntArrayRef size) {
+  auto shape = at::infer_size_dv(size, self.numel());
+  auto stride = at::detail::computeStride(self.sizes(), self.strides(), shape);
+  TORCH_CHECK(stride.has_value(), "view size is not compatible with input tensor's size and stride");
+  return strided_view(self, shape, *stride, std::nullopt);
+}
+
+void grow(const at::Tensor& tensor, size_t bytes) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  if (bytes <= storage->nbytes()) return;
+  c10::DeviceGuard guard(tensor.device());
+  auto larger = allocator.allocate(bytes);
+  if (storage->nbytes()) std::memcpy(larger.get(), storage->data(), storage->nbytes());
+  storage->set_data_ptr_noswap(std::move(larger));
+  storage->set_nbytes(bytes);
+}
+
+const at::Tensor& resize(const at::Tensor& self, IntArrayRef size, std::optional<at::MemoryFormat>) {
+  grow(self, (self.storage_offset() + c10::multiply_integers(size)) * self.itemsize());
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, c10::Storage source, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  auto* impl = self.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(source));
+  impl->set_storage_offset(offset);
+  if (stride.size() == size.size()) impl->set_sizes_and_strides(size, stride);
+  else impl->set_sizes_contiguous(size);
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, c10::Storage source) {
+  auto count = static_cast<int64_t>(source.nbytes() / self.itemsize());
+  return set_storage(self, std::move(source), 0, {count}, {1});
+}
+
+at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
+  return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+at::Tensor& set_nothing(at::Tensor& self) {
+  c10::Storage none(c10::Storage::use_byte_size_t(), 0, &allocator, true);
+  return set_storage(self, none, 0, {0}, {1});
+}
+
+void record_stream(at::Tensor& self, Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
+
+// Tensors of the host that lie in the same memory; those of one storage share one again.
+struct OnHost {
+  std::map<c10::StorageImpl*, c10::Storage> storages;
+
+  at::Tensor operator()(const at::Tensor& tensor) {
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    auto known = storages.find(storage);
+    if (known == storages.end()) {
+      c10::DataPtr data(const_cast<void*>(tensor.storage().data()), Device(c10::DeviceType::CPU));
+      c10::Storage same(c10::Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(data), c10::GetAllocator(c10::DeviceType::CPU), true);
+      known = storages.emplace(storage, same).first;
+    }
+    auto result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(known->second), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+    auto* impl = result.unsafeGetTensorImpl();
+    impl->set_storage_offset(tensor.storage_offset());
+    impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+    if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+    if (tensor.is_conj()) result._set_conj(true);
+    if (tensor.is_neg()) result._set_neg(true);
+    return result;
+  }
+};
+
+struct BelowEverything {  // the CPU's kernel itself: no autograd, no modes
+  c10::impl::ExcludeDispatchKeyGuard no_modes{c10::DispatchKeySet(c10::DispatchKey::Python) | c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot)};
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+};
+
+at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
+  if (self.is_same(source) || self.numel() == 0) return self;
+  const std::string by = "aten::copy_";
+  bool from = source.device().type() == kType, into = self.device().type() == kType;
+  {
+    Locked locked(everything);
+    if (from && into && source.device() != self.device()) {  // on the source's stream, between two waits, as CUDA does
+      int stream = issue(source.device().index()), other = current_number(self.device().index());
+      join(clocks[stream], clocks[other]);
+      read(source, stream, by);
+      write(self, stream, by);
+      join(clocks[other], clocks[stream]);
+    } else {
+      int stream = issue(from ? source.device().index() : self.device().index());
+      if (from) read(source, stream, by);
+      if (into) write(self, stream, by);
+      if (from != into && !non_blocking) host_waits(stream, from ? "copy to the host" : "copy to the device");
+      else if (from && !into) join(host, clocks[stream]);
+    }
+  }
+  OnHost on_host;
+  auto same = [&](const at::Tensor& tensor) { return tensor.device().type() == kType ? on_host(tensor) : tensor; };
+  auto target = same(self), read_from = same(source.expand(self.sizes()));
+  BelowEverything below;
+  target.copy_(read_from);
+  return self;
+}
+
+bool is_question(const c10::OperatorHandle& op, const Stack& arguments) {
+  static const std::set<std::string> always = {
+      "aten::_local_scalar_dense", "aten::nonzero",           "aten::masked_select",          "aten::_unique2",  "aten::unique_dim",
+      "aten::unique_consecutive",  "aten::unique_dim_consecutive", "aten::repeat_interleave", "aten::bincount", "aten::equal"};
+  static const std::set<std::string> by_mask = {"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
+  const auto& name = op.schema().name();
+  if (always.count(name)) return true;
+  if (!by_mask.count(name)) return false;
+  for (const auto& argument : arguments) {
+    if (!argument.isOptionalTensorList()) continue;
+    for (std::optional<at::Tensor> index : argument.toOptionalTensorList())
+      if (index && index->defined() && (index->scalar_type() == at::kBool || index->scalar_type() == at::kByte)) return true;
+  }
+  return false;
+}
+
+// One call of an operator: its arguments on the host, and what it returns, on the device again.
+struct Call {
+  const std::string name;
+  OnHost on_host;
+  int device = -1;
+  std::optional<at::Generator> generator;
+  std::vector<at::Tensor> reads;
+  std::vector<std::pair<at::Tensor, at::Tensor>> written;  // on the host, on the device
+  std::vector<at::Tensor> held;
+  std::map<c10::TensorImpl*, at::Tensor> same;  // tensors of the device by those of the host
+  std::map<const void*, at::Tensor> by_memory;
+  int stream = 0;
+
+  at::Tensor given(const at::Tensor& tensor, bool writes) {
+    if (!tensor.defined()) return tensor;
+    if (tensor.device().type() != kType) {
+      bool index = name.find("index") != std::string::npos;
+      TORCH_CHECK(tensor.device().type() != c10::DeviceType::CPU || tensor.dim() == 0 || index, name,
+                  ": Expected all tensors to be on the same device, but found one on the CPU, of sizes ", tensor.sizes());
+      return tensor;
+    }
+    TORCH_CHECK(device < 0 || device == tensor.device().index(), name,
+                ": Expected all tensors to be on the same device, but found cuda:", device, " and ", tensor.device());
+    device = tensor.device().index();
+    auto result = on_host(tensor);
+    held.push_back(result);
+    same[result.unsafeGetTensorImpl()] = tensor;
+    if (tensor.storage().data()) by_memory.emplace(tensor.storage().data(), tensor);
+    if (writes) written.emplace_back(result, tensor);
+    else reads.push_back(tensor);
+    return result;
+  }
+
+  c10::IValue given(const c10::IValue& value, bool writes) {
+    if (value.isTensor()) return given(value.toTensor(), writes);
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      for (const auto& tensor : value.toTensorVector()) list.push_back(given(tensor, writes));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (std::optional<at::Tensor> tensor : value.toOptionalTensorList())
+        list.push_back(tensor ? std::optional<at::Tensor>(given(*tensor, writes)) : std::nullopt);
+      return list;
+    }
+    if (value.isDevice() && value.toDevice().type() == kType) {
+      if (device < 0) device = device_or_current(value.toDevice()).index();
+      return Device(c10::DeviceType::CPU);
+    }
+    if (value.isGenerator()) {
+      generator = value.toGenerator();
+      return c10::IValue();
+    }
+    return value;
+  }
+
+  at::Tensor returned(const at::Tensor& result) {
+    if (!result.defined()) return result;
+    auto known = same.find(result.unsafeGetTensorImpl());
+    if (known != same.end()) return known->second;
+    auto base = by_memory.find(result.storage().data());
+    if (result.storage().data() && base != by_memory.end()) return strided_view(base->second, result.sizes(), result.strides(), result.storage_offset());
+    auto made = empty_strided_on(Device(kType, device), result.sizes(), result.strides(), result.scalar_type());
+    if (result.numel()) {
+      auto bytes = result.storage().nbytes() - result.storage_offset() * result.itemsize();
+      std::memcpy(made.mutable_data_ptr(), result.const_data_ptr(), std::min(made.storage().nbytes(), bytes));
+      Locked locked(everything);
+      write(made, stream, name);
+    }
+    if (result.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
+    return made;
+  }
+
+  c10::IValue returned(const c10::IValue& value) {
+    if (value.isTensor()) return returned(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<at::Tensor> list;
+    for (const auto& tensor : value.toTensorVector()) list.push_back(returned(tensor));
+    return list;
+  }
+
+  void take_over_resized() {  // results that were given with another size
+    for (auto& [result, tensor] : written) {
+      if (result.sizes() == tensor.sizes()) continue;
+      grow(tensor, result.nbytes());
+      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(result.sizes(), result.strides());
+      if (result.numel()) std::memcpy(tensor.mutable_data_ptr(), result.const_data_ptr(), result.nbytes());
+      Locked locked(everything);
+      write(tensor, stream, name);
+    }
+  }
+};
+
+void draw(const c10::OperatorHandle& op, Stack& arguments, const at::Generator& generator) {
+  static std::mutex one_at_a_time;
+  std::lock_guard<std::mutex> locked(one_at_a_time);
+  TORCH_CHECK(generator.device().type() == kType, op.schema().name(), ": expected a generator of CUDA's");
+  auto inner = static_cast<Generator*>(generator.unsafeGetGeneratorImpl())->inner;
+  auto host_generator = at::detail::getDefaultCPUGenerator();
+  auto before = host_generator.get_state();
+  host_generator.set_state(inner.get_state());
+  op.callBoxed(&arguments);
+  inner.set_state(host_generator.get_state());
+  host_generator.set_state(before);
+}
+
+void run(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  auto arguments = torch::jit::last(*stack, count);
+  Call call{schema.name()};
+  Stack given;
+  for (size_t place = 0; place < count; place++) {
+    const auto* alias = schema.arguments()[place].alias_info();
+    given.push_back(call.given(arguments[place], alias != nullptr && alias->isWrite()));
+  }
+  if (call.device < 0) call.device = current_device;
+  c10::DeviceGuard guard(Device(kType, call.device));
+  {
+    Locked locked(everything);
+    call.stream = issue(call.device);
+    for (auto& tensor : call.reads) read(tensor, call.stream, call.name);
+    for (auto& [result, tensor] : call.written) write(tensor, call.stream, call.name);
+    if (is_question(op, given)) host_waits(call.stream, call.name);
+  }
+  {
+    BelowEverything below;
+    if (op.hasTag(at::Tag::nondeterministic_seeded)) draw(op, given, call.generator.value_or(generators()[call.device]));
+    else op.callBoxed(&given);
+  }
+  call.take_over_resized();
+  torch::jit::drop(*stack, count);
+  for (const auto& result : given) stack->push_back(call.returned(result));
+}
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("as_strided", strided_view);
+  library.impl("view", view);
+  library.impl("_reshape_alias", reshape_alias);
+  library.impl("copy_", copy);
+  library.impl("resize_", resize);
+  library.impl("set_.source_Storage_storage_offset", set_storage);
+  library.impl("set_.source_Storage", set_whole_storage);
+  library.impl("set_.source_Tensor", set_tensor);
+  library.impl("set_", set_nothing);
+  library.impl("record_stream", record_stream);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+std::vector<std::string> taken(std::vector<std::string>& from) {
+  Locked locked(everything);
+  return std::exchange(from, {});
+}
+
+}  // namespace
+
+PYBIND11_MODULE(emulated_device, module) {
+  module.def("device_count", [] { return kDevices; });
+  module.def("current_device", [] { return current_device; });
+  module.def("set_device", [](int device) { Guard().setDevice(Device(kType, device)); });
+  module.def("synchronize", [](int device) { Guard().synchronizeDevice(device); });
+  module.def("generator", [](int device) { return generators()[device]; });
+  module.def("capacity", [] { return kCapacity; });
+  module.def("allocated", [](int device) { return counters[device].now; });
+  module.def("peak", [](int device) { return counters[device].peak; });
+  module.def("reset_peak", [](int device) { counters[device].peak = counters[device].now; });
+  module.def("races", [] { return taken(found_races); }, "Races since the last call, which are forgotten then.");
+  module.def("synchronizations", [] { return taken(seen_synchronizations); }, "Likewise: what the host waited for.");
+  module.def("refuse_synchronizations", [](bool refuse) { refuse_synchronizations = refuse; });
+}

@@ -1,0 +1,44 @@
+"""Run tests on the emulated devices: ``python -m pytest -p tests.emulated_cuda.plugin``, with the emulator preloaded."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from torch import fx
+
+from tests.emulated_cuda.cuda_module import device, emulate
+
+emulate()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from roundpipe_fx import torch_private
+
+    torch_private.inductor = _stand_in
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("hardware"):
+            item.add_marker(pytest.mark.skip(reason="not emulated"))
+
+
+@pytest.fixture(autouse=True)
+def _no_races() -> Iterator[None]:
+    device.races()
+    yield
+    gc.collect()
+    found = device.races()
+    assert not found, "\n".join(found[:5])
+
+
+def _stand_in(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
+    """For Inductor, which needs Triton: an eager stage."""
+    from roundpipe_fx.runtime.eager_stage import eager_stage
+
+    run = eager_stage(module)
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
