@@ -1,8 +1,8 @@
 """CUDA devices emulated on the host, so that what is for CUDA can run where there is no accelerator.
 
 Four devices that share the host's memory. An operator runs at once, in the CPU's kernel, so results are those of the
-CPU; what an accelerator would do *later* is kept as vector clocks. Each operator happens at a time of the stream that is
-current; events, waits, ``record_stream``, synchronizations and copies between devices order these times as CUDA does.
+CPU; what an accelerator would do *later* is kept as vector clocks. Each operator happens at a time of the stream that
+is current; events, waits, ``record_stream``, synchronizations and copies between devices order these times as on CUDA.
 From that follow, through PyTorch's own streams, events, autograd threads and generators:
 
 - **races**: an operator that reads or writes what another stream has not been waited for, and memory that is handed out

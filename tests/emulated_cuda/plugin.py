@@ -1,4 +1,4 @@
-"""Run tests on the emulated devices: ``python -m pytest -p tests.emulated_cuda.plugin``, with the emulator preloaded."""
+"""Tests on the emulated devices: ``python -m pytest -p tests.emulated_cuda.plugin``, with the emulator preloaded."""
 
 from __future__ import annotations
 
