@@ -10,7 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roundpipe_fx.caching_allocator import CachingAllocator
+
 __all__ = ["Event", "LivePeak", "peak_of"]
+
+_SCRATCH = -2
+"""Stands for what an event needs beside its results."""
 
 
 @dataclass(slots=True)
@@ -56,6 +61,7 @@ def peak_of(
     lasting: Collection[int] = (),
     arriving: Mapping[int, Collection[int]] | None = None,
     list_live: bool = False,
+    allocator: CachingAllocator | None = None,
 ) -> LivePeak:
     """The peak of a sequence of events.
 
@@ -66,6 +72,8 @@ def peak_of(
         lasting: storages that live to the end.
         arriving: storages that somebody else makes, by position of the event before which he does.
         list_live: whether to say what lives at the peak.
+        allocator: says what is counted for a size, and goes on from there; ``None``: the size itself. Not with
+            ``before``; what lives to the end is left with it.
     """
     arriving = arriving or {}
     last = dict.fromkeys(before, -1)
@@ -84,26 +92,37 @@ def peak_of(
     dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
     for storage, position in last.items():
         dying[position].append(storage)
+    counted: Any = sizes if allocator is None else {}
     room: dict[int, Any] = {}
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
     peak, at = live, -1
     for position, event in enumerate(events):
         if position in arriving:
-            live += sum(sizes[storage] for storage in arriving[position])
+            if allocator is not None:
+                counted.update((storage, allocator.take(storage, sizes[storage])) for storage in arriving[position])
+            live += sum(counted[storage] for storage in arriving[position])
         for storage in event.makes:
-            live += sizes[storage]
+            if allocator is not None:
+                counted[storage] = allocator.take(storage, sizes[storage])
+            live += counted[storage]
             room[storage] = event.room
         written = None
         for storage in event.over:
             if last.get(storage) == position and storage in room and room[storage] == event.room:
                 written = storage
-                live -= sizes[storage]
+                live -= counted[storage]
                 break
-        if live + event.scratch > peak:
-            peak, at = live + event.scratch, position
+        scratch = event.scratch
+        if allocator is not None:
+            scratch = allocator.take(_SCRATCH, scratch)
+            allocator.give_back(_SCRATCH)
+        if live + scratch > peak:
+            peak, at = live + scratch, position
         for storage in dying[position]:
             if storage != written:
-                live -= sizes[storage]
+                live -= counted[storage]
+                if allocator is not None:
+                    allocator.give_back(storage)
     return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
 
 

@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from roundpipe_fx.caching_allocator import ROUNDED_TO, CachingAllocator
 from roundpipe_fx.codegen import Program
+from roundpipe_fx.cost import tensor_bytes
 from roundpipe_fx.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
@@ -39,11 +41,13 @@ __all__ = [
 ]
 
 _SHOWN = 8
+_FIRST_INPUT = -3
+"""With the numbers below: what the forward is given, for an allocator."""
 
 
 def allocation_granularity(device: torch.device) -> int:
     """What sizes are rounded up to on a device, in bytes: 512 by CUDA's caching allocator, 1 on the CPU."""
-    return 512 if device.type == "cuda" else 1
+    return ROUNDED_TO if device.type == "cuda" else 1
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,12 @@ class PeakMoment:
 
 
 def simulate_programs(
-    forward: Program, backward: Program | None, tangents: Collection[fx.Node] = (), granularity: int = 1
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node] = (),
+    granularity: int = 1,
+    allocator: CachingAllocator | None = None,
+    owners: Collection[int] = (),
 ) -> PeakMoment:
     """The peak of one step.
 
@@ -94,6 +103,9 @@ def simulate_programs(
         backward: the backward program; ``None`` for inference.
         tangents: incoming gradients that a step brings; others are a single zero.
         granularity: what the device's allocator rounds sizes up to, in bytes.
+        allocator: a fresh one, if the device's counts more than that. Then the peak is the higher one of a first step
+            and a later one, which finds the pieces that the first has left.
+        owners: places of the inputs that get gradients, which were there before the others were.
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
@@ -118,7 +130,15 @@ def simulate_programs(
             for leaves in run.program(backward, [given.get(node, []) for node in backward.inputs])
             for storage in leaves
         ]
-    peak = peak_of(run.events, run.numbers.sizes, lasting=lasting, arriving=arriving, list_live=True)
+    if allocator is not None:
+        for index in dict.fromkeys((*owners, *range(len(forward.inputs)))):
+            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(forward.inputs[index])))
+    peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+    if allocator is not None:
+        for storage in lasting:
+            allocator.give_back(storage)
+        later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+        peak = max(peak, later, key=lambda peak: peak.bytes)
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
     live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")

@@ -17,6 +17,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <vector>
 
 namespace {
@@ -29,7 +30,7 @@ using torch::jit::Stack;
 
 constexpr auto kType = c10::DeviceType::CUDA;
 constexpr int kDevices = 4;
-constexpr size_t kRounding = 512;  // as the caching allocator
+constexpr size_t kRounding = 512;
 constexpr int64_t kCapacity = 8LL << 30;
 
 // ---------------------------------------------------------------------------------------------------------- clocks
@@ -90,6 +91,73 @@ void host_waits(int stream, const std::string& for_what) {
 
 // ---------------------------------------------------------------------------------------------------------- memory
 
+// The caching allocator's book-keeping. A request takes the smallest free chunk that it fits into on its stream; what is
+// left over is split off, but not from a large chunk if it is 1 MiB or less: the counters then count the whole chunk.
+struct Chunk {
+  int64_t segment;
+  size_t offset;
+  size_t size;
+  bool is_free = true;
+};
+
+struct Pool {
+  std::map<std::pair<int64_t, size_t>, Chunk> chunks;                 // by segment and offset
+  std::set<std::tuple<size_t, int64_t, size_t>> free_chunks;          // by size, then place
+  int64_t segments = 0;
+
+  void add(const Chunk& chunk) {
+    chunks[{chunk.segment, chunk.offset}] = chunk;
+    if (chunk.is_free) free_chunks.insert({chunk.size, chunk.segment, chunk.offset});
+  }
+  void take_out(const Chunk& chunk) {
+    free_chunks.erase({chunk.size, chunk.segment, chunk.offset});
+    chunks.erase({chunk.segment, chunk.offset});
+  }
+};
+
+constexpr size_t kMiB = 1 << 20;
+std::map<std::pair<int, bool>, Pool> pools;  // by stream, and whether for small requests
+
+Chunk taken_chunk(int stream, size_t size) {
+  bool is_small = size <= kMiB;
+  auto& pool = pools[{stream, is_small}];
+  auto fits = pool.free_chunks.lower_bound({size, -1, 0});
+  if (fits == pool.free_chunks.end()) {
+    size_t segment = is_small ? 2 * kMiB : size < 10 * kMiB ? 20 * kMiB : (size + 2 * kMiB - 1) / (2 * kMiB) * (2 * kMiB);
+    pool.add({pool.segments++, 0, segment});
+    fits = pool.free_chunks.lower_bound({size, -1, 0});
+  }
+  Chunk chunk = pool.chunks.at({std::get<1>(*fits), std::get<2>(*fits)});
+  pool.take_out(chunk);
+  size_t left = chunk.size - size;
+  if (is_small ? left >= kRounding : left > kMiB) {
+    pool.add({chunk.segment, chunk.offset + size, left});
+    chunk.size = size;
+  }
+  chunk.is_free = false;
+  pool.add(chunk);
+  return chunk;
+}
+
+void give_back(int stream, bool is_small, Chunk chunk) {
+  auto& pool = pools[{stream, is_small}];
+  pool.chunks.erase({chunk.segment, chunk.offset});
+  auto next = pool.chunks.find({chunk.segment, chunk.offset + chunk.size});
+  if (next != pool.chunks.end() && next->second.is_free) {
+    chunk.size += next->second.size;
+    pool.take_out(Chunk(next->second));
+  }
+  auto before = pool.chunks.lower_bound({chunk.segment, chunk.offset});
+  if (before != pool.chunks.begin() && (--before)->second.is_free && before->first.first == chunk.segment) {
+    Chunk merged = before->second;
+    pool.take_out(merged);
+    merged.size += chunk.size;
+    chunk = merged;
+  }
+  chunk.is_free = true;
+  pool.add(chunk);
+}
+
 struct Use {
   uint64_t time = 0;
   std::string by;
@@ -97,7 +165,9 @@ struct Use {
 
 struct Block {
   void* data;
-  size_t bytes;
+  size_t bytes;  // as the counters count them
+  Chunk chunk;
+  bool is_small;
   int device;
   int owner;  // the stream that was current when it was made: the allocator hands it out again on that one
   int writer;
@@ -124,9 +194,9 @@ struct Allocator final : c10::Allocator {
     Locked locked(everything);
     int device = current_device;
     if (size == 0) return {nullptr, nullptr, &gone, Device(kType, device)};
-    size_t bytes = (size + kRounding - 1) / kRounding * kRounding;
+    size_t rounded = (size + kRounding - 1) / kRounding * kRounding;
     auto& count = counters[device];
-    TORCH_CHECK_WITH(OutOfMemoryError, count.now + static_cast<int64_t>(bytes) <= kCapacity, "CUDA out of memory: ", bytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, count.now + static_cast<int64_t>(rounded) <= kCapacity, "CUDA out of memory: ", rounded);
     int owner = current_number(device);
     join(clocks[owner], host);
     for (auto& [stream, use] : freed[owner])
@@ -134,9 +204,11 @@ struct Allocator final : c10::Allocator {
         found_races.push_back("memory is handed out on " + names[owner] + " that " + names[stream] + " may still use: " + use.by);
     freed[owner].clear();
     void* data = nullptr;
-    TORCH_CHECK(posix_memalign(&data, 64, bytes) == 0, "no memory left on the host");
-    std::memset(data, 0xff, bytes);  // not a number
-    auto* block = new Block{data, bytes, device, owner, owner, {clocks[owner][owner], "its allocation"}};
+    TORCH_CHECK(posix_memalign(&data, 64, rounded) == 0, "no memory left on the host");
+    std::memset(data, 0xff, rounded);  // not a number
+    auto chunk = taken_chunk(owner, rounded);
+    size_t bytes = chunk.size;
+    auto* block = new Block{data, bytes, chunk, rounded <= kMiB, device, owner, owner, {clocks[owner][owner], "its allocation"}};
     count.now += static_cast<int64_t>(bytes);
     count.peak = std::max(count.peak, count.now);
     report_memory(*block, static_cast<int64_t>(bytes));
@@ -150,6 +222,7 @@ struct Allocator final : c10::Allocator {
       Locked locked(everything);
       note_freed(*block, block->writer, block->written);
       for (auto& [stream, use] : block->reads) note_freed(*block, stream, use);
+      give_back(block->owner, block->is_small, block->chunk);
       counters[block->device].now -= static_cast<int64_t>(block->bytes);
       report_memory(*block, -static_cast<int64_t>(block->bytes));
     }
