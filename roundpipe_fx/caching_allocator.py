@@ -6,15 +6,18 @@ and ``memory_allocated`` counts it: sizes as they are requested would be exceede
 there are depends on all that was allocated before, so what is counted has to be followed in order.
 
 After PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``, with its default settings, on one stream. With
-``expandable_segments`` all is split and less is counted than here.
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` everything is split.
 """
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-__all__ = ["ROUNDED_TO", "CachingAllocator"]
+import torch
+
+__all__ = ["ROUNDED_TO", "CachingAllocator", "allocator_of"]
 
 ROUNDED_TO = 512
 """Bytes of which every size is a multiple."""
@@ -54,6 +57,13 @@ class _Pool:
     def is_left(self, left: int) -> bool:
         """Whether so many bytes are split off."""
         return left >= ROUNDED_TO if self.is_small else left > _SMALL
+
+
+def allocator_of(device: torch.device) -> CachingAllocator | None:
+    """A fresh one for a CUDA device; ``None`` where nothing is counted but rounded sizes."""
+    settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
+    splits_all = "expandable_segments:true" in settings.lower().replace(" ", "")
+    return None if device.type != "cuda" or splits_all else CachingAllocator()
 
 
 class CachingAllocator:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.budget import default_budget
-from roundpipe_fx.caching_allocator import CachingAllocator
+from roundpipe_fx.caching_allocator import allocator_of
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import CostModel, MeasuredCosts, cost_model
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
@@ -278,10 +278,9 @@ def emit(
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
-    allocator = CachingAllocator() if setting.device.type == "cuda" else None
     trained = sorted(own for own, made in zip(joint.gradient_owners, joint.gradients, strict=True) if made is not None)
     granularity = allocation_granularity(setting.device)
-    peak = simulate_programs(forward, backward, tangents, granularity, allocator, trained)
+    peak = simulate_programs(forward, backward, tangents, granularity, allocator_of(setting.device), trained)
     recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
     return Lowered(plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners)

@@ -5,7 +5,8 @@ generated code runs them: a value dies at its last use, an in-place operation ma
 What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
 new gradients, the forward's outputs and the incoming gradients, which the caller may hold until the backward is over,
 and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`).
-Parameters and the user's inputs were there before.
+Parameters and the user's inputs were there before. On CUDA what the allocator counts is followed
+(:mod:`roundpipe_fx.caching_allocator`).
 
 Not seen: what a stage compiler fuses away. Sizes that depend on data count
 with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_fx.caching_allocator import CachingAllocator
+from roundpipe_fx.caching_allocator import CachingAllocator, allocator_of
 from roundpipe_fx.liveness import Event, peak_of
 
 MIB = 1 << 20
@@ -70,6 +71,15 @@ def test_never_less_than_was_asked_for_and_everything_comes_back(requests: list[
     for pool in allocator._pools.values():
         assert len(pool.free) == len(pool.sizes) == pool.segments
         assert all(offset == 0 for _, offset in pool.sizes)
+
+
+def test_where_sizes_are_all_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    assert allocator_of(torch.device("cpu")) is None
+    assert allocator_of(torch.device("cuda")) is not None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:512, expandable_segments: True")
+    assert allocator_of(torch.device("cuda")) is None
 
 
 def test_the_peak_of_what_is_counted() -> None:
