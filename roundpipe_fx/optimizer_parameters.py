@@ -7,6 +7,7 @@ the result is rounded back into the model.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["OptimizerCtx", "OptimizerParameters", "in_optimizer_context"]
 
@@ -101,10 +104,23 @@ class OptimizerParameters:
         self._move_gradients()
         if is_async:
             self._worker = self._worker or ThreadPoolExecutor(1, "roundpipe_fx optimizer")
-            self._pending = self._worker.submit(step_fn, *args, **kwargs)
+            self._pending = self._worker.submit(self._on_streams_of_now(step_fn), *args, **kwargs)
         else:
             step_fn(*args, **kwargs)
             self._copy_back()
+
+    def _on_streams_of_now(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for another thread, which has current streams of its own: on those that moved the gradients."""
+        devices = {copy.device for copy in self._copies.values() if copy.device.type not in ("cpu", "meta")}
+        streams = [torch.accelerator.current_stream(device) for device in devices]
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            with contextlib.ExitStack() as stack:
+                for stream in streams:
+                    stack.enter_context(on_stream(stream))
+                step_fn(*args, **kwargs)
+
+        return step
 
     def synchronize(self) -> None:
         """Wait for the step that is running, and copy its results back."""

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from roundpipe_fx.runtime.streams import on_stream
+
 __all__ = ["HostLane", "Lane", "Message", "lane_of"]
 
 
@@ -149,7 +151,7 @@ class AcceleratorLane:
         for caller in self._callers.values():
             self.compute.wait_stream(caller)
             self.incoming.wait_stream(caller)
-        with _current(self.compute):
+        with on_stream(self.compute):
             try:
                 yield
             finally:
@@ -175,7 +177,7 @@ class AcceleratorLane:
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         """A copy on this device, for the compute stream. The caller's stream reads, and has waited for its making."""
-        with _current(self._callers[value.device]), _current(self.incoming):
+        with on_stream(self._callers[value.device]), on_stream(self.incoming):
             copy = value.to(self.device, non_blocking=True)
             arrived = self.incoming.record_event()
         self.compute.wait_event(arrived)
@@ -197,7 +199,7 @@ class AcceleratorLane:
         for value in values:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 value.record_stream(self.outgoing)
-        with _current(self.outgoing), _current(to.incoming):
+        with on_stream(self.outgoing), on_stream(to.incoming):
             sent = tuple(
                 v.to(to.device, non_blocking=True) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
                 for v in values
@@ -225,7 +227,7 @@ class AcceleratorLane:
         home = self._callers[self._home]
         if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
             return value
-        with _current(home), _current(self.compute):
+        with on_stream(home), on_stream(self.compute):
             return value.to(home.device, non_blocking=True)
 
     def ready(self) -> Any:
@@ -242,18 +244,6 @@ class AcceleratorLane:
     def finish(self) -> None:
         """Called in the caller's thread: its stream waits for the compute stream."""
         torch.accelerator.current_stream(self.device).wait_stream(self.compute)
-
-
-@contextlib.contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    """A stream is its device's current one inside, and that device the current one: setting a stream sets both."""
-    with torch.accelerator.device_index(stream.device.index):
-        before = torch.accelerator.current_stream(stream.device)
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(before)
 
 
 def lane_of(device: torch.device) -> Lane:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["AcceleratorStreams", "NoStreams"]
+__all__ = ["AcceleratorStreams", "NoStreams", "on_stream"]
 
 FIRST_EVENT = 2
 
@@ -83,3 +83,15 @@ class AcceleratorStreams:
             if tensor.device.type == "cpu":  # generator states
                 continue
             tensor.record_stream(self._streams[stream])
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """A stream is its device's current one inside, and that device the current one: setting a stream sets both."""
+    with torch.accelerator.device_index(stream.device.index):
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)

@@ -126,6 +126,25 @@ def test_eager_recomputation_draws_the_same_numbers(wrap: str) -> None:
     assert torch.equal(gradient(wrap), gradient("plain"))
 
 
+def test_an_asynchronous_optimizer_step_waits_for_the_gradients() -> None:
+    """It runs in another thread, whose current stream is not that of the caller's, and neither is its device."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(256, 256).cuda().bfloat16()
+    compiled = roundpipe_fx.compile(model, optim_dtype=torch.float32, stage_compiler="eager")
+    optimizer = torch.optim.SGD(compiled.optim_parameters(), 0.1)
+    x = torch.randn(64, 256, device="cuda", dtype=torch.bfloat16)
+    stream = torch.Stream("cuda")
+    stream.wait_stream(torch.accelerator.current_stream())
+    before = model.weight.clone()
+    with stream:
+        for _ in range(3):
+            compiled(x).float().square().mean().backward()
+            compiled.step(lambda: (optimizer.step(), optimizer.zero_grad()), is_async=True)
+        compiled.synchronize()
+    torch.accelerator.current_stream().wait_stream(stream)
+    assert not torch.equal(model.weight, before)
+
+
 def test_checkpointable_within_its_limit() -> None:
     model = torch.nn.Sequential(
         *(

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roundpipe_fx.gradient_sums import add_to
-from roundpipe_fx.runtime import lanes, worker
+from roundpipe_fx.runtime import lanes, streams, worker
 from roundpipe_fx.runtime.pipeline_program import (
     Gradient,
     PipelineProgram,
@@ -170,7 +170,7 @@ class _Torch:
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     accelerator = Accelerator()
     found = Ledger(accelerator)
-    for module in (lanes, worker):
+    for module in (lanes, streams, worker):
         monkeypatch.setattr(module, "torch", _Torch(accelerator))
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, device, non_blocking=False: found.to(self, device, non_blocking)
