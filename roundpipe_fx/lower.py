@@ -76,6 +76,7 @@ class Lowered:
         seconds: modelled, by stage and phase.
         tangents: the incoming gradients that a step is expected to bring; others are a single zero.
         gradient_owners: for each of the backward's results, the number of the input whose gradient it is, or a part of.
+        parameters: numbers of the inputs that are parameters or buffers.
     """
 
     plan: Plan
@@ -85,6 +86,7 @@ class Lowered:
     seconds: Mapping[tuple[int, Phase], float]
     tangents: Collection[fx.Node] = ()
     gradient_owners: Sequence[int] = ()
+    parameters: frozenset[int] = frozenset()
 
 
 def lower(
@@ -283,7 +285,8 @@ def emit(
     peak = simulate_programs(forward, backward, tangents, granularity, allocator_of(setting.device), trained)
     recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
-    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners)
+    parameters = frozenset(place for place, node in enumerate(forward.inputs) if node in joint.parameters)
+    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners, parameters)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

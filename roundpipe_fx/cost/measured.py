@@ -121,9 +121,10 @@ def _filled(value: torch.Tensor) -> torch.Tensor:
 def _time(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cuda":
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
+        with torch.accelerator.device_index(device.index):  # events are recorded on the current device
+            start.record()
+            run()
+            end.record()
         end.synchronize()
         return start.elapsed_time(end) * 1e-3
     before = time.perf_counter()

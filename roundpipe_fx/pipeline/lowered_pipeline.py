@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from roundpipe_fx.lower import Lowered, Setting
 from roundpipe_fx.pipeline.make_schedule import make_schedule
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.schedules import (
     Schedule,
@@ -103,8 +104,9 @@ class LoweredPipeline:
         return simulate_time(self.schedule(graph, microbatches), graph, self.main.costs)
 
 
-def variant_of(lowered: Lowered, setting: Setting) -> Variant:
+def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
     """A lowered graph as steps with their costs."""
     steps = steps_of(lowered)
     granularity = allocation_granularity(setting.device)
-    return Variant(lowered, steps, step_costs(lowered, steps, setting.costs.transfer_seconds, granularity))
+    away = [number for number, device in enumerate(pipelining.devices) if device != setting.device]
+    return Variant(lowered, steps, step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away))

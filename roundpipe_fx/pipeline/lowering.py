@@ -136,7 +136,7 @@ def _lower_named(
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
-        only = variant_of(emit(joint, setting), setting)
+        only = variant_of(emit(joint, setting), setting, pipelining)
         return LoweredPipeline(only, only, structure, None, devices, False)
     if pipelining.checkpoint is None:
         budget = asked_budget(joint, options, prepared.device)
@@ -147,10 +147,10 @@ def _lower_named(
     main, last = kinds[pipelining.checkpoint or "never"]
     spare = joint.copy() if last != main else None
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
-    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split, sums=True), setting)
+    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split, sums=True), setting, pipelining)
     other = first
     if spare is not None:
-        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split, sums=True), setting)
+        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split, sums=True), setting, pipelining)
     return LoweredPipeline(first, other, structure, given, devices, in_halves)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -64,7 +64,13 @@ def _draws(call: StageModule) -> bool:
     return any(is_seeded(node) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
 
-def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int], float], granularity: int) -> StepCosts:
+def step_costs(
+    lowered: Lowered,
+    steps: Steps,
+    transfer_seconds: Callable[[int], float],
+    granularity: int,
+    away: Collection[int] = (),
+) -> StepCosts:
     """Modelled seconds and bytes of each step, for one microbatch.
 
     Args:
@@ -72,7 +78,9 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         steps: its steps.
         transfer_seconds: of sending so many bytes to another device.
         granularity: what the device's allocator rounds sizes up to, in bytes.
+        away: numbers of the devices that get copies of the caller's tensors.
     """
+    places = {node: place for place, node in enumerate(lowered.forward.inputs)}
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
     travel: dict[tuple[Step, Step], float] = {}
     for step, module in steps.modules.items():
@@ -98,4 +106,16 @@ def step_costs(lowered: Lowered, steps: Steps, transfer_seconds: Callable[[int],
         {step: call.brought for step, call in of_step.items()},
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
+        {
+            step: {places[node]: _copied_bytes(node, granularity) for node in module.inputs if node in places}
+            for step, module in steps.modules.items()
+        },
+        lowered.parameters,
+        frozenset(away),
     )
+
+
+def _copied_bytes(node: fx.Node, granularity: int) -> int:
+    """Bytes of a copy on another device; what is on the CPU stays there."""
+    size = tensor_bytes([value for value in tensor_values(node) if value.device.type != "cpu"])
+    return -(-size // granularity) * granularity

@@ -67,7 +67,7 @@ def within_budget(
         return read_operations(graph, len(setting.segments), granularity, in_place, sums)
 
     def attempted(lowered: Lowered) -> _Attempt:
-        only = variant_of(lowered, setting)
+        only = variant_of(lowered, setting, pipelining)
         pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
         return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
 

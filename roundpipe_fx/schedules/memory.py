@@ -57,6 +57,10 @@ class StepCosts:
         outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
             and all backwards.
         loss_bytes: bytes that stay of them until the last backward is over.
+        copied_bytes: bytes of the caller's tensors that a step reads, by step and by number of the tensor.
+        parameters: numbers of those that are the same for all microbatches.
+        away: devices that are not the caller's. They have copies of his tensors, taken to be there all the time; at the
+            end he gets their gradients, and has all of them.
     """
 
     seconds: Mapping[Step, float]
@@ -68,6 +72,9 @@ class StepCosts:
     brought_bytes: Mapping[Step, int] = field(default_factory=dict)
     outside_bytes: int = 0
     loss_bytes: int = 0
+    copied_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
+    parameters: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()
 
 
 def peaks_of(
@@ -133,6 +140,9 @@ def peaks_of(
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
     lasting = [sum(held.bytes for held in kind.held if not held.readers) for kind in kinds]
     outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
+    every_gradient = {
+        owner: size for kind in kinds for base in kind.base_bytes.values() for owner, size in base.items()
+    }
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
         kind_at = kind_of[order[:, 2]]
@@ -150,11 +160,25 @@ def peaks_of(
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += brought[kind_at, own].sum()
+        if device in costs.away:
+            change[0] += _copies(order, own, steps, costs)
         level = np.cumsum(change)[: len(own)]
         needed = peak[kind_at, own]
         needed[first] = first_peak[kind_at[first], present]
-        found.append(max(outside, int((level + needed).max(initial=0)), int(level.max(initial=0))))
+        at_end = sum(every_gradient.values()) if costs.away and device not in costs.away else 0
+        found.append(max(outside, at_end, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
+
+
+def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], costs: StepCosts) -> int:
+    """Bytes of the copies that a device has of the caller's tensors."""
+    batches: dict[int, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for code, batch in zip(codes.tolist(), order[:, 2].tolist(), strict=True):
+        for tensor, size in costs.copied_bytes.get(steps[code], {}).items():
+            sizes[tensor] = size
+            batches.setdefault(tensor, set()).add(0 if tensor in costs.parameters else batch)
+    return sum(size * len(batches[tensor]) for tensor, size in sizes.items())
 
 
 _MOST_EXACT = 100_000

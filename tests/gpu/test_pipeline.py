@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterator
 
@@ -97,6 +98,30 @@ def test_updated_buffers_and_both_halves_of_a_step(schedule: str, checkpoint: st
         reference = reference or step
         assert_close(step, reference)
         assert all(torch.equal(value, reference.buffers[name]) for name, value in step.buffers.items())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_every_device_stays_within_the_budget(schedule: str, budget: float) -> None:
+    """Copies of parameters on other devices count there, and at the end all gradients where the model is."""
+    torch.manual_seed(0)
+    tokens = torch.randint(256, (16, 128), device="cuda")
+    for devices in (own for own in _devices() if len(set(own)) == len(own)):
+        model = TiedTransformer(width=128, depth=4, vocabulary=256).cuda()
+        compiled = roundpipe_fx.compile(
+            model,
+            devices=devices,
+            num_microbatches=4,
+            schedule=schedule,
+            memory_budget=budget,
+            stage_compiler="eager",
+        )
+        for _ in range(3):
+            model.zero_grad()
+            with contextlib.ExitStack() as stack:
+                peaks = [stack.enter_context(roundpipe_fx.measure_peak(device)) for device in devices]
+                compiled.forward_backward(tokens=tokens, targets=tokens)
+        assert all(0 < peak.bytes <= compiled.plan.budget for peak in peaks)
 
 
 @pytest.mark.hardware

@@ -218,6 +218,25 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2,)
 
 
+def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradients() -> None:
+    """A parameter once (number 0 and 1), what belongs to a microbatch as often as there are microbatches (2)."""
+    graph = chain(2)
+    reads = {(_F, 0): {0: 100, 2: 3}, (_F, 1): {1: 50}, (Kind.BACKWARD, 0): {0: 100}, (Kind.BACKWARD, 1): {1: 50, 2: 3}}
+    gradients = {(Kind.BACKWARD, 0): {0: 100}, (Kind.BACKWARD, 1): {1: 50}}
+    seconds = dict.fromkeys(graph.steps, 1.0)
+
+    def peaks(*away: int) -> tuple[int, ...]:
+        parameters = frozenset({0, 1})
+        costs = StepCosts(
+            seconds, base_bytes=gradients, copied_bytes=reads, parameters=parameters, away=frozenset(away)
+        )
+        return simulate_time(gpipe(2, 2, 4), graph, costs).peak_bytes
+
+    assert peaks() == (100, 50)
+    assert peaks(1) == (100 + 50, 50 + 50 + 4 * 3)
+    assert peaks(0) == (100 + 100 + 4 * 3, 100 + 50)
+
+
 @given(devices=st.integers(1, 6), chunks=st.integers(1, 3), microbatches=st.integers(1, 14), recompute=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_is_valid(devices: int, chunks: int, microbatches: int, recompute: bool) -> None:
