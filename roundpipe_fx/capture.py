@@ -7,6 +7,7 @@ forward and, at the first backward, the backward. What it gets back are graphs o
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import hashlib
@@ -214,6 +215,9 @@ def capture(
     keep_settled_draws(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
+    likeness = likeness or Likeness()
+    if pipelining is not None:
+        pipelining = dataclasses.replace(pipelining, offloaded=likeness.offloaded)
     compilation = _Compilation(
         options,
         registered_syncs,
@@ -223,7 +227,7 @@ def capture(
         frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         on_plan,
         pipelining=pipelining,
-        likeness=likeness or Likeness(),
+        likeness=likeness,
     )
     with torch_private.aot_flags(), opaque_backwards(module):
         return torch_private.aot_autograd(

@@ -68,6 +68,11 @@ class MeasuredCosts:
         """Seconds that launching an operation costs."""
         return self.roofline.overhead
 
+    @property
+    def host(self) -> float:
+        """Bytes a second between the device and the host."""
+        return self.roofline.host
+
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
         """As the roofline's: for what is no single operation."""
         return self.roofline.seconds(flops, traffic, dtype)

@@ -17,6 +17,10 @@ class CostModel(Protocol):
     def overhead(self) -> float:
         """Seconds that launching an operation costs, whatever its size."""
 
+    @property
+    def host(self) -> float:
+        """Bytes a second between the device and the host."""
+
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = ...) -> float:
         """Modelled seconds of ``flops`` operations that move ``traffic`` bytes."""
 

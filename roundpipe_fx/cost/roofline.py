@@ -35,6 +35,7 @@ class Roofline:
         flops: attainable floating-point operations a second, by dtype; ``torch.float32`` stands in for the rest.
         bandwidth: memory bytes a second.
         link: bytes a second from this device to another.
+        host: bytes a second between this device and the host, in each direction.
         overhead: seconds that launching an operation costs, whatever its size.
         memory: bytes of the device; 0 where that is no fixed number.
         draw: seconds that drawing a random number takes beyond writing it.
@@ -44,6 +45,7 @@ class Roofline:
     flops: Mapping[torch.dtype, float] = field(hash=False)
     bandwidth: float
     link: float
+    host: float
     overhead: float
     memory: int = 0
     draw: float = 0.0
@@ -63,22 +65,23 @@ class Roofline:
         return size / self.link
 
 
-def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, gib: int) -> Roofline:
+def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int) -> Roofline:
     rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
-    return Roofline(name, rates, bandwidth, link, overhead=4e-6, memory=gib * 2**30)
+    return Roofline(name, rates, bandwidth, link, host, overhead=4e-6, memory=gib * 2**30)
 
 
-# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction.
+# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction, and to the host
+# what PCIe attains.
 DEVICES: Mapping[str, Roofline] = {
     "cpu": Roofline(
-        "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e-6, draw=5e-9
+        "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e10, 2e-6, draw=5e-9
     ),
-    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 80),
-    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 80),
-    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 141),
-    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9, 48),
-    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9, 24),
-    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9, 24),
+    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80),
+    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80),
+    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 50e9, 141),
+    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9, 25e9, 48),
+    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9, 25e9, 24),
+    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9, 25e9, 24),
 }
 
 

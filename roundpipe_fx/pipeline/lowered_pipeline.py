@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from roundpipe_fx.lower import Lowered, Setting
@@ -109,4 +110,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     steps = steps_of(lowered)
     granularity = allocation_granularity(setting.device)
     away = [number for number, device in enumerate(pipelining.devices) if device != setting.device]
-    return Variant(lowered, steps, step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away))
+    costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
+    if pipelining.offloaded:
+        costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)
+    return Variant(lowered, steps, costs)

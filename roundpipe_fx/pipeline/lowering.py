@@ -12,9 +12,9 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from roundpipe_fx.budget import InfeasibleBudgetError
-from roundpipe_fx.cost import MeasuredCosts
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
+from roundpipe_fx.cost import MeasuredCosts, tensor_bytes
+from roundpipe_fx.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.lower import CHOOSERS, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
 from roundpipe_fx.options import Options
 from roundpipe_fx.passes.recompute_regions import region_bounds
@@ -31,11 +31,15 @@ from roundpipe_fx.schedules import (
     Schedule,
 )
 from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
+from roundpipe_fx.schedules.fit_visits import Weights, fit_visits
 from roundpipe_fx.segment import Segment, StageCut
 
 __all__ = ["lower_pipeline"]
 
 log = logging.getLogger(__name__)
+
+_WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
+"""Of the budget, for an offloaded model's weights and their gradients: the rest is for what is computed."""
 
 
 def lower_pipeline(
@@ -70,7 +74,8 @@ def lower_pipeline(
     prepared = prepare(joint, options, registered_syncs, workspaces)
     if training and pipelining.microbatches > 1:
         prepared = dataclasses.replace(prepared, joint=split_tied_gradients(prepared.joint))
-    names = [pipelining.schedule] if isinstance(pipelining.schedule, str) else ["given"]
+    usual = "roundpipe" if pipelining.offloaded else "1f1b"
+    names = ["given"] if isinstance(pipelining.schedule, Schedule) else [pipelining.schedule or usual]
     if like is not None:
         names = [like.name]
     elif names == ["auto"]:
@@ -79,13 +84,19 @@ def lower_pipeline(
         )
     best: tuple[float, LoweredPipeline] | None = None
     refused: InfeasibleBudgetError | None = None
-    for name in names:
-        spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(names) > 1 else prepared
+    limits = _weight_limits(prepared, options) if pipelining.offloaded and like is None else [None]
+    ways = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
+    fits: set[str] = set()
+    for name, limit in ways:
+        if name in fits:
+            continue
+        spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(ways) > 1 else prepared
         try:
-            tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves)
+            tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves, limit)
         except InfeasibleBudgetError as error:
             refused = error if refused is None or error.minimum < refused.minimum else refused
             continue
+        fits.add(name)
         timing = tried.predict(pipelining.microbatches)
         log.info("schedule %s: %.3f ms, bubble %.1f %%", name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
@@ -108,6 +119,7 @@ def _lower_named(
     share: float,
     like: Structure | None,
     in_halves: bool,
+    weight_limit: int | None,
 ) -> LoweredPipeline:
     given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
     if given is not None and training:
@@ -121,11 +133,12 @@ def _lower_named(
         stages = options.stages
     asked = dataclasses.replace(options, stages=stages)
     devices = pipelining.workers
-    name = "gpipe" if not training else name
+    if not training:
+        name = "roundpipe" if pipelining.offloaded else "gpipe"
     choosers = CHOOSERS
     cut: Rounds | tuple[int, ...]
     if name == "roundpipe":
-        joint, segments, cuts, cut = _cut_rounds(prepared.joint, pipelining, like)
+        joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, training, weight_limit)
         choosers = {**CHOOSERS, "full": keep_slot_inputs}
     else:
         joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs)
@@ -158,19 +171,54 @@ def _splits(schedule: Schedule) -> bool:
     return schedule.only(Kind.BACKWARD_INPUT).size > 0
 
 
+def _weight_limits(prepared: Prepared, options: Options) -> list[int | None]:
+    """Bytes that an offloaded model's weights may take on a device, to be tried in turn; ``None``: as few as can be."""
+    budget = asked_budget(prepared.joint, options, prepared.device)
+    if isinstance(budget, float):
+        return [None]
+    if budget is None:
+        budget = available_memory(prepared.device)
+    return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
+
+
 def _cut_rounds(
-    joint: JointGraph, pipelining: Pipelining, like: Structure | None
+    prepared: Prepared,
+    options: Options,
+    pipelining: Pipelining,
+    like: Structure | None,
+    training: bool,
+    weight_limit: int | None,
 ) -> tuple[JointGraph, list[Segment], list[StageCut], Rounds]:
-    joint, segments = cut_segments(joint, region_bounds(joint))
+    """Cut a graph into slots; those of an offloaded model begin where stages are asked to."""
+    recompute = pipelining.checkpoint in ("always", "except_last")
+    if options.stages == "auto" or not pipelining.offloaded:
+        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint))
+        asked: list[StageCut] = []
+    else:
+        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs)
+    forward = [segment.forward_seconds for segment in segments]
+    backward = [segment.backward_seconds for segment in segments]
+    devices, microbatches = pipelining.workers, pipelining.microbatches
     if like is not None and like.segments == len(segments) and isinstance(like.cut, Rounds):
         chosen = like.cut
+    elif asked:
+        runs = [(cut.first, cut.last) for cut in asked]
+        chosen = Rounds(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
+    elif pipelining.offloaded:
+        weights = _weights_of(joint, len(segments), prepared.costs.host)
+        seconds = backward if training else [0.0] * len(segments)
+        chosen = fit_visits(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
     else:
-        chosen = fit_rounds(
-            [segment.forward_seconds for segment in segments],
-            [segment.backward_seconds for segment in segments],
-            pipelining.checkpoint in ("always", "except_last"),
-            pipelining.workers,
-            pipelining.microbatches,
-        )
+        chosen = fit_rounds(forward, backward, recompute, devices, microbatches)
     joint, cuts = cut_rounds(joint, chosen)
     return joint, segments, cuts, chosen
+
+
+def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:
+    """What segments read of the model's tensors."""
+    numbers = {node: number for number, node in enumerate(joint.primals) if node in joint.parameters}
+    reads: list[set[int]] = [set() for _ in range(segments)]
+    for node in joint.computed():
+        reads[node.meta[Mark.SEGMENT]].update(numbers[own] for own in node.all_input_nodes if own in numbers)
+    sizes = {number: tensor_bytes(tensor_values(node)) for node, number in numbers.items()}
+    return Weights([frozenset(own) for own in reads], sizes, bandwidth)

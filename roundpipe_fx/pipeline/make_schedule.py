@@ -44,7 +44,7 @@ def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, 
         seconds = [0.0] * slots
         for (_, slot), own in costs.seconds.items():
             seconds[slot] += own
-        whole = round_robin(devices, stages - 1, slots, microbatches, seconds)
+        whole = round_robin(devices, stages - 1, slots, microbatches, seconds, costs.on_host is not None)
     else:
         whole = _BOUND[name](devices, stages, microbatches)
     return with_recompute(whole.restricted(graph), graph)

@@ -23,10 +23,12 @@ class Likeness:
     Attributes:
         structure: how its first graph was cut (a ``Structure``), once there is one.
         in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        offloaded: whether the model lies on the host, and devices have of it what they need at the time.
     """
 
     structure: Any = None
     in_halves: bool = False
+    offloaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,15 +38,19 @@ class Pipelining:
     Attributes:
         devices: one worker each; a device may be named several times. Empty: one worker, where the model is.
         microbatches: into how many a batch is split.
-        schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule.
+        schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule; ``None``: the usual one, 1F1B, and
+            RoundPipe's dispatch for an offloaded model.
         checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
             ``"never"`` none; ``None``: as a byte budget says, without one none.
+        offloaded: whether the model lies on the host, and devices have of it what they need at the time. Seen when a
+            step is traced.
     """
 
     devices: tuple[torch.device, ...]
     microbatches: int
-    schedule: str | Schedule
+    schedule: str | Schedule | None
     checkpoint: str | None
+    offloaded: bool = False
 
     @property
     def workers(self) -> int:
@@ -85,11 +91,10 @@ def parse_pipelining(
         raise TypeError(f"num_microbatches must be a positive int, not {num_microbatches!r}.")
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches={num_microbatches}: there must be at least one.")
-    schedule = "1f1b" if schedule is None else schedule
     if isinstance(schedule, str) and schedule not in (*SCHEDULES, "auto"):
         names = ", ".join(repr(name) for name in (*SCHEDULES, "auto"))
         raise ValueError(f"schedule={schedule!r}: valid values are {names}, or a roundpipe_fx.Schedule.")
-    if not isinstance(schedule, (str, Schedule)):
+    if schedule is not None and not isinstance(schedule, (str, Schedule)):
         raise TypeError(f"schedule must be a name or a roundpipe_fx.Schedule, not {type(schedule).__name__}.")
     if checkpoint is not None and checkpoint not in CHECKPOINTS:
         names = ", ".join(repr(name) for name in CHECKPOINTS)

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from roundpipe_fx.pipeline.deferred_batch_norm import deferred
 from roundpipe_fx.pipeline.gradients import hand_to_autograd
 from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
+from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.pipeline.taken import Taken, take_all
 from roundpipe_fx.pipeline.through_autograd import through_autograd
@@ -83,6 +84,7 @@ class Pipeline:
         self._deferred = deferred_batch_norm
         self.compiled = {kind: compile_function(function) for kind, function in functions_of(model).items()}
         self._workers: Workers | None = None
+        self._offloaded: Offloaded | None = None
         self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
         self._lock = threading.RLock()
 
@@ -101,8 +103,8 @@ class Pipeline:
             )
         kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
-            calls = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
-            taken = take_all(calls, self._likeness, in_halves=False)
+            args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
+            taken = self._take(self._calls_of_step(args, kwargs, labels, loss_fn, kind), in_halves=False)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
             tangents = [
                 [torch.ones((), dtype=graph.tangents[0].dtype, device=graph.tangents[0].device)]
@@ -115,34 +117,39 @@ class Pipeline:
         for own, place in zip(finished.outputs, losses, strict=True):
             total = own[place] if total is None else total + own[place]
         if not return_outputs:
-            return total
-        return total, merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs)
+            return self._returned(total)
+        merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs)
+        return self._returned((total, merged))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
-        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-        run = self.compiled["model"]
         with self._lock, self._batch_norm():
-            taken = take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
+            args, kwargs = self._placed((args, kwargs))
+            taken = self._take(self._calls_of_model(args, kwargs), in_halves=True)
             training = any(program.tangents for program in taken.programs)
             if not training:
-                finished = self._run(taken, [[] for _ in pieces], (Kind.FORWARD,), [])
-                return merge(self._answer(taken, finished.outputs), self._splitting.outputs)
+                finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
+                return self._returned(merge(self._answer(taken, finished.outputs), self._splitting.outputs))
             results, own = through_autograd(taken, functools.partial(self._run_part, taken))
             outputs = self._answer(taken, results, own)
-        return merge(outputs, self._splitting.outputs)
+        return self._returned(merge(outputs, self._splitting.outputs))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile without running anything: with ``labels`` or ``loss_fn`` what forward_backward runs, else a call."""
-        labels, loss_fn = kwargs.get("labels"), kwargs.get("loss_fn")
+        loss_fn = kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
+            args, kwargs = self._placed((args, kwargs), loss_fn)
+            labels = kwargs.get("labels")
             if labels is None and loss_fn is None:
-                pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-                run = self.compiled["model"]
-                take_all([functools.partial(run, a, k) for a, k in pieces], self._likeness, in_halves=True)
+                self._take(self._calls_of_model(args, kwargs), in_halves=True)
                 return
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            take_all(self._calls_of_step(args, given, labels, loss_fn, "loss"), self._likeness, in_halves=False)
+            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss"), in_halves=False)
+
+    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], Any]]:
+        """A call for each microbatch."""
+        pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
+        return [functools.partial(self.compiled["model"], *piece) for piece in pieces]
 
     def _calls_of_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
@@ -166,6 +173,24 @@ class Pipeline:
                 self._workers.close()
                 self._workers = None
 
+    def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
+        """Inputs where the graph is to run; notes whether the model is offloaded."""
+        modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
+        self._offloaded = offloaded(self.settings.devices, modules, self._offloaded)
+        return inputs if self._offloaded is None else self._offloaded.to_device(inputs)
+
+    def _returned(self, outputs: Any) -> Any:
+        """Outputs where the model is."""
+        return outputs if self._offloaded is None else self._offloaded.to_host(outputs)
+
+    def _looking_moved(self, updated: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
+
+    def _take(self, calls: list[Callable[[], Any]], in_halves: bool) -> Taken:
+        self._likeness.offloaded = self._offloaded is not None
+        with self._looking_moved():
+            return take_all(calls, self._likeness, in_halves)
+
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
@@ -180,7 +205,12 @@ class Pipeline:
         Autograd's view of an answer is of a graph that was never run: what is differentiated is replaced.
         """
         answers = []
-        with torch_private.dynamo_flags():
+        updated = {
+            id(own[place])
+            for program, own in zip(taken.programs, taken.primals, strict=True)
+            for place in program.mutations.values()
+        }
+        with torch_private.dynamo_flags(), self._looking_moved(updated):
             for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
                 with answering(given):
@@ -208,7 +238,13 @@ class Pipeline:
         streams = random_streams.random_streams(home, len(taken.programs))
         if self._workers is None:
             self._workers = Workers(self.settings.devices or (home,))
-        finished = run_pipeline(self._workers, instructions, taken.programs, taken.primals, tangents, streams, given)
+        on_host: Collection[int] = ()
+        if self._offloaded is not None:
+            self._offloaded.pin()
+            on_host = self._offloaded.tensors.keys()
+        finished = run_pipeline(
+            self._workers, instructions, taken.programs, taken.primals, tangents, streams, given, on_host
+        )
         random_streams.finish(home, streams)
         whole = kinds != _BACKWARD or not taken.graphs[0].measured
         before = [] if whole else taken.graphs[0].measured[-1]
@@ -231,15 +267,11 @@ class Pipeline:
 
     def _home(self, taken: Taken) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
+        if self._offloaded is not None:
+            return self._offloaded.device
         for value in (value for primals in taken.primals for value in primals):
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
                 return value.device
-        if kind not in (None, "cpu"):
-            raise ValueError(
-                f"the model and its inputs are on the CPU, but devices={[str(d) for d in self.settings.devices]}: move "
-                f"them to one of these first, as model.to({str(self.settings.devices[0])!r}). The model is traced "
-                "where it is, and stages get copies of their parameters."
-            )
         return torch.device("cpu")
 
 

@@ -76,6 +76,15 @@ class Lane(Protocol):
     def finish(self) -> None:
         """Let the caller's stream wait for all that was issued."""
 
+    def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
+        """Let copies of tensors of the host go and begin to copy others; what was begun before may be read now."""
+
+    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Begin to copy gradients to the host, where they are once :meth:`settle` has returned."""
+
+    def settle(self) -> None:
+        """Wait until nothing is copied from or to the host any more."""
+
 
 class HostLane:
     """A worker on the CPU."""
@@ -127,6 +136,16 @@ class HostLane:
     def finish(self) -> None:
         """Nothing to wait for."""
 
+    def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
+        """Tensors of the host are where they are read."""
+
+    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients as they are."""
+        return list(gradients)
+
+    def settle(self) -> None:
+        """Nothing to wait for."""
+
 
 class AcceleratorLane:
     """A worker on an accelerator: one compute stream, a copy stream for what goes out and one for what comes in."""
@@ -139,6 +158,9 @@ class AcceleratorLane:
         self._home = device
         self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
+        self._leaving: list[torch.Tensor] = []
+        self._brought: Any = None
+        self._left: Any = None
 
     def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
         """Note the caller's streams, on his own and the workers' devices: streams are of a thread, his must tell."""
@@ -159,10 +181,11 @@ class AcceleratorLane:
 
     def local(self, value: Any) -> Any:
         """A tensor of the caller's on this device: itself, or a copy that is held until :meth:`drop`."""
+        if id(value) in self._copies:
+            return self._copies[id(value)][1]
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
             return value
-        if id(value) not in self._copies:
-            self._copies[id(value)] = (value, self._copy(value.detach()))
+        self._copies[id(value)] = (value, self._copy(value.detach()))
         return self._copies[id(value)][1]
 
     def inherit(self, value: Any) -> Any:
@@ -244,6 +267,45 @@ class AcceleratorLane:
     def finish(self) -> None:
         """Called in the caller's thread: its stream waits for the compute stream."""
         torch.accelerator.current_stream(self.device).wait_stream(self.compute)
+
+    # Memory that the copy streams share with the compute stream goes back to its own stream's pool as soon as that has
+    # been told to wait for the other. ``record_stream`` would have it wait for an event that the host asks for, and a
+    # host that is ahead would find nothing free.
+
+    def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
+        """The compute stream waits for what was begun before, the incoming one for what read the copies that go."""
+        if self._brought is not None:
+            self.compute.wait_event(self._brought)
+        if drops:
+            self.incoming.wait_event(self.compute.record_event())
+            for value in drops:
+                del self._copies[id(value)]
+        with on_stream(self.incoming):
+            for value in brings:
+                self._copies[id(value)] = (value, value.detach().to(self.device, non_blocking=True))
+        self._brought = self.incoming.record_event()
+
+    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """They are held until the next call, by which time they have been copied while the device worked."""
+        if self._leaving:
+            self.compute.wait_event(self._left)
+            self._leaving.clear()
+        copies = []
+        self.outgoing.wait_event(self.compute.record_event())
+        with on_stream(self.outgoing):
+            for gradient in gradients:
+                copies.append(torch.empty_like(gradient, device="cpu", pin_memory=True))
+                copies[-1].copy_(gradient, non_blocking=True)
+        self._left = self.outgoing.record_event()
+        self._leaving.extend(gradients)
+        return copies
+
+    def settle(self) -> None:
+        """Called in the caller's thread, after a step: the host waits for both copy streams."""
+        self.incoming.synchronize()
+        self.outgoing.synchronize()
+        self._leaving.clear()
+        self._brought = self._left = None
 
 
 def lane_of(device: torch.device) -> Lane:

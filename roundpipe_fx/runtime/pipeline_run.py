@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, 
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.states import States
 from roundpipe_fx.runtime.sums import Sums
+from roundpipe_fx.runtime.visiting import Turn, turns_of
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -70,6 +71,7 @@ def run_pipeline(
     tangents: Sequence[Sequence[Any]],
     streams: Sequence[RandomStream],
     given: Sequence[dict[int, Any]] = (),
+    on_host: Collection[int] = (),
 ) -> Finished:
     """Run instructions and wait until they are done.
 
@@ -82,11 +84,13 @@ def run_pipeline(
         streams: of random numbers, for each microbatch.
         given: values that an earlier run has left, for each microbatch, by number. Emptied, so that they die as they
             are read.
+        on_host: identities of primals that lie on the host while the workers are on accelerators: each worker has them
+            for as long as its visits need them, and their gradients are brought to the host.
 
     Raises:
         BaseException: what a stage raised, with its traceback; no gradient has been handed out then.
     """
-    run = _Run(workers, instructions, programs, primals, tangents, streams, given)
+    run = _Run(workers, instructions, programs, primals, tangents, streams, given, on_host)
     for lane in workers.lanes:
         lane.prepare(run.home, workers.devices)
     workers.submit(run.work)
@@ -99,6 +103,8 @@ def run_pipeline(
     finally:
         for lane in workers.lanes:
             lane.finish()  # after a failure too: what was issued may still read what the caller is about to free
+            if on_host:
+                lane.settle()
     if run.failure is not None:
         try:
             raise run.failure
@@ -117,6 +123,7 @@ class _Run:
         tangents: Sequence[Sequence[Any]],
         streams: Sequence[RandomStream],
         given: Sequence[dict[int, Any]],
+        on_host: Collection[int],
     ) -> None:
         self._lanes = workers.lanes
         self._instructions = instructions
@@ -142,6 +149,9 @@ class _Run:
             self._hand_out(given)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
         self._sums = [Sums() for _ in workers.lanes]
+        self._on_host = on_host
+        self._turns: list[Mapping[int, Turn]] = [turns_of(own, primals, on_host) for own in instructions if on_host]
+        self._at_host: list[list[tuple[int, torch.Tensor]]] = [[] for _ in workers.lanes]
         self._spans: list[list[Span]] = [[] for _ in workers.lanes]
         self._began = time.perf_counter()
         self._running = len(workers.lanes)
@@ -199,9 +209,14 @@ class _Run:
         instructions = self._instructions[device]
         elsewhere = lane.device != self.home
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
-        for instruction, call, unread in zip(instructions, self._calls[device], done_with, strict=True):
+        turns = self._turns[device] if self._turns else {}
+        for place, (instruction, call, unread) in enumerate(
+            zip(instructions, self._calls[device], done_with, strict=True)
+        ):
             if self._stopping:
                 raise Stopped
+            if place in turns:
+                self._turn(device, lane, turns[place])
             batch = instruction.action.microbatch
             own = values[batch]
             for step in instruction.receives:
@@ -227,10 +242,22 @@ class _Run:
             if code.see is not None:
                 code.see(results)
             for value in unread:
-                lane.drop(value)
+                if id(value) not in self._on_host:
+                    lane.drop(value)
             spans.append(Span(instruction.action, base, start, lane.mark()))
             self._deliver(device, lane, instruction, results)
             del arguments, results
+        if turns:
+            self._turn(device, lane, turns[len(instructions)])
+
+    def _turn(self, device: int, lane: Lane, turn: Turn) -> None:
+        """Between two visits: gradients leave, tensors of the host go and come."""
+        left = self._sums[device].remove(self._on_host)
+        self._at_host[device] += zip(left, lane.leave([*left.values()]), strict=True)
+        del left
+        if turn.first:
+            lane.exchange((), turn.first)
+        lane.exchange(turn.drops, turn.ahead)
 
     def _deliver(self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]) -> None:
         action, batch = instruction.action, instruction.action.microbatch
@@ -271,6 +298,8 @@ class _Run:
         total = Sums()
         for lane, sums in zip(self._lanes, self._sums, strict=True):
             sums.move(total, lane.home)
+        for owner, part in (found for parts in self._at_host for found in parts):
+            total.add(owner, part, own=True)
         gradients = total.tensors
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
@@ -282,6 +311,7 @@ class _Run:
                     outside = self._tangents if source.kind == "tangent" else self._primals
                     key = id(self._primals[batch][gradient.primal])
                     value = outside[batch][source.index]
+                    value = value.cpu() if key in self._on_host else value
                     gradients[key] = gradients[key] + value if key in gradients else value
         left: list[dict[int, Any]] = [{} for _ in self._programs]
         for batches in self._values:

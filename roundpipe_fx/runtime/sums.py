@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
@@ -45,6 +45,12 @@ class Sums:
         """A sum that whoever takes it may write over, and gives back; ``None``: nothing was added yet."""
         total = self.tensors.pop(owner, None)
         return total.clone() if total is not None and owner not in self._own else total
+
+    def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
+        """Take away all that there are of some owners; what is added later begins anew."""
+        found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
+        self._own -= found.keys()
+        return found
 
     def move(self, to: Sums, home: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Add all to others, so that each is gone before the next is brought.

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from roundpipe_fx.schedules.action import Kind, Step
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.visits import Visit, device_visits
 
 __all__ = ["Held", "StepCosts", "peaks_of"]
 
@@ -61,6 +63,9 @@ class StepCosts:
         parameters: numbers of those that are the same for all microbatches.
         away: devices that are not the caller's. They have copies of his tensors, taken to be there all the time; at the
             end he gets their gradients, and has all of them.
+        on_host: numbers of the tensors that lie on the host: devices have them, and their gradients, for as long as
+            visits need them (:mod:`roundpipe_fx.schedules.visits`). What else is the caller's is on the first device.
+        host_bandwidth: bytes a second between the host and a device.
     """
 
     seconds: Mapping[Step, float]
@@ -75,6 +80,29 @@ class StepCosts:
     copied_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
     away: frozenset[int] = frozenset()
+    on_host: frozenset[int] | None = None
+    host_bandwidth: float = 1.0
+
+    def visits(self, device_order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], turn: int) -> list[Visit]:
+        """The visits of a device, where tensors lie on the host.
+
+        Args:
+            device_order: the device's actions.
+            codes: number of each one's step.
+            steps: by number.
+            turn: how many of them are of a first half of a step.
+        """
+        if self.on_host is None:
+            return []
+        reads = [
+            {number: size for number, size in self.copied_bytes.get(step, {}).items() if number in self.on_host}
+            for step in steps
+        ]
+        gradients = [
+            {owner: size for owner, size in self.base_bytes.get(step, {}).items() if owner in self.on_host}
+            for step in steps
+        ]
+        return device_visits(device_order[:, 1], codes, reads, gradients, turn)
 
 
 def peaks_of(
@@ -146,39 +174,59 @@ def peaks_of(
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
         kind_at = kind_of[order[:, 2]]
-        present, first = np.unique(own, return_index=True)
-        known: set[int] = set()
-        for place, code in sorted(zip(first.tolist(), present.tolist(), strict=True)):
-            base = kinds[kind_at[place]].base_bytes.get(steps[code], {})
-            new = {owner: size for owner, size in base.items() if owner not in known}
-            change[place + 1] += sum(new.values())
-            known |= new.keys()
         turn = int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
+        visits = costs.visits(order, own, steps, turn)
+        firsts = []
+        for part in [visit.places for visit in visits] or [range(len(own))]:
+            present, first = np.unique(own[part.start : part.stop], return_index=True)
+            firsts.append(first + part.start)
+            known: set[int] = set()
+            for place, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
+                base = kinds[kind_at[place]].base_bytes.get(steps[code], {})
+                new = {owner: size for owner, size in base.items() if owner not in known}
+                change[place + 1] += sum(new.values())
+                known |= new.keys()
+        first = np.concatenate(firsts)
+        _add_visits(change, visits)
         outside = 0
         if schedule.in_halves and device == 0:
             change[turn] += np.take(lasting, kind_of[: schedule.microbatches]).sum() - made_here
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += brought[kind_at, own].sum()
-        if device in costs.away:
+        if costs.on_host is not None and device == 0:
+            change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
+        elif device in costs.away:
             change[0] += _copies(order, own, steps, costs)
         level = np.cumsum(change)[: len(own)]
         needed = peak[kind_at, own]
-        needed[first] = first_peak[kind_at[first], present]
-        at_end = sum(every_gradient.values()) if costs.away and device not in costs.away else 0
+        needed[first] = first_peak[kind_at[first], own[first]]
+        brings_all = costs.away and device not in costs.away and costs.on_host is None
+        at_end = sum(every_gradient.values()) if brings_all else 0
         found.append(max(outside, at_end, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
 
 
 def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], costs: StepCosts) -> int:
-    """Bytes of the copies that a device has of the caller's tensors."""
+    """Bytes of the copies that a device has of the caller's tensors, but for those on the host."""
     batches: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
     for code, batch in zip(codes.tolist(), order[:, 2].tolist(), strict=True):
         for tensor, size in costs.copied_bytes.get(steps[code], {}).items():
+            if tensor in (costs.on_host or ()):
+                continue
             sizes[tensor] = size
             batches.setdefault(tensor, set()).add(0 if tensor in costs.parameters else batch)
     return sum(size * len(batches[tensor]) for tensor, size in sizes.items())
+
+
+def _add_visits(change: np.ndarray, visits: Sequence[Visit]) -> None:
+    """What a device has of tensors on the host; gradients are there until the visit after is over."""
+    for visit in visits:
+        change[visit.places.start] += visit.present
+        change[visit.places.stop] -= visit.present
+    for visit, following in pairwise(visits):
+        change[following.places.stop] -= sum(visit.gradients.values())
 
 
 _MOST_EXACT = 100_000

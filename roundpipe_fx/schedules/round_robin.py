@@ -38,14 +38,17 @@ class Dispatch:
     makespan: float
 
 
-def dispatch(devices: int, seconds: Sequence[float], microbatches: int) -> Dispatch:
+def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bool = False) -> Dispatch:
     """The shortest dispatch among those by groups of different sizes.
 
     Args:
         devices: how many workers.
         seconds: of each slot, for one microbatch.
         microbatches: how many.
+        once: whether a slot is handed out once, for all microbatches: what it reads has to be brought for it.
     """
+    if once:
+        return _by_groups(devices, seconds, microbatches, 1, 1)
     most = max(1, microbatches // min(devices, microbatches)) if microbatches else 1
     counts = sorted({1, 2, most, (most + 1) // 2} & set(range(1, most + 1)))
     tried = (
@@ -79,7 +82,12 @@ def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups
 
 
 def round_robin(
-    devices: int, fused: int, slots: int, microbatches: int, seconds: Sequence[float] | None = None
+    devices: int,
+    fused: int,
+    slots: int,
+    microbatches: int,
+    seconds: Sequence[float] | None = None,
+    once: bool = False,
 ) -> Schedule:
     """Slots handed out for groups of microbatches.
 
@@ -89,9 +97,10 @@ def round_robin(
         slots: how many there are, those of the backward counted on from the forward's.
         microbatches: how many.
         seconds: of each slot, for one microbatch; ``None``: all the same.
+        once: whether a slot is handed out once.
     """
     orders: list[list[Action]] = [[] for _ in range(devices)]
-    for slot, batches, worker in dispatch(devices, seconds or [1.0] * slots, microbatches).runs:
+    for slot, batches, worker in dispatch(devices, seconds or [1.0] * slots, microbatches, once).runs:
         kinds = [kind for kind, has in ((Kind.FORWARD, slot <= fused), (Kind.BACKWARD, slot >= fused)) if has]
         orders[worker] += [Action(kind, slot, microbatch) for microbatch in batches for kind in kinds]
     return Schedule.of("roundpipe", orders)

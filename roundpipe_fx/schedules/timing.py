@@ -8,7 +8,7 @@ million actions, take seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,7 +103,8 @@ def simulate_time(
             travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
-    ends, waves = _run(schedule, codes, len(steps), reads, travel, seconds, steps)
+    visiting = _visiting(schedule, codes, steps, costs) if costs.on_host is not None else None
+    ends, waves = _run(schedule, codes, len(steps), reads, travel, seconds, steps, visiting)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
     peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {})
     return Timing(schedule, graph, starts, tuple(ends), peaks)
@@ -117,6 +118,7 @@ def _run(
     travel: np.ndarray,
     seconds: np.ndarray,
     names: list[Step],
+    visiting: np.ndarray | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """When each action ends, and in which wave it runs, for each device."""
     lengths = np.array([len(own) for own in codes])
@@ -133,6 +135,7 @@ def _run(
     clock = np.zeros(len(codes))
     devices = np.flatnonzero(lengths > 0)
     travels = bool(travel.any())
+    link = None if visiting is None else _Link(visiting, len(codes))
     while len(devices):
         place = offsets[devices] + at[devices]
         own, batch = flat[place], microbatch[place]
@@ -145,7 +148,10 @@ def _run(
         if not ready.any():
             raise _deadlock(schedule, devices, at, end_of, reads, own, batch, names)
         runs, place, own, batch = devices[ready], place[ready], own[ready], batch[ready]
-        end = np.maximum(clock[runs], latest[ready]) + seconds[own]
+        start = np.maximum(clock[runs], latest[ready])
+        if link is not None:
+            start = np.maximum(start, link.begin(runs, place, clock[runs]))
+        end = start + seconds[own]
         clock[runs] = end
         ends[place] = end
         waves[place] = wave
@@ -157,6 +163,46 @@ def _run(
         if (at[runs] == lengths[runs]).any():
             devices = devices[at[devices] < lengths[devices]]
     return np.split(ends, offsets[1:]), np.split(waves, offsets[1:])
+
+
+def _visiting(schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[Step], costs: StepCosts) -> np.ndarray:
+    """For each action of all devices: whether a visit begins, and seconds of bringing what it reads if nothing before
+    it has, of bringing what the next one reads, and of the gradients that the one before leaves."""
+    rows = []
+    for order, own in zip(schedule.orders, codes, strict=True):
+        rows.append(np.zeros((len(own), 4)))
+        turn = int((order[:, 0] == 0).sum()) if schedule.in_halves else 0
+        left = 0
+        for visit in costs.visits(order, own, steps, turn):
+            sizes = np.array([visit.first, visit.brought, left])
+            rows[-1][visit.places.start] = [1, *(sizes / costs.host_bandwidth)]
+            left = sum(visit.gradients.values())
+    return np.concatenate([np.zeros((0, 4)), *rows])
+
+
+class _Link:
+    """What goes between devices and the host beside their work: one copy after another in each direction."""
+
+    def __init__(self, visiting: np.ndarray, devices: int) -> None:
+        self._visiting = visiting
+        self._brought = np.zeros(devices)
+        self._left = np.zeros(devices)
+
+    def begin(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
+        """When actions can begin as far as the link goes.
+
+        Args:
+            devices: whose actions.
+            places: of the actions among those of all devices.
+            clock: when the devices have done what stands before.
+        """
+        begins, first, following, left = self._visiting[places].T
+        brought = np.maximum(self._brought[devices], np.where(first > 0, clock, 0.0)) + first
+        gone = self._left[devices]  # of the visit before the last one
+        begins = begins > 0
+        self._brought[devices] = np.where(begins, np.maximum(brought, clock) + following, self._brought[devices])
+        self._left[devices] = np.where(begins, np.maximum(gone, clock) + left, gone)
+        return np.where(begins, np.maximum(brought, gone), 0.0)
 
 
 def _deadlock(

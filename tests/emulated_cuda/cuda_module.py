@@ -87,6 +87,7 @@ def emulate() -> None:
     cuda.mem_get_info = lambda which=None: (device.capacity() - device.allocated(_index(which)), device.capacity())
     cuda.empty_cache = lambda: None
     torch.UntypedStorage.clone = _cloned_storage  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = _resized_storage  # type: ignore[method-assign]
 
 
 def _index(which: Any = None) -> int:
@@ -121,7 +122,7 @@ def _seed_all(seed: int) -> None:
         generator.manual_seed(seed)
 
 
-_clone_on_host = torch.UntypedStorage.clone
+_clone_on_host, _resize_on_host = torch.UntypedStorage.clone, torch.UntypedStorage.resize_
 
 
 def _cloned_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -130,3 +131,10 @@ def _cloned_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
         return _clone_on_host(storage)
     original = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return original.clone().untyped_storage()
+
+
+def _resized_storage(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize_on_host(storage, size)
+    device.resize_storage(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage), size)
+    return storage

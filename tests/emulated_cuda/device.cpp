@@ -11,6 +11,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <map>
@@ -83,10 +84,29 @@ bool has_happened(int stream, uint64_t time, int for_stream) {
   return known != clocks[for_stream].end() && known->second >= time;
 }
 
+// Copies to the host that nobody has waited for yet: until then the host reads something else.
+struct Landing {
+  int stream;
+  uint64_t time;
+  at::Tensor target, copied;
+};
+std::vector<Landing> on_their_way;
+
+void host_knows(const Clock& clock) {
+  join(host, clock);
+  auto landed = [](const Landing& one) {
+    auto known = host.find(one.stream);
+    return known != host.end() && known->second >= one.time;
+  };
+  for (auto& one : on_their_way)
+    if (landed(one)) std::memcpy(one.target.mutable_data_ptr(), one.copied.const_data_ptr(), one.target.nbytes());
+  on_their_way.erase(std::remove_if(on_their_way.begin(), on_their_way.end(), landed), on_their_way.end());
+}
+
 void host_waits(int stream, const std::string& for_what) {
   seen_synchronizations.push_back(for_what);
   TORCH_CHECK(!refuse_synchronizations, "called a synchronizing CUDA operation: ", for_what);
-  join(host, clocks[stream]);
+  host_knows(clocks[stream]);
 }
 
 // ---------------------------------------------------------------------------------------------------------- memory
@@ -336,7 +356,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     Locked locked(everything);
     seen_synchronizations.push_back("an event is synchronized");
-    if (event != nullptr) join(host, static_cast<Event*>(event)->clock);
+    if (event != nullptr) host_knows(static_cast<Event*>(event)->clock);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   double elapsedTime(void* first, void* second, const DeviceIndex) const override {
@@ -496,6 +516,17 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_storage(self, none, 0, {0}, {1});
 }
 
+void resize_storage(const at::Tensor& tensor, size_t bytes) {
+  auto* storage = tensor.storage().unsafeGetStorageImpl();
+  Guard guard;
+  auto before = guard.exchangeDevice(tensor.device());
+  auto data = allocator.allocate(bytes);
+  guard.setDevice(before);
+  if (bytes > 0) std::memcpy(data.get(), storage->data(), std::min(bytes, storage->nbytes()));
+  storage->set_data_ptr_noswap(std::move(data));
+  storage->set_nbytes(bytes);
+}
+
 void record_stream(at::Tensor& self, Stream stream) { Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
 
 // Tensors of the host that lie in the same memory; those of one storage share one again.
@@ -529,27 +560,36 @@ struct BelowEverything {  // the CPU's kernel itself: no autograd, no modes
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source) || self.numel() == 0) return self;
   const std::string by = "aten::copy_";
-  bool from = source.device().type() == kType, into = self.device().type() == kType;
+  bool from = source.device().type() == kType, into = self.device().type() == kType, lands_later = false;
+  int stream = 0;
   {
     Locked locked(everything);
     if (from && into && source.device() != self.device()) {  // on the source's stream, between two waits, as CUDA does
-      int stream = issue(source.device().index()), other = current_number(self.device().index());
+      stream = issue(source.device().index());
+      int other = current_number(self.device().index());
       join(clocks[stream], clocks[other]);
       read(source, stream, by);
       write(self, stream, by);
       join(clocks[other], clocks[stream]);
     } else {
-      int stream = issue(from ? source.device().index() : self.device().index());
+      stream = issue(from ? source.device().index() : self.device().index());
       if (from) read(source, stream, by);
       if (into) write(self, stream, by);
       if (from != into && !non_blocking) host_waits(stream, from ? "copy to the host" : "copy to the device");
-      else if (from && !into) join(host, clocks[stream]);
+      lands_later = from && !into && non_blocking && self.is_contiguous();
+      if (from && !into && non_blocking && !lands_later) host_knows(clocks[stream]);  // through a copy, as CUDA has it
     }
   }
   OnHost on_host;
   auto same = [&](const at::Tensor& tensor) { return tensor.device().type() == kType ? on_host(tensor) : tensor; };
   auto target = same(self), read_from = same(source.expand(self.sizes()));
   BelowEverything below;
+  if (lands_later) {
+    Locked locked(everything);
+    std::memset(self.mutable_data_ptr(), 0xff, self.nbytes());
+    on_their_way.push_back({stream, clocks[stream][stream], self, at::empty_like(self).copy_(read_from)});
+    return self;
+  }
   target.copy_(read_from);
   return self;
 }
@@ -742,5 +782,6 @@ PYBIND11_MODULE(emulated_device, module) {
   module.def("reset_peak", [](int device) { counters[device].peak = counters[device].now; });
   module.def("races", [] { return taken(found_races); }, "Races since the last call, which are forgotten then.");
   module.def("synchronizations", [] { return taken(seen_synchronizations); }, "Likewise: what the host waited for.");
+  module.def("resize_storage", resize_storage);
   module.def("refuse_synchronizations", [](bool refuse) { refuse_synchronizations = refuse; });
 }

@@ -1,0 +1,130 @@
+"""Offloaded models: the model lies on the host, accelerators train it.
+
+Parameters, their gradients and the optimizer's state need no memory of an accelerator then but for the stage at hand,
+as with RoundPipe (thustorage/RoundPipe) and with DeepSpeed's ZeRO-Offload (Ren et al., 2021).
+
+A graph is traced for the device that runs it, since PyTorch and models choose their operations by it. So while a
+microbatch is taken or answered, the model's own tensors look as if they lay on the device: their data is exchanged for
+data of the same shape that has no memory. Guards, hooks and identities stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+__all__ = ["Offloaded", "offloaded"]
+
+
+def offloaded(
+    devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None
+) -> Offloaded | None:
+    """What there is to know of a model that lies on the host while its workers do not; ``None``: it does not.
+
+    Args:
+        devices: of the workers.
+        modules: the model, and what else has parameters and buffers.
+        known: what was found before.
+
+    Raises:
+        ValueError: part of the model lies on the host and part of it elsewhere.
+    """
+    if not devices or devices[0].type == "cpu":
+        return None
+    named = {
+        id(value): (name, value)
+        for module in modules
+        for name, value in (*module.named_parameters(), *module.named_buffers())
+    }
+    away = [name for name, value in named.values() if value.device.type != "cpu"]
+    here = [name for name, value in named.values() if value.device.type == "cpu"]
+    if away and not here:
+        return None
+    if away:
+        raise ValueError(
+            f"{here[0]!r} lies on the CPU and {away[0]!r} does not: move the whole model to "
+            f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
+        )
+    found = known or Offloaded(devices[0])
+    found.tensors = {key: value for key, (_, value) in named.items()}
+    return found
+
+
+class Offloaded:
+    """An offloaded model.
+
+    Attributes:
+        device: where it seems to be.
+        tensors: its parameters and buffers, by identity.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._without_memory: dict[int, tuple[torch.Tensor, int]] = {}
+        self._pinned: dict[int, int] = {}
+
+    def to_device(self, inputs: Any) -> Any:
+        """Inputs, with all tensors on the device."""
+        return tree_map(lambda v: v.to(self.device) if isinstance(v, torch.Tensor) else v, inputs)
+
+    def to_host(self, outputs: Any) -> Any:
+        """Outputs, with all tensors on the host; it waits for them."""
+        return tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
+
+    def pin(self) -> None:
+        """Pin the memory of what is the whole of its memory: copies from there run beside the device's work."""
+        storages = Counter(value.untyped_storage()._cdata for value in self.tensors.values())
+        for key, value in self.tensors.items():
+            storage = value.untyped_storage()
+            is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
+            if is_whole and storage.nbytes() and self._pinned.get(key) != storage.data_ptr():
+                value.data = value.data.pin_memory()
+                self._pinned[key] = value.data_ptr()
+
+    @contextlib.contextmanager
+    def looking_moved(self, updated: Collection[int] = ()) -> Iterator[None]:
+        """While entered, the model's tensors look as if they lay on the device.
+
+        Args:
+            updated: identities of those that will be written to; what is written is theirs after.
+        """
+        kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        try:
+            for key, value in self.tensors.items():
+                stand_in, size = self._stand_in(key, value)
+                kept.append((value, value.data, value.grad if value.is_leaf else None))
+                if kept[-1][2] is not None:
+                    value.grad = None  # it lies on the host
+                if key in updated:
+                    stand_in.untyped_storage().resize_(size)
+                    stand_in.copy_(value.data)
+                value.data = stand_in
+            yield
+        finally:
+            for value, data, gradient in kept:
+                stand_in, value.data = value.data, data
+                if id(value) in updated:
+                    data.copy_(stand_in)
+                    stand_in.untyped_storage().resize_(0)
+                if gradient is not None:
+                    value.grad = gradient
+
+    def _stand_in(self, key: int, value: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """A tensor like another, on the device and without memory, and the bytes that it would have."""
+        found = self._without_memory.get(key)
+        if found is None or not _alike(found[0], value):
+            made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
+            found = self._without_memory[key] = made, made.untyped_storage().nbytes()
+            made.untyped_storage().resize_(0)
+        return found
+
+
+def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (first.shape, first.stride(), first.dtype) == (second.shape, second.stride(), second.dtype)

@@ -1,0 +1,136 @@
+"""Which layers go into which slot where the model lies on the host, and each slot's weights are brought for it.
+
+A slot is one visit: all microbatches run through it, one after another, while the next slot's weights are on their way.
+Fewer slots bring less and wait less; more slots have less of the model on the device at one time. Slots are balanced by
+what they compute for all microbatches together with what has to be brought for them, the forward's and the backward's
+independently of each other as in :mod:`roundpipe_fx.schedules.fit_rounds`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from roundpipe_fx.balance import even_runs
+from roundpipe_fx.schedules.fit_rounds import Rounds, slot_seconds
+
+__all__ = ["Weights", "fit_visits", "visit_bytes"]
+
+_FUSED = 12
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What segments read of a model that lies on the host.
+
+    Attributes:
+        reads: for each segment, numbers of tensors.
+        bytes: of each tensor.
+        bandwidth: bytes a second between the host and a device.
+    """
+
+    reads: Sequence[frozenset[int]]
+    bytes: Mapping[int, int]
+    bandwidth: float
+
+    def of(self, first: int, last: int) -> frozenset[int]:
+        """What a run of segments reads."""
+        return frozenset().union(*self.reads[first : last + 1])
+
+    def size(self, tensors: frozenset[int]) -> int:
+        """Bytes of tensors."""
+        return sum(self.bytes[tensor] for tensor in tensors)
+
+
+def fit_visits(
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    recompute: bool,
+    devices: int,
+    microbatches: int,
+    weights: Weights,
+    limit: int | None,
+) -> Rounds:
+    """The division whose step is shortest among those with little enough of the model on a device.
+
+    Args:
+        forward_seconds: of each segment, for one microbatch.
+        backward_seconds: likewise, without recomputation; all zero: there is no backward.
+        recompute: whether backward slots run the forward again.
+        devices: how many.
+        microbatches: how many.
+        weights: what segments read.
+        limit: bytes that weights and their gradients may take on a device at one time; ``None``, or where no division
+            has so few: as few as can be.
+    """
+    forward = list(forward_seconds)
+    training = any(backward_seconds)
+    again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
+    bring = [weights.size(own) / weights.bandwidth for own in weights.reads]
+    ahead = [microbatches * f + b for f, b in zip(forward, bring, strict=True)]
+    back = [microbatches * a + 2 * b for a, b in zip(again, bring, strict=True)]
+    found = []
+    for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
+        slots = slot_seconds(tried, forward, list(backward_seconds), again)
+        size = visit_bytes(tried, devices, weights)
+        found.append((_seconds(tried, slots, devices, microbatches, weights), size, tried.slots, index, tried))
+    fitting = [own for own in found if limit is not None and own[1] <= limit]
+    if fitting:
+        return min(fitting)[-1]
+    return min(found, key=lambda own: (own[1], own[2], own[0]))[-1]
+
+
+def visit_bytes(rounds: Rounds, devices: int, weights: Weights) -> int:
+    """Most bytes of weights and their gradients that a device has at one time, with slots handed out in turn."""
+    reads = _reads(rounds, weights)
+    fused = len(rounds.forward)
+    gradients = [weights.size(own) if slot >= fused and rounds.backward else 0 for slot, own in enumerate(reads)]
+    most = 0
+    for slot, own in enumerate(reads):
+        following: frozenset[int] = reads[slot + devices] if slot + devices < len(reads) else frozenset()
+        before = gradients[slot - devices] if slot >= devices else 0
+        most = max(most, weights.size(own | following) + gradients[slot] + before)
+    return most
+
+
+def _reads(rounds: Rounds, weights: Weights) -> list[frozenset[int]]:
+    return [weights.of(*own) for own in (*rounds.forward, rounds.fused, *rounds.backward)]
+
+
+def _seconds(rounds: Rounds, slots: Sequence[float], devices: int, microbatches: int, weights: Weights) -> float:
+    """Seconds of a step: each slot takes as long as it computes, or as what comes and goes meanwhile."""
+    reads = _reads(rounds, weights)
+    fused = len(rounds.forward)
+    total = longest = 0.0
+    nothing: frozenset[int] = frozenset()
+    for slot, (own, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):
+        comes = weights.size(following - own)
+        goes = weights.size(own) if slot >= fused and rounds.backward else 0
+        total += max(microbatches * slots[slot], comes / weights.bandwidth, goes / weights.bandwidth)
+        longest = max(longest, slots[slot])
+    return weights.size(reads[0]) / weights.bandwidth + total / devices + (devices - 1) * longest
+
+
+def _divisions(forward: list[float], backward: list[float], devices: int) -> Iterator[Rounds]:
+    count = len(forward)
+
+    @functools.cache
+    def ahead(first: int, slots: int) -> tuple[tuple[int, int], ...]:
+        return tuple(even_runs(forward[:first], slots))
+
+    @functools.cache
+    def back(first: int, slots: int) -> tuple[tuple[int, int], ...]:
+        if not backward:
+            return ()
+        return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward[:first][::-1], slots))
+
+    yield Rounds((), (0, count - 1), ())  # a single slot, whose gradients stay until the step ends
+    for first in range(count - 1, max(0, count - 1 - _FUSED), -1):
+        counts = sorted({own for own in _COUNTS if own < first} | {first})
+        for slots in counts:
+            for slots_back in counts if backward else [0]:
+                if slots + 1 + slots_back >= devices:
+                    yield Rounds(ahead(first, slots), (first, count - 1), back(first, slots_back))
