@@ -28,7 +28,8 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[Run]:
     devices = {cut.index: frozenset(d for d, order in enumerate(orders) if cut.index in order[:, 1]) for cut in cuts}
     if any(cut.index not in forward for cut in cuts):
         everywhere = frozenset(range(len(orders)))
-        return [Run(cuts[0].first, cuts[-1].last + 1, everywhere, _in_flight(timing, None, everywhere))]
+        first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
+        return [Run(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
     found = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
         own = list(group)

@@ -82,6 +82,21 @@ def test_at_the_peak_of_checkpoints_a_step_is_no_slower_than_theirs(schedule: st
     assert ours.makespan <= theirs.makespan
 
 
+def test_halfway_from_checkpoints_to_keeping_all_less_is_recomputed_under_dispatch() -> None:
+    """RoundPipe's slots are not in the order of their layers: all layers may keep what there is room for."""
+    x, y = batch_of(512, 32)
+    options = {"devices": CPUS, "num_microbatches": 8, "schedule": "roundpipe"}
+    plans = [
+        roundpipe_fx.compile(Blocks(32, 8), **given, **options).trace(x, labels=y, loss_fn=squares)
+        for given in ({"checkpoint": "always"}, {"checkpoint": "never"})
+    ]
+    always, never = (max(plan.pipeline.peak_bytes) for plan in plans)
+    compiled = roundpipe_fx.compile(Blocks(32, 8), memory_budget=(always + never) // 2, **options)
+    plan = compiled.trace(x, labels=y, loss_fn=squares)
+    assert max(plan.pipeline.peak_bytes) <= plan.budget
+    assert 0 < plan.recompute_seconds < 0.6 * plans[0].recompute_seconds
+
+
 def test_gradients_do_not_stay_in_a_plan_of_microbatches() -> None:
     """From the second microbatch on the sums are there from the beginning: what is kept lies on top of all of them."""
     x, y = batch_of(512, 64)
