@@ -75,11 +75,13 @@ def compile(
             bfloat16): see :meth:`CompiledModule.optim_parameters` and :meth:`CompiledModule.step`. ``None``: on the
             parameters themselves.
         devices: run pipelined, one worker on each; a device may be named several times (``["cpu", "cpu"]`` are two
-            workers that divide the cores). The model stays where it is; stages get copies of their parameters.
+            workers that divide the cores). The model stays where it is. On a GPU: stages on other devices get copies
+            of their parameters for each step. On the CPU, with GPUs here: stages get what they read when they run and
+            while they do, gradients go back, and inputs and outputs are moved; a budget counts all that.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
-        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"``,
-            ``"auto"`` (the one whose simulated step is shortest within the budget), or a
-            :class:`roundpipe_fx.Schedule`.
+        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
+            default where the model lies on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step
+            is shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
         checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
             last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget is then a device's.
         split_input: how inputs are split into microbatches: ``None`` (tensors along dimension 0, all else is the same
@@ -220,7 +222,6 @@ class CompiledModule(nn.Module):
             own["_splitting"],
             own["_deferred_batch_norm"],
         )
-        own["_run"] = own["_pipeline"].compiled["model"]
 
     def forward_backward(
         self,
@@ -467,6 +468,8 @@ def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
     """Run the model, or a step of it, on plans that know what earlier steps have shown."""
     parameter = next(model._original.parameters(), None)
     devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
+    if not devices and model._pipelining is not None:
+        devices = [device for device in model._pipelining.devices[:1] if device.type == "cuda"]  # of an offloaded model
     budgeted = model._options.memory_budget is not None or (model._options.recompute is None and bool(devices))
     if model._pipelining is not None and model._pipelining.checkpoint is not None:
         budgeted = False

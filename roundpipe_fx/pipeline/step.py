@@ -82,11 +82,15 @@ class Pipeline:
         self._likeness = likeness
         self._splitting = splitting
         self._deferred = deferred_batch_norm
-        self.compiled = {kind: compile_function(function) for kind, function in functions_of(model).items()}
+        self._compile_function = compile_function
+        self.compiled = self._compiled()
         self._workers: Workers | None = None
         self._offloaded: Offloaded | None = None
         self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
         self._lock = threading.RLock()
+
+    def _compiled(self) -> dict[str, Callable[..., Any]]:
+        return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
 
     def forward_backward(
         self,
@@ -176,7 +180,9 @@ class Pipeline:
     def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
         modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
-        self._offloaded = offloaded(self.settings.devices, modules, self._offloaded)
+        before, self._offloaded = self._offloaded, offloaded(self.settings.devices, modules, self._offloaded)
+        if (before is None) != (self._offloaded is None):
+            self.compiled = self._compiled()  # guards do not tell where the model lies
         return inputs if self._offloaded is None else self._offloaded.to_device(inputs)
 
     def _returned(self, outputs: Any) -> Any:

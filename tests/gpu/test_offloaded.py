@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
 import torch
+from torch import nn
 
 import roundpipe_fx
-from tests.comparison import Step, assert_bitwise
-from tests.golden_models import GOLDEN
-from tests.pipeline.steps import SCHEDULES, assert_close, left_behind
+from tests.comparison import Step, assert_bitwise, loss_of
+from tests.golden_models import GOLDEN, TiedTransformer
+from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -61,3 +63,151 @@ def test_it_has_the_bits_of_a_model_on_the_device(name: str) -> None:
 def test_microbatches_under_every_schedule(name: str, schedule: str) -> None:
     for devices in _devices():
         assert_close(*_steps(name, devices, 4, schedule=schedule))
+
+
+@pytest.mark.parametrize("name", ["dropout_mlp", "unet", "encoder_decoder"])
+def test_the_model_called_and_its_outputs_differentiated(name: str) -> None:
+    make, make_batch, _ = GOLDEN[name]
+    model, batch = make(), make_batch()
+    for devices in _devices():
+        steps = []
+        for place in ("cuda", "cpu"):
+            own = copy.deepcopy(model).to(place)
+            compiled = roundpipe_fx.compile(
+                own, devices=devices, num_microbatches=1, stage_compiler="eager", recompute="full"
+            )
+            torch.manual_seed(0)
+            loss = loss_of(compiled(**{key: value.to(place) for key, value in batch.items()})).sum()
+            assert loss.device.type == place
+            loss.backward()
+            own.eval()
+            with torch.no_grad():
+                evaluated = loss_of(compiled(**{key: value.to(place) for key, value in batch.items()}))
+            steps.append((_on_host(left_behind(own, loss)), evaluated.cpu()))
+        assert_bitwise(steps[0][0], steps[1][0])
+        assert torch.equal(steps[0][1], steps[1][1])
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5, 1.0, "24MiB", "13MiB"])
+def test_a_budget_counts_weights_and_gradients_that_come_and_go(budget: float | str) -> None:
+    tokens = torch.randint(512, (8, 64))
+    for devices in _devices():
+        model = TiedTransformer(width=256, depth=8, vocabulary=512)
+        everything = 2 * sum(parameter.nbytes for parameter in model.parameters())
+        compiled = roundpipe_fx.compile(
+            model, devices=devices, num_microbatches=4, stage_compiler="eager", memory_budget=budget
+        )
+        for _ in range(3):
+            model.zero_grad()
+            with contextlib.ExitStack() as stack:
+                peaks = [stack.enter_context(roundpipe_fx.measure_peak(device)) for device in devices]
+                compiled.forward_backward(tokens=tokens, targets=tokens)
+            assert all(torch.cuda.memory_allocated(device) == 0 for device in devices)
+        planned = compiled.plan.pipeline.peak_bytes
+        assert all(0 < peak.bytes <= own for peak, own in zip(peaks, planned, strict=True))
+        assert max(planned) <= compiled.plan.budget
+        assert len(devices) > 1 or planned[0] <= 1.03 * peaks[0].bytes
+        assert budget not in (0.0, "13MiB") or max(planned) < 0.4 * everything
+
+
+def test_it_may_be_moved_between_steps() -> None:
+    torch.manual_seed(0)
+    model, moving = Blocks(width=32), Blocks(width=32)
+    moving.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 32), torch.randn(8, 32)
+    options = {"devices": ["cuda:0"], "num_microbatches": 2, "stage_compiler": "eager", "checkpoint": "always"}
+    here, there = roundpipe_fx.compile(model, **options), roundpipe_fx.compile(moving, **options)
+    for place in ("cuda", "cpu", "cuda"):
+        moving.to(place)
+        there.forward_backward(x.to(place), labels=y.to(place), loss_fn=squares)
+        here.forward_backward(x, labels=y, loss_fn=squares)
+        assert_close(_on_host(left_behind(moving, torch.zeros(()))), left_behind(model, torch.zeros(())))
+
+
+def test_training_with_an_optimizer_frozen_parameters_and_hooks() -> None:
+    torch.manual_seed(0)
+    model = Blocks(width=32)
+    next(model.parameters()).requires_grad_(False)
+    reference = copy.deepcopy(model).cuda()
+    x, y = torch.randn(8, 32), torch.randn(8, 32)
+    seen: list[torch.device] = []
+    last = [*model.parameters()][-1]
+    last.register_hook(lambda gradient: seen.append(gradient.device))
+    names = [name for name, _ in model.named_parameters()]
+    models = []
+    for own, place in ((model, "cpu"), (reference, "cuda")):
+        compiled = roundpipe_fx.compile(
+            own, devices=["cuda:0"], num_microbatches=2, stages=2, schedule="gpipe", stage_compiler="eager"
+        )
+        optimizer = torch.optim.AdamW([p for p in own.parameters() if p.requires_grad], lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            compiled.forward_backward(x.to(place), labels=y.to(place), loss_fn=squares)
+            optimizer.step()
+        models.append(own)
+    assert seen == [torch.device("cpu")] * 3 and [name for name, _ in model.named_parameters()] == names
+    assert next(model.parameters()).grad is None
+    for own, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(own, other.cpu())
+
+
+class _Weighted(nn.Module):
+    """A loss with a tensor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.linspace(0, 1, 32))
+
+    def forward(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return ((output - label).square() * self.weight).sum()
+
+
+def test_a_loss_module_comes_along_and_inputs_may_require_grad() -> None:
+    torch.manual_seed(0)
+    model, x, y = Blocks(width=32), torch.randn(8, 32), torch.randn(8, 32)
+    steps = []
+    for place in ("cuda", "cpu"):
+        own, given = copy.deepcopy(model).to(place), x.clone().to(place).requires_grad_()
+        compiled = roundpipe_fx.compile(own, devices=["cuda:0"], num_microbatches=2, stage_compiler="eager", stages=3)
+        loss, outputs = compiled.forward_backward(
+            given, labels=y.to(place), loss_fn=_Weighted().to(place), return_outputs=True
+        )
+        assert outputs.device.type == given.grad.device.type == place
+        steps.append((_on_host(left_behind(own, loss)), given.grad.cpu(), outputs.cpu()))
+    assert_close(steps[0][0], steps[1][0])
+    torch.testing.assert_close(steps[0][1:], steps[1][1:])
+
+
+def test_a_failing_step_leaves_the_model_where_it_is() -> None:
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layer(x)
+            return x[torch.nonzero(x[:, 0] > 1e9)[:, 0] + 100].sum() + x[100 + torch.zeros_like(x[:, 0]).long()].sum()
+
+    model = Failing()
+    before = copy.deepcopy(model.state_dict())
+    compiled = roundpipe_fx.compile(model, devices=["cuda:0"], num_microbatches=1, stage_compiler="eager")
+    with pytest.raises(Exception, match=r"index|bound"):
+        compiled.forward_backward(torch.randn(4, 8))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.layer.weight.grad is None
+
+
+def test_half_of_a_model_elsewhere_is_an_error() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1).cuda())
+    compiled = roundpipe_fx.compile(model, devices=["cuda:0"], num_microbatches=1)
+    with pytest.raises(ValueError, match=r"'0.weight' lies on the CPU and '1.weight' does not"):
+        compiled.forward_backward(torch.randn(4, 8), loss_fn=torch.sum)
+
+
+def test_no_room_is_an_error_before_anything_runs() -> None:
+    model = Blocks(width=64)
+    compiled = roundpipe_fx.compile(model, devices=["cuda:0"], num_microbatches=2, memory_budget=40_000)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as raised:
+        compiled.forward_backward(torch.randn(8, 64), labels=torch.randn(8, 64), loss_fn=squares)
+    assert raised.value.minimum > 40_000
+    assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
