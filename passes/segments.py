@@ -41,12 +41,16 @@ class _Life:
     size: int
 
 
-def cut_segments(joint: JointGraph, required_cuts: Sequence[int] = ()) -> tuple[JointGraph, list[Segment]]:
+def cut_segments(
+    joint: JointGraph, required_cuts: Sequence[int] = (), updates_whole: bool = False
+) -> tuple[JointGraph, list[Segment]]:
     """Mark every computing node with its segment.
 
     Args:
         joint: an annotated graph.
         required_cuts: positions in the forward order before which a segment must begin (stage names of the user).
+        updates_whole: whether an input that is updated is to be read and updated in one segment, as far as no required
+            cut is between: a stage can then run for several microbatches before the next one does.
 
     Returns:
         the graph, and the segments in forward order.
@@ -54,7 +58,8 @@ def cut_segments(joint: JointGraph, required_cuts: Sequence[int] = ()) -> tuple[
     forward = joint.in_phase(Phase.FORWARD)
     lives = _lives(forward)
     widths = _widths(len(forward), lives)
-    cuts = _narrow_cuts(forward, lives, widths)
+    whole = _updates(joint, forward) if updates_whole else []
+    cuts = [cut for cut in _narrow_cuts(forward, lives, widths) if not any(a <= cut < b for a, b in whole)]
     cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
     starts = [0, *(cut + 1 for cut in cuts)]
     index = 0
@@ -64,6 +69,18 @@ def cut_segments(joint: JointGraph, required_cuts: Sequence[int] = ()) -> tuple[
         node.meta[Mark.SEGMENT] = index
     _assign_backward(joint, len(starts) - 1)
     return joint, _segments(joint, [0, *(widths[cut] for cut in cuts)])
+
+
+def _updates(joint: JointGraph, forward: list[fx.Node]) -> list[tuple[int, int]]:
+    """For each input that is updated the positions of its first reader and of what makes its new value."""
+    position = {node: place for place, node in enumerate(forward)}
+    primals, outputs = joint.primals, joint.outputs
+    found = []
+    for output, primal in joint.updates.items():
+        read = [position[user] for user in primals[primal].users if user in position]
+        if read and outputs[output] in position:
+            found.append((min(read), position[outputs[output]]))
+    return found
 
 
 def _lives(forward: list[fx.Node]) -> list[_Life]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.torch_private import graph_module
+from roundpipe_fx.torch_private import graph_module, input_mutations
 
 __all__ = [
     "JointGraph",
@@ -164,6 +164,11 @@ class JointGraph:
     def gradient_owners(self) -> list[int]:
         """For each gradient the number of its input. The gradient of an input is the sum of all that are its own."""
         return [*range(len(self.gradients) - len(self.parts)), *self.parts]
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """Inputs that the caller updates in place: number of the input by number of the output with its new value."""
+        return input_mutations(self.module)
 
     def computed(self) -> Iterator[fx.Node]:
         """Nodes that compute something, in graph order."""

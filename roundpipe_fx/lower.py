@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class Lowered:
         tangents: the incoming gradients that a step is expected to bring; others are a single zero.
         gradient_owners: for each of the backward's results, the number of the input whose gradient it is, or a part of.
         parameters: numbers of the inputs that are parameters or buffers.
+        updates: inputs that the caller updates in place, by number of the result with the new value.
     """
 
     plan: Plan
@@ -87,6 +88,7 @@ class Lowered:
     tangents: Collection[fx.Node] = ()
     gradient_owners: Sequence[int] = ()
     parameters: frozenset[int] = frozenset()
+    updates: Mapping[int, int] = field(default_factory=dict)
 
 
 def lower(
@@ -162,16 +164,23 @@ def prepare(
 
 
 def cut_as_asked(
-    joint: JointGraph, options: Options, costs: CostModel
+    joint: JointGraph, options: Options, costs: CostModel, updates_whole: bool = False
 ) -> tuple[JointGraph, list[Segment], list[StageCut]]:
-    """Cut a graph into segments, and those into the stages that the user asked for."""
+    """Cut a graph into segments, and those into the stages that the user asked for.
+
+    Args:
+        joint: an annotated graph.
+        options: the user's.
+        costs: of operations and transfers.
+        updates_whole: whether an input that is updated is to be read and updated in one segment.
+    """
     bounds = region_bounds(joint)
     if isinstance(options.stages, tuple):
         positions = positions_of_names(joint, options.stages, module_path_text)
-        joint, segments = cut_segments(joint, [*positions, *bounds])
+        joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole)
         joint, cuts = stages_at_positions(joint, segments, positions)
     else:
-        joint, segments = cut_segments(joint, bounds)
+        joint, segments = cut_segments(joint, bounds, updates_whole)
         joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
     return joint, segments, cuts
 
@@ -286,7 +295,9 @@ def emit(
     recompute = setting.options.recompute or "none"
     plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
     parameters = frozenset(place for place, node in enumerate(forward.inputs) if node in joint.parameters)
-    return Lowered(plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners, parameters)
+    return Lowered(
+        plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners, parameters, joint.updates
+    )
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

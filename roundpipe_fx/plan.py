@@ -103,6 +103,7 @@ class PlannedPipeline:
         peak_bytes: for each device the most bytes at one time, beyond those that were there when the step began:
             values of the microbatches in flight, gradients, temporaries.
         order: every device's actions with the transfers between them, one line a device.
+        brought_bytes: bytes of a model on the host that a step brings to the devices; 0 where it is no such model.
     """
 
     schedule: str
@@ -113,6 +114,7 @@ class PlannedPipeline:
     bubble: float
     peak_bytes: tuple[int, ...]
     order: str = field(repr=False)
+    brought_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -361,11 +363,17 @@ def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
     more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
+    brought = (
+        [f"the model lies on the host: a step brings {bytes_text(pipeline.brought_bytes)} of it to the devices"]
+        if pipeline.brought_bytes
+        else []
+    )
     return [
         f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
         f"{len(pipeline.devices)} devices{again}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {peaks}{more}",
+        *brought,
     ]
 
 

@@ -67,6 +67,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         timing.bubble,
         timing.peak_bytes,
         "\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
+        timing.brought_bytes,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,
@@ -212,7 +213,9 @@ class _Compiled:
 def union(graphs: Sequence[StageGraph]) -> StageGraph:
     """All steps of several graphs, each reading what it reads in any of them."""
     reads: dict[Step, tuple[Step, ...]] = {}
+    carried: dict[Step, tuple[Step, ...]] = {}
     for graph in graphs:
-        for step, sources in graph.reads.items():
-            reads[step] = tuple(dict.fromkeys((*reads.get(step, ()), *sources)))
-    return StageGraph(reads)
+        for all_of, own in ((reads, graph.reads), (carried, graph.carried)):
+            for step, sources in own.items():
+                all_of[step] = tuple(dict.fromkeys((*all_of.get(step, ()), *sources)))
+    return StageGraph(reads, carried)

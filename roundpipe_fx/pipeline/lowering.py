@@ -141,7 +141,7 @@ def _lower_named(
         joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, training, weight_limit)
         choosers = {**CHOOSERS, "full": keep_slot_inputs}
     else:
-        joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs)
+        joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, name in ("interleaved", "given"))
         if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
             joint, cuts = stages_of_starts(joint, like.cut, len(segments))
         cut = tuple(stage.first for stage in cuts)
@@ -192,10 +192,10 @@ def _cut_rounds(
     """Cut a graph into slots; those of an offloaded model begin where stages are asked to."""
     recompute = pipelining.checkpoint in ("always", "except_last")
     if options.stages == "auto" or not pipelining.offloaded:
-        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint))
+        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint), updates_whole=True)
         asked: list[StageCut] = []
     else:
-        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs)
+        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs, updates_whole=True)
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
     devices, microbatches = pipelining.workers, pipelining.microbatches

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule
@@ -56,7 +57,20 @@ def steps_of(lowered: Lowered) -> Steps:
     for before, step in pairwise(drawing):
         if before not in reads[step]:
             reads[step] = (*reads[step], before)
-    return Steps(modules, StageGraph(reads), maker)
+    return Steps(modules, StageGraph(reads, _carried(lowered, modules, maker)), maker)
+
+
+def _carried(
+    lowered: Lowered, modules: Mapping[Step, StageModule], maker: Mapping[fx.Node, Step]
+) -> dict[Step, tuple[Step, ...]]:
+    """For each step those that have made, for the microbatch before, what an input is updated to."""
+    writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
+    found: dict[Step, tuple[Step, ...]] = {}
+    for step, module in modules.items():
+        before = dict.fromkeys(writer for node in module.inputs if (writer := writers.get(node)) is not None)
+        if before:
+            found[step] = tuple(before)
+    return found
 
 
 def _draws(call: StageModule) -> bool:
@@ -69,6 +83,7 @@ def step_costs(
     steps: Steps,
     transfer_seconds: Callable[[int], float],
     granularity: int,
+    device: torch.device,
     away: Collection[int] = (),
 ) -> StepCosts:
     """Modelled seconds and bytes of each step, for one microbatch.
@@ -78,6 +93,7 @@ def step_costs(
         steps: its steps.
         transfer_seconds: of sending so many bytes to another device.
         granularity: what the device's allocator rounds sizes up to, in bytes.
+        device: that the graph was traced for.
         away: numbers of the devices that get copies of the caller's tensors.
     """
     places = {node: place for place, node in enumerate(lowered.forward.inputs)}
@@ -107,7 +123,7 @@ def step_costs(
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         {
-            step: {places[node]: _copied_bytes(node, granularity) for node in module.inputs if node in places}
+            step: {places[node]: _copied_bytes(node, granularity, device) for node in module.inputs if node in places}
             for step, module in steps.modules.items()
         },
         lowered.parameters,
@@ -115,7 +131,7 @@ def step_costs(
     )
 
 
-def _copied_bytes(node: fx.Node, granularity: int) -> int:
-    """Bytes of a copy on another device; what is on the CPU stays there."""
-    size = tensor_bytes([value for value in tensor_values(node) if value.device.type != "cpu"])
+def _copied_bytes(node: fx.Node, granularity: int, device: torch.device) -> int:
+    """Bytes of a copy on another device; what an accelerator's graph has on the CPU stays there."""
+    size = tensor_bytes([value for value in tensor_values(node) if value.device.type == device.type])
     return -(-size // granularity) * granularity

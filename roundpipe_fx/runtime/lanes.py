@@ -140,8 +140,8 @@ class HostLane:
         """Tensors of the host are where they are read."""
 
     def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Gradients as they are."""
-        return list(gradients)
+        """Copies of gradients."""
+        return [gradient.clone() for gradient in gradients]
 
     def settle(self) -> None:
         """Nothing to wait for."""

@@ -83,26 +83,29 @@ class StepCosts:
     on_host: frozenset[int] | None = None
     host_bandwidth: float = 1.0
 
-    def visits(self, device_order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], turn: int) -> list[Visit]:
-        """The visits of a device, where tensors lie on the host.
+    def visits(self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[Step]) -> list[list[Visit]]:
+        """The visits of each device; none where no tensor lies on the host.
 
         Args:
-            device_order: the device's actions.
-            codes: number of each one's step.
+            schedule: what devices do.
+            codes: for each device the number of each action's step.
             steps: by number.
-            turn: how many of them are of a first half of a step.
         """
         if self.on_host is None:
-            return []
-        reads = [
-            {number: size for number, size in self.copied_bytes.get(step, {}).items() if number in self.on_host}
-            for step in steps
+            return [[] for _ in codes]
+        reads, gradients = (
+            [{number: size for number, size in of.get(step, {}).items() if number in self.on_host} for step in steps]
+            for of in (self.copied_bytes, self.base_bytes)
+        )
+        return [
+            device_visits(order[:, 1], own, reads, gradients, _turn(order, schedule))
+            for order, own in zip(schedule.orders, codes, strict=True)
         ]
-        gradients = [
-            {owner: size for owner, size in self.base_bytes.get(step, {}).items() if owner in self.on_host}
-            for step in steps
-        ]
-        return device_visits(device_order[:, 1], codes, reads, gradients, turn)
+
+
+def _turn(order: np.ndarray, schedule: Schedule) -> int:
+    """How many of a device's actions are of the first half of a step, where there are halves."""
+    return int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
 
 
 def peaks_of(
@@ -114,6 +117,7 @@ def peaks_of(
     steps: Sequence[Step],
     costs: StepCosts,
     others: Mapping[int, StepCosts],
+    visits: Sequence[Sequence[Visit]],
 ) -> tuple[int, ...]:
     """For each device the most bytes at one time.
 
@@ -126,6 +130,7 @@ def peaks_of(
         steps: by number.
         costs: of the steps.
         others: costs of microbatches that differ, by number.
+        visits: of each device, where tensors lie on the host.
     """
     number = {step: index for index, step in enumerate(steps)}
     places = _Places(schedule, codes)
@@ -174,10 +179,9 @@ def peaks_of(
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
         kind_at = kind_of[order[:, 2]]
-        turn = int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
-        visits = costs.visits(order, own, steps, turn)
+        turn = _turn(order, schedule)
         firsts = []
-        for part in [visit.places for visit in visits] or [range(len(own))]:
+        for part in [visit.places for visit in visits[device]] or [range(len(own))]:
             present, first = np.unique(own[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
             known: set[int] = set()
@@ -187,7 +191,7 @@ def peaks_of(
                 change[place + 1] += sum(new.values())
                 known |= new.keys()
         first = np.concatenate(firsts)
-        _add_visits(change, visits)
+        _add_visits(change, visits[device])
         outside = 0
         if schedule.in_halves and device == 0:
             change[turn] += np.take(lasting, kind_of[: schedule.microbatches]).sum() - made_here

@@ -1,9 +1,9 @@
-"""The stage graph: which step needs the results of which, for one and the same microbatch."""
+"""The stage graph: which step needs the results of which, of its own microbatch or of the one before."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from roundpipe_fx.schedules.action import Kind, Step
 
@@ -16,9 +16,12 @@ class StageGraph:
 
     Attributes:
         reads: for each step those whose results it reads.
+        carried: for each step those whose results for the microbatch before it reads: statistics that each microbatch
+            updates.
     """
 
     reads: Mapping[Step, tuple[Step, ...]]
+    carried: Mapping[Step, tuple[Step, ...]] = field(default_factory=dict)
 
     @property
     def steps(self) -> tuple[Step, ...]:

@@ -8,12 +8,13 @@ million actions, take seconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, Step
+from roundpipe_fx.schedules.host_link import HostLink
 from roundpipe_fx.schedules.memory import StepCosts, peaks_of
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
@@ -25,14 +26,14 @@ class Deadlock(ValueError):
     """Devices wait for each other.
 
     Attributes:
-        waiting: for each device that waits, (device, what it would do next, the step that it waits for).
+        waiting: for each device that waits, (device, what it would do next, what it waits for).
     """
 
-    def __init__(self, waiting: list[tuple[int, Action, Step]]) -> None:
-        device, action, (kind, stage) = waiting[0]
+    def __init__(self, waiting: list[tuple[int, Action, Action]]) -> None:
+        device, action, awaited = waiting[0]
         more = f"; {len(waiting) - 1} more devices wait" if len(waiting) > 1 else ""
         super().__init__(
-            f"the schedule comes to a stop: device {device} waits at {action} for {kind}{stage}.{action.microbatch}, "
+            f"the schedule comes to a stop: device {device} waits at {action} for {awaited}, "
             f"which does not run before it{more}."
         )
         self.waiting = waiting
@@ -48,6 +49,8 @@ class Timing:
         starts: for each device the second at which each of its actions starts.
         ends: likewise.
         peak_bytes: for each device the most bytes at one time.
+        brought_bytes: bytes of an offloaded model that are brought to the devices.
+        left: the second at which its last gradient has left them, where it is an offloaded one.
     """
 
     schedule: Schedule
@@ -55,11 +58,16 @@ class Timing:
     starts: tuple[np.ndarray, ...] = field(repr=False)
     ends: tuple[np.ndarray, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
+    brought_bytes: int = 0
+    left: float | None = None
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end."""
+        """Seconds from the first start to the last end; with what comes before and leaves after of an offloaded
+        model."""
         ends = [end[-1] for end in self.ends if len(end)]
+        if self.left is not None:
+            return max(self.left, *map(float, ends))
         starts = [start[0] for start in self.starts if len(start)]
         return float(max(ends) - min(starts)) if ends else 0.0
 
@@ -101,26 +109,35 @@ def simulate_time(
         for place, source in enumerate(sources):
             reads[number[step], place] = number[source]
             travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
+    carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
+    for step, sources in graph.carried.items():
+        carried[number[step], : len(sources)] = [number[source] for source in sources]
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
-    visiting = _visiting(schedule, codes, steps, costs) if costs.on_host is not None else None
-    ends, waves = _run(schedule, codes, len(steps), reads, travel, seconds, steps, visiting)
+    visits = costs.visits(schedule, codes, steps)
+    link = HostLink(visits, [len(own) for own in codes], costs.host_bandwidth) if costs.on_host is not None else None
+    ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {})
-    return Timing(schedule, graph, starts, tuple(ends), peaks)
+    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, visits)
+    if link is None:
+        return Timing(schedule, graph, starts, tuple(ends), peaks)
+    left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
+    brought = sum(visit.first + visit.brought for own in visits for visit in own)
+    return Timing(schedule, graph, starts, tuple(ends), peaks, brought, left)
 
 
 def _run(
     schedule: Schedule,
     codes: list[np.ndarray],
-    steps: int,
     reads: np.ndarray,
+    carried: np.ndarray,
     travel: np.ndarray,
     seconds: np.ndarray,
     names: list[Step],
-    visiting: np.ndarray | None = None,
+    link: HostLink | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """When each action ends, and in which wave it runs, for each device."""
+    steps = len(names)
     lengths = np.array([len(own) for own in codes])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
@@ -135,7 +152,6 @@ def _run(
     clock = np.zeros(len(codes))
     devices = np.flatnonzero(lengths > 0)
     travels = bool(travel.any())
-    link = None if visiting is None else _Link(visiting, len(codes))
     while len(devices):
         place = offsets[devices] + at[devices]
         own, batch = flat[place], microbatch[place]
@@ -144,13 +160,16 @@ def _run(
         if travels:
             arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
         latest = arrival.max(axis=1)  # nan where something has not been made yet
+        if carried.size:
+            before = np.where(batch[:, None] > 0, carried[own], -1)
+            latest = np.maximum(latest, end_of[before, batch[:, None] - 1].max(axis=1))
         ready = ~np.isnan(latest)
         if not ready.any():
-            raise _deadlock(schedule, devices, at, end_of, reads, own, batch, names)
+            raise _deadlock(schedule, devices, at, end_of, reads, carried, own, batch, names)
         runs, place, own, batch = devices[ready], place[ready], own[ready], batch[ready]
         start = np.maximum(clock[runs], latest[ready])
         if link is not None:
-            start = np.maximum(start, link.begin(runs, place, clock[runs]))
+            start = np.maximum(start, link.ready(runs, place, clock[runs]))
         end = start + seconds[own]
         clock[runs] = end
         ends[place] = end
@@ -165,52 +184,13 @@ def _run(
     return np.split(ends, offsets[1:]), np.split(waves, offsets[1:])
 
 
-def _visiting(schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[Step], costs: StepCosts) -> np.ndarray:
-    """For each action of all devices: whether a visit begins, and seconds of bringing what it reads if nothing before
-    it has, of bringing what the next one reads, and of the gradients that the one before leaves."""
-    rows = []
-    for order, own in zip(schedule.orders, codes, strict=True):
-        rows.append(np.zeros((len(own), 4)))
-        turn = int((order[:, 0] == 0).sum()) if schedule.in_halves else 0
-        left = 0
-        for visit in costs.visits(order, own, steps, turn):
-            sizes = np.array([visit.first, visit.brought, left])
-            rows[-1][visit.places.start] = [1, *(sizes / costs.host_bandwidth)]
-            left = sum(visit.gradients.values())
-    return np.concatenate([np.zeros((0, 4)), *rows])
-
-
-class _Link:
-    """What goes between devices and the host beside their work: one copy after another in each direction."""
-
-    def __init__(self, visiting: np.ndarray, devices: int) -> None:
-        self._visiting = visiting
-        self._brought = np.zeros(devices)
-        self._left = np.zeros(devices)
-
-    def begin(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
-        """When actions can begin as far as the link goes.
-
-        Args:
-            devices: whose actions.
-            places: of the actions among those of all devices.
-            clock: when the devices have done what stands before.
-        """
-        begins, first, following, left = self._visiting[places].T
-        brought = np.maximum(self._brought[devices], np.where(first > 0, clock, 0.0)) + first
-        gone = self._left[devices]  # of the visit before the last one
-        begins = begins > 0
-        self._brought[devices] = np.where(begins, np.maximum(brought, clock) + following, self._brought[devices])
-        self._left[devices] = np.where(begins, np.maximum(gone, clock) + left, gone)
-        return np.where(begins, np.maximum(brought, gone), 0.0)
-
-
 def _deadlock(
     schedule: Schedule,
     devices: np.ndarray,
     at: np.ndarray,
     end_of: np.ndarray,
     reads: np.ndarray,
+    carried: np.ndarray,
     own: np.ndarray,
     batch: np.ndarray,
     names: list[Step],
@@ -218,6 +198,9 @@ def _deadlock(
     waiting = []
     for device, step, microbatch in zip(devices.tolist(), own.tolist(), batch.tolist(), strict=True):
         kind, stage, _ = schedule.orders[device][at[device]].tolist()
-        missing = next(source for source in reads[step].tolist() if np.isnan(end_of[source, microbatch]))
-        waiting.append((device, Action(KINDS[kind], stage, microbatch), names[missing]))
+        sources = [(source, microbatch) for source in reads[step].tolist()]
+        sources += [(source, microbatch - 1) for source in carried[step].tolist() if microbatch]
+        missing, of = next((source, of) for source, of in sources if np.isnan(end_of[source, of]))
+        awaited = Action(names[missing][0], names[missing][1], of)
+        waiting.append((device, Action(KINDS[kind], stage, microbatch), awaited))
     return Deadlock(waiting)

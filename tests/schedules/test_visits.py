@@ -1,0 +1,119 @@
+"""What devices have of a model on the host, and when: held against a walk through the actions, one after another."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roundpipe_fx.schedules import Kind, Schedule, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules.schedule import NUMBER
+from roundpipe_fx.schedules.visits import present, visits_of
+
+STAGES = 3
+
+
+def test_a_visit_is_a_run_of_actions_of_one_stage() -> None:
+    assert visits_of([]) == []
+    assert visits_of([4]) == [range(1)]
+    assert visits_of(np.array([0, 0, 1, 0, 2, 2])) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+
+
+def test_there_is_what_this_visit_and_the_next_one_read() -> None:
+    assert present([{1}, {2}, {1, 3}]) == [{1, 2}, {1, 2, 3}, {1, 3}]
+
+
+def stage_major(microbatches: int) -> Schedule:
+    """One device that runs all microbatches through a stage before it turns to the next."""
+    rows = [(NUMBER[Kind.FORWARD], stage, batch) for stage in range(STAGES) for batch in range(microbatches)]
+    rows += [(NUMBER[Kind.BACKWARD], s, batch) for s in reversed(range(STAGES)) for batch in range(microbatches)]
+    return Schedule("stage major", (np.array(rows, dtype=np.int32),))
+
+
+def peak_on_foot(schedule: Schedule, costs: StepCosts) -> int:
+    """Of one device, action by action."""
+    order = schedule.orders[0].tolist()
+    kinds = {number: kind for kind, number in NUMBER.items()}
+    steps = [(kinds[kind], stage) for kind, stage, _ in order]
+    starts = [place for place in range(len(order)) if not place or order[place][1] != order[place - 1][1]]
+    visits = [range(start, end) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in visit)) for visit in visits]
+    sizes = {number: size for own in costs.copied_bytes.values() for number, size in own.items()}
+    peak, leaving = 0, 0
+    for visit, own, following in zip(visits, reads, [*reads[1:], set()], strict=True):
+        weights = sum(sizes[number] for number in own | following)
+        sums: dict[int, int] = {}
+        for place in visit:
+            peak = max(peak, weights + leaving + sum(sums.values()) + costs.peak_bytes[steps[place]])
+            sums |= costs.base_bytes.get(steps[place], {})
+            peak = max(peak, weights + leaving + sum(sums.values()))
+        leaving = sum(sums.values())
+    return peak
+
+
+def makespan_on_foot(schedule: Schedule, costs: StepCosts) -> float:
+    """Of one device, action by action: copies from the host, to it, and work are three clocks."""
+    order = schedule.orders[0].tolist()
+    kinds = {number: kind for kind, number in NUMBER.items()}
+    steps = [(kinds[kind], stage) for kind, stage, _ in order]
+    visits = visits_of([stage for _, stage, _ in order])
+    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in visit)) for visit in visits]
+    sizes = {number: size for own in costs.copied_bytes.values() for number, size in own.items()}
+
+    def seconds(numbers: set[int]) -> float:
+        return sum(sizes[number] for number in numbers) / costs.host_bandwidth
+
+    work, came, left, left_before, sums = 0.0, seconds(reads[0]), 0.0, 0.0, 0
+    there = set(reads[0])
+    for index, visit in enumerate(visits):
+        following = reads[index + 1] if index + 1 < len(visits) else set()
+        begins = max(work, came, left)
+        left_before, left = left, max(left, work) + sums / costs.host_bandwidth
+        came = max(came, work) + seconds(following - there)
+        there = reads[index] | following
+        work = begins + sum(costs.seconds[steps[place]] for place in visit)
+        sums = sum(dict(kv for place in visit for kv in costs.base_bytes.get(steps[place], {}).items()).values())
+        assert left_before <= begins
+    return max(left, work) + sums / costs.host_bandwidth
+
+
+@st.composite
+def models(draw: st.DrawFn) -> StepCosts:
+    """Three stages that read some of four tensors, and have gradients of what they read."""
+    tensors = {number: draw(st.integers(1, 50)) for number in range(4)}
+    reads = [draw(st.sets(st.sampled_from(sorted(tensors)), min_size=1)) for _ in range(STAGES)]
+    copied = {(kind, s): {n: tensors[n] for n in reads[s]} for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(3)}
+    base = {(Kind.BACKWARD, stage): copied[Kind.BACKWARD, stage] for stage in range(STAGES)}
+    return StepCosts(
+        {step: draw(st.integers(1, 9)) for step in copied},
+        peak_bytes={step: draw(st.integers(0, 20)) + sum(base.get(step, {}).values()) for step in copied},
+        base_bytes=base,
+        copied_bytes=copied,
+        on_host=frozenset(tensors),
+        host_bandwidth=draw(st.sampled_from([0.5, 4.0, 100.0])),
+    )
+
+
+@given(models(), st.integers(1, 3), st.sampled_from([stage_major, lambda n: gpipe(1, STAGES, n)]))
+@settings(max_examples=150, deadline=None)
+def test_bytes_and_seconds_are_those_of_a_walk(costs: StepCosts, microbatches: int, make) -> None:
+    schedule = make(microbatches)
+    timing = simulate_time(schedule, chain(STAGES), costs)
+    assert timing.peak_bytes == (peak_on_foot(schedule, costs),)
+    assert timing.makespan == pytest.approx(makespan_on_foot(schedule, costs))
+
+
+def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
+    steps = [(kind, stage) for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in range(2)]
+    costs = StepCosts(
+        dict.fromkeys(steps, 1.0),
+        copied_bytes={(kind, stage): {stage: 100} for kind, stage in steps},
+        base_bytes={(Kind.BACKWARD, stage): {stage: 100} for stage in range(2)},
+        on_host=frozenset({0, 1}),
+        host_bandwidth=100.0,
+    )
+    timing = simulate_time(one_f_one_b(2, 2, 4), chain(2), costs)
+    assert timing.peak_bytes == (200, 200) and timing.brought_bytes == 200
+    without = simulate_time(one_f_one_b(2, 2, 4), chain(2), StepCosts(dict.fromkeys(steps, 1.0))).makespan
+    assert timing.makespan == without + 2  # weights come before, gradients leave after
