@@ -72,7 +72,8 @@ def plan(
         if budget <= 0:
             raise InfeasibleBudgetError(
                 f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
-                f"memory is {bytes_text(int(_SHARE * total))}.",
+                f"memory is {bytes_text(int(_SHARE * total))}. Left on the CPU and compiled with devices=['cuda:0'], a "
+                "model has the stage at hand there, not all of it.",
                 weights,
             )
     options = Options(options.stages, None, budget, "roofline", "eager", name)
