@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.compiled_module import CompiledModule
 from roundpipe_fx.cost import DEVICES
 from roundpipe_fx.options import Options
+from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.torch_private import fakes_on
 
@@ -29,6 +31,8 @@ def plan(
     memory_budget: int | float | str | None = None,
     device: str | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
+    offloaded: bool = False,
+    num_microbatches: int | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step for a device without running it and without allocating its memory.
@@ -49,10 +53,13 @@ def plan(
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; of tensors only shapes and dtypes matter.
         memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
-            parameters and buffers; no limit for ``"cpu"``.
+            parameters and buffers, unless it is offloaded; no limit for ``"cpu"``.
         device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: the GPU at hand
             if its name is among them, else the CPU.
         stages: as for :func:`roundpipe_fx.compile`.
+        offloaded: whether the model is to stay on the CPU, while the device has what the stage at hand reads, as with
+            ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
+        num_microbatches: as for :func:`roundpipe_fx.compile`; offloaded 2 if it is not given.
         **kwargs: more inputs.
 
     Returns:
@@ -68,12 +75,12 @@ def plan(
     budget = options.memory_budget
     if budget is None:
         total = DEVICES[name].memory
-        budget = int(_SHARE * total) - weights if total else 1.0
+        budget = int(_SHARE * total) - (0 if offloaded else weights) if total else 1.0
         if budget <= 0:
             raise InfeasibleBudgetError(
                 f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
-                f"memory is {bytes_text(int(_SHARE * total))}. Left on the CPU and compiled with devices=['cuda:0'], a "
-                "model has the stage at hand there, not all of it.",
+                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the stage at hand "
+                "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
                 weights,
             )
     options = Options(options.stages, None, budget, "roofline", "eager", name)
@@ -82,7 +89,13 @@ def plan(
     stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     # For these sizes, whatever others were planned or compiled for before.
-    planned = CompiledModule(copy.deepcopy(model, stand_ins), options, fullgraph=True, dynamic=False)
+    pipelining = None
+    if offloaded or num_microbatches is not None:
+        parsed = parse_pipelining(None, num_microbatches or 2, None, None, options.stages, None, options.memory_budget)
+        assert parsed is not None
+        pipelining = dataclasses.replace(parsed, offloaded=offloaded)
+    model = copy.deepcopy(model, stand_ins)
+    planned = CompiledModule(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     return planned.trace(*args, **kwargs)
 
 

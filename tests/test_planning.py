@@ -55,6 +55,18 @@ def test_weights_that_do_not_fit_alone() -> None:
         roundpipe_fx.plan(model, torch.empty(1, 10**5), device="RTX 4090")
 
 
+def test_a_model_that_stays_on_the_cpu_has_the_stage_at_hand_on_the_device() -> None:
+    model = _llama(layers=8, width=512)
+    tokens = torch.empty(4, 256, dtype=torch.long, device="meta")
+    given = {"input_ids": tokens, "labels": tokens, "device": "RTX 4090", "num_microbatches": 4, "memory_budget": 0.0}
+    offloaded, there = roundpipe_fx.plan(model, offloaded=True, **given), roundpipe_fx.plan(model, **given)
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert offloaded.pipeline.brought_bytes > weights and not there.pipeline.brought_bytes
+    # With a model on the device its parameters come on top of what a step allocates, gradients included.
+    assert offloaded.pipeline.peak_bytes[0] < 0.7 * (there.pipeline.peak_bytes[0] + weights)
+    assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
+
+
 def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled(no_workspaces: None) -> None:
     model = gpt2().train()
     tokens = torch.randint(128, (2, 16))

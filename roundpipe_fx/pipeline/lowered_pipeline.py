@@ -110,7 +110,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     steps = steps_of(lowered)
     granularity = allocation_granularity(setting.device)
     away = [number for number, device in enumerate(pipelining.devices) if device != setting.device]
-    costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, setting.device, away)
+    costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)
     return Variant(lowered, steps, costs)

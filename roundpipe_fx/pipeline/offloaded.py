@@ -68,7 +68,7 @@ class Offloaded:
         self.device = device
         self.tensors: dict[int, torch.Tensor] = {}
         self._without_memory: dict[int, tuple[torch.Tensor, int]] = {}
-        self._pinned: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
 
     def to_device(self, inputs: Any) -> Any:
         """Inputs, with all tensors on the device."""
@@ -80,13 +80,17 @@ class Offloaded:
 
     def pin(self) -> None:
         """Pin the memory of what is the whole of its memory: copies from there run beside the device's work."""
+        new = [key for key, value in self.tensors.items() if self._seen.get(key) != value.data_ptr()]
+        if not new:
+            return
         storages = Counter(value.untyped_storage()._cdata for value in self.tensors.values())
-        for key, value in self.tensors.items():
+        for key in new:
+            value = self.tensors[key]
             storage = value.untyped_storage()
             is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
-            if is_whole and storage.nbytes() and self._pinned.get(key) != storage.data_ptr():
+            if is_whole and storage.nbytes():
                 value.data = value.data.pin_memory()
-                self._pinned[key] = value.data_ptr()
+            self._seen[key] = value.data_ptr()
 
     @contextlib.contextmanager
     def looking_moved(self, updated: Collection[int] = ()) -> Iterator[None]:

@@ -42,8 +42,8 @@ class Pipelining:
             RoundPipe's dispatch for an offloaded model.
         checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
             ``"never"`` none; ``None``: as a byte budget says, without one none.
-        offloaded: whether the model lies on the host, and devices have of it what they need at the time. Seen when a
-            step is traced.
+        offloaded: whether the model lies on the host, and devices have of it what they need at the time. Where it is
+            not said it is seen when a step is traced.
     """
 
     devices: tuple[torch.device, ...]

@@ -193,7 +193,7 @@ class Pipeline:
         return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
 
     def _take(self, calls: list[Callable[[], Any]], in_halves: bool) -> Taken:
-        self._likeness.offloaded = self._offloaded is not None
+        self._likeness.offloaded = self._offloaded is not None or self.settings.offloaded
         with self._looking_moved():
             return take_all(calls, self._likeness, in_halves)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule
@@ -83,7 +82,6 @@ def step_costs(
     steps: Steps,
     transfer_seconds: Callable[[int], float],
     granularity: int,
-    device: torch.device,
     away: Collection[int] = (),
 ) -> StepCosts:
     """Modelled seconds and bytes of each step, for one microbatch.
@@ -93,10 +91,11 @@ def step_costs(
         steps: its steps.
         transfer_seconds: of sending so many bytes to another device.
         granularity: what the device's allocator rounds sizes up to, in bytes.
-        device: that the graph was traced for.
         away: numbers of the devices that get copies of the caller's tensors.
     """
     places = {node: place for place, node in enumerate(lowered.forward.inputs)}
+    kinds = {value.device.type for node in lowered.forward.inputs for value in tensor_values(node)}
+    kind = next(iter(kinds - {"cpu"}), "cpu")
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
     travel: dict[tuple[Step, Step], float] = {}
     for step, module in steps.modules.items():
@@ -123,7 +122,7 @@ def step_costs(
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         {
-            step: {places[node]: _copied_bytes(node, granularity, device) for node in module.inputs if node in places}
+            step: {places[node]: _copied_bytes(node, granularity, kind) for node in module.inputs if node in places}
             for step, module in steps.modules.items()
         },
         lowered.parameters,
@@ -131,7 +130,7 @@ def step_costs(
     )
 
 
-def _copied_bytes(node: fx.Node, granularity: int, device: torch.device) -> int:
+def _copied_bytes(node: fx.Node, granularity: int, kind: str) -> int:
     """Bytes of a copy on another device; what an accelerator's graph has on the CPU stays there."""
-    size = tensor_bytes([value for value in tensor_values(node) if value.device.type == device.type])
+    size = tensor_bytes([value for value in tensor_values(node) if value.device.type == kind])
     return -(-size // granularity) * granularity
