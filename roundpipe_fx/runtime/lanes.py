@@ -17,7 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.streams import on_stream
 
-__all__ = ["HostLane", "Lane", "Message", "lane_of"]
+__all__ = ["HostLane", "Lane", "Message", "copied", "lane_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class AcceleratorLane:
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         """A copy on this device, for the compute stream. The caller's stream reads, and has waited for its making."""
         with on_stream(self._callers[value.device]), on_stream(self.incoming):
-            copy = value.to(self.device, non_blocking=True)
+            copy = copied(value, self.device)
             arrived = self.incoming.record_event()
         self.compute.wait_event(arrived)
         copy.record_stream(self.compute)
@@ -224,8 +224,7 @@ class AcceleratorLane:
                 value.record_stream(self.outgoing)
         with on_stream(self.outgoing), on_stream(to.incoming):
             sent = tuple(
-                v.to(to.device, non_blocking=True) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
-                for v in values
+                copied(v, to.device) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v for v in values
             )
             arrived = to.incoming.record_event()
         return Message(numbers, sent, (arrived, to.incoming))
@@ -251,7 +250,7 @@ class AcceleratorLane:
         if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
             return value
         with on_stream(home), on_stream(self.compute):
-            return value.to(home.device, non_blocking=True)
+            return copied(value, home.device)
 
     def ready(self) -> Any:
         """An event on the compute stream."""
@@ -306,6 +305,31 @@ class AcceleratorLane:
         self.outgoing.synchronize()
         self._leaving.clear()
         self._brought = self._left = None
+
+
+def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on another device that lies as the original does: what sums a tensor up goes through its memory in order.
+
+    ``Tensor.to`` puts the elements of a slice, or of an expanded tensor, side by side.
+    """
+    if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
+        shape = [1 if step == 0 else size for size, step in zip(value.shape, value.stride(), strict=True)]
+        return copied(value.as_strided(shape, value.stride()), device).expand(value.shape)
+    if _is_dense_or_overlaps(value):
+        return value.to(device, non_blocking=True)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return copy.copy_(value, non_blocking=True)
+
+
+def _is_dense_or_overlaps(value: torch.Tensor) -> bool:
+    """Whether elements lie side by side, or some lie in one place, as those of windows do."""
+    extent = 1
+    for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if step < extent:
+                return True
+            extent += step * (size - 1)
+    return extent == value.numel() or value.numel() == 0
 
 
 def lane_of(device: torch.device) -> Lane:

@@ -149,7 +149,8 @@ def peaks_of(
     if any(kind.held for kind in kinds) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
         certain = _certainly_over(schedule, codes, waves, reads, places)
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
-    made_here = 0  # of what lasts, by the first device, to which the caller's outputs go
+    callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
+    made_here = 0  # of what lasts, by the caller's device, to which his outputs go
     for which, held in ((place, held) for place, kind in enumerate(kinds) for held in kind.held):
         maker = number[held.maker]
         for device, at, batches in places.of(maker):
@@ -157,7 +158,7 @@ def peaks_of(
             until = places.last(device, [number[reader] for reader in held.readers], batches)
             if not held.readers:
                 until = np.full(len(at), len(codes[device]))
-                made_here += held.bytes * len(at) if device == 0 else 0
+                made_here += held.bytes * len(at) if device == callers else 0
             here = until >= 0
             np.add.at(changes[device], at[here] + 1, held.bytes)
             np.add.at(changes[device], until[here] + 1, -held.bytes)
@@ -176,6 +177,10 @@ def peaks_of(
     every_gradient = {
         owner: size for kind in kinds for base in kind.base_bytes.values() for owner, size in base.items()
     }
+    brought_to = [
+        int(brought[kind_of[order[:, 2]], own].sum()) for order, own in zip(schedule.orders, codes, strict=True)
+    ]
+    outputs = int(np.take(lasting, kind_of[: schedule.microbatches]).sum())
     found = []
     for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
         kind_at = kind_of[order[:, 2]]
@@ -193,11 +198,12 @@ def peaks_of(
         first = np.concatenate(firsts)
         _add_visits(change, visits[device])
         outside = 0
-        if schedule.in_halves and device == 0:
-            change[turn] += np.take(lasting, kind_of[: schedule.microbatches]).sum() - made_here
+        if device == callers and (costs.away or schedule.in_halves):
+            change[turn] += outputs - made_here
+        if schedule.in_halves and device == callers:
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
-        change[turn] += brought[kind_at, own].sum()
+        change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
         if costs.on_host is not None and device == 0:
             change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
         elif device in costs.away:
@@ -206,7 +212,7 @@ def peaks_of(
         needed = peak[kind_at, own]
         needed[first] = first_peak[kind_at[first], own[first]]
         brings_all = costs.away and device not in costs.away and costs.on_host is None
-        at_end = sum(every_gradient.values()) if brings_all else 0
+        at_end = sum(every_gradient.values()) + outputs + sum(brought_to) if brings_all else 0
         found.append(max(outside, at_end, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
 

@@ -394,3 +394,31 @@ def test_copies_of_parameters_are_held_until_their_last_reader(ledger: Ledger, m
     finally:
         workers.close()
     assert held and max(held) <= 4 and held[-1] <= count  # what is left are incoming gradients
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(3, 4),
+        torch.randn(3, 4).t(),
+        torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.randn(3, 5, 4)[:, 1:],
+        torch.randn(3, 8)[:, ::2].t(),
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(()).expand(2, 3),
+        torch.randn(2, 5, 1)[:, 1:].expand(2, 4, 6),
+        torch.randn(0, 3),
+    ],
+)
+def test_what_is_sent_lies_as_it_did(value: torch.Tensor) -> None:
+    sent = lanes.copied(value, torch.device("meta"))
+    assert sent.device.type == "meta" and (sent.shape, sent.stride()) == (value.shape, value.stride())
+    assert sent.untyped_storage().nbytes() <= value.untyped_storage().nbytes()
+    here = lanes.copied(value, torch.device("cpu"))
+    assert torch.equal(here, value)
+
+
+def test_windows_are_sent_apart() -> None:
+    windows = torch.arange(6.0).unfold(0, 3, 1)
+    assert lanes.copied(windows, torch.device("meta")).shape == (4, 3)
+    assert torch.equal(lanes.copied(windows, torch.device("cpu")), windows)

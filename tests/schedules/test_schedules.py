@@ -237,6 +237,21 @@ def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradient
     assert peaks(0) == (100 + 100 + 4 * 3, 100 + 50)
 
 
+@pytest.mark.parametrize("halves", [False, True])
+def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(halves: bool) -> None:
+    graph = chain(2)
+    for away in (0, 1):
+        costs = StepCosts(
+            dict.fromkeys(graph.steps, 1.0),
+            held=(Held(7, (_F, 1), ()),),
+            brought_bytes={(Kind.BACKWARD, 1): 5},
+            away=frozenset({away}),
+        )
+        schedule = gpipe(2, 2, 3)
+        peaks = simulate_time(schedule.halves() if halves else schedule, graph, costs).peak_bytes
+        assert peaks == ((3 * 7 + 3 * 5,) * 2 if away == 1 else (0, 3 * 7 + 3 * 5))
+
+
 @given(devices=st.integers(1, 6), chunks=st.integers(1, 3), microbatches=st.integers(1, 14), recompute=st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_every_schedule_is_valid(devices: int, chunks: int, microbatches: int, recompute: bool) -> None:
