@@ -179,12 +179,14 @@ class HeldBytes:
     Attributes:
         bytes: how many.
         maker: name of the stage module that makes it.
-        readers: names of those that read it; empty for what the caller gets and keeps.
+        readers: names of those that read it.
+        lasts: whether the caller gets and keeps it.
     """
 
     bytes: int
     maker: str
     readers: tuple[str, ...]
+    lasts: bool
 
 
 def simulate_calls(
@@ -252,7 +254,7 @@ def _simulate_calls(
         for storage in reads:
             readers.setdefault(storage, []).append(index)
     sizes = run.numbers.sizes
-    calls, held = [], Counter[tuple[str, tuple[str, ...]]]()
+    calls, held = [], Counter[tuple[str, tuple[str, ...], bool]]()
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
@@ -260,8 +262,8 @@ def _simulate_calls(
         dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
         outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
         for storage in outlive:
-            by = () if storage in lasting else tuple(run.calls[reader][0] for reader in readers[storage])
-            held[name, by] += sizes[storage]
+            by = tuple(run.calls[reader][0] for reader in readers.get(storage, ()))
+            held[name, by, storage in lasting] += sizes[storage]
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own.keys()).bytes - before
         grown = sum(sizes[storage] for storage in own)
@@ -273,7 +275,7 @@ def _simulate_calls(
         for storage, owner in own.items():
             by_owner[owner] += sizes[storage]
         calls.append(_Call(name, max(peak, left + grown, 0), by_owner, brought))
-    return calls, [HeldBytes(size, maker, by) for (maker, by), size in held.items()]
+    return calls, [HeldBytes(size, *of) for of, size in held.items()]
 
 
 def _contested(run: _Run, readers: list[int]) -> bool:

@@ -114,7 +114,9 @@ def step_costs(
     return StepCosts(
         {step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
         travel,
-        tuple(Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers)) for own in held),
+        tuple(
+            Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers), own.lasts) for own in held
+        ),
         {step: call.peak for step, call in of_step.items()},
         first_peaks,
         {step: call.gradients for step, call in of_step.items()},

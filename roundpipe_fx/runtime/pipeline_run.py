@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.runtime.lanes import Lane
+from roundpipe_fx.runtime.lanes import Lane, Message
 from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
@@ -245,8 +245,11 @@ class _Run:
                 if id(value) not in self._on_host:
                     lane.drop(value)
             spans.append(Span(instruction.action, base, start, lane.mark()))
-            self._deliver(device, lane, instruction, results)
-            del arguments, results
+            messages = self._deliver(device, lane, instruction, results)
+            del arguments, results  # before others answer with what is planned to find this gone
+            for peer, message in messages:
+                self._mailboxes[peer].put(instruction.action.step, batch, message)
+            del messages
         if turns:
             self._turn(device, lane, turns[len(instructions)])
 
@@ -259,12 +262,15 @@ class _Run:
             lane.exchange((), turn.first)
         lane.exchange(turn.drops, turn.ahead)
 
-    def _deliver(self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]) -> None:
-        action, batch = instruction.action, instruction.action.microbatch
+    def _deliver(
+        self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]
+    ) -> list[tuple[int, Message]]:
+        """Put results where they belong; what is on its way to other workers is returned."""
+        batch = instruction.action.microbatch
+        messages = []
         for peer, places in instruction.sends:
             numbers = tuple(number for _, number in places)
-            message = lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer])
-            self._mailboxes[peer].put(action.step, batch, message)
+            messages.append((peer, lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer])))
         for place, number in instruction.kept:
             self._values[device][batch][number] = results[place]
         program = self._programs[batch]
@@ -277,6 +283,7 @@ class _Run:
             self._sums[device].add(self._owner(batch, number), results[place])
         for place, number in instruction.sums:
             self._sums[device].give(self._owner(batch, number), results[place])
+        return messages
 
     def _owner(self, batch: int, number: int) -> int:
         return id(self._primals[batch][self._programs[batch].gradients[number].primal])

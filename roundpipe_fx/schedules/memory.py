@@ -34,12 +34,14 @@ class Held:
     Attributes:
         bytes: how many, for one microbatch.
         maker: the step.
-        readers: steps that read them; empty for what stays to the end.
+        readers: steps that read them.
+        lasts: whether they stay to the end where they are made.
     """
 
     bytes: int
     maker: Step
     readers: tuple[Step, ...]
+    lasts: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,7 @@ def peaks_of(
         for device, at, batches in places.of(maker):
             at, batches = at[kind_of[batches] == which], batches[kind_of[batches] == which]
             until = places.last(device, [number[reader] for reader in held.readers], batches)
-            if not held.readers:
+            if held.lasts:
                 until = np.full(len(at), len(codes[device]))
                 made_here += held.bytes * len(at) if device == callers else 0
             here = until >= 0
@@ -172,7 +174,7 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
-    lasting = [sum(held.bytes for held in kind.held if not held.readers) for kind in kinds]
+    lasting = [sum(held.bytes for held in kind.held if held.lasts) for kind in kinds]
     outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
     every_gradient = {
         owner: size for kind in kinds for base in kind.base_bytes.values() for owner, size in base.items()

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.torch_private import dynamo_flags
+from tests import hugging_face
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN, TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
@@ -108,6 +110,34 @@ def test_a_budget_counts_weights_and_gradients_that_come_and_go(budget: float | 
         assert max(planned) <= compiled.plan.budget
         assert len(devices) > 1 or planned[0] <= 1.03 * peaks[0].bytes
         assert budget not in (0.0, "13MiB") or max(planned) < 0.4 * everything
+
+
+@pytest.mark.parametrize("name", ["gpt2", "vit", "resnet"])
+def test_hugging_face_models_have_the_bits_of_aot_eager_within_the_plan(name: str) -> None:
+    """Gradients of the ViT's patches are a slice: a bias's gradient has other bits if it is sent in another layout."""
+    make = {"gpt2": hugging_face.gpt2, "vit": hugging_face.vit, "resnet": hugging_face.resnet}[name]
+    batch = hugging_face.language_batch() if name == "gpt2" else hugging_face.image_batch()
+    model = make()
+    reference = copy.deepcopy(model).cuda()
+    torch.manual_seed(0)
+    with dynamo_flags():
+        loss = torch.compile(reference, backend="aot_eager")(**{key: own.cuda() for key, own in batch.items()}).loss
+        loss.backward()
+    for devices in _devices():
+        own = copy.deepcopy(model)
+        compiled = roundpipe_fx.compile(
+            own, devices=devices, num_microbatches=1, stage_compiler="eager", memory_budget=0.0
+        )
+        torch.manual_seed(0)
+        found = left_behind(own, compiled.forward_backward(**batch))
+        assert_bitwise(found, _on_host(left_behind(reference, loss)))
+        for _ in range(3):
+            own.zero_grad()
+            with contextlib.ExitStack() as stack:
+                peaks = [stack.enter_context(roundpipe_fx.measure_peak(device)) for device in devices]
+                compiled.forward_backward(**batch)
+            planned = compiled.plan.pipeline.peak_bytes
+            assert all(0 < peak.bytes <= size for peak, size in zip(peaks, planned, strict=True))
 
 
 def test_it_may_be_moved_between_steps() -> None:

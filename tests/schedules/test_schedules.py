@@ -211,7 +211,7 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     graph = chain(1)
     costs = StepCosts(
         dict.fromkeys(graph.steps, 1.0),
-        held=(Held(2, (_F, 0), ()),),
+        held=(Held(2, (_F, 0), (), lasts=True),),
         base_bytes={(Kind.BACKWARD, 0): {0: 100}},
         brought_bytes={(Kind.BACKWARD, 0): 5},
     )
@@ -237,13 +237,21 @@ def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradient
     assert peaks(0) == (100 + 100 + 4 * 3, 100 + 50)
 
 
+def test_what_lasts_is_also_there_where_it_is_read() -> None:
+    """Batch norm's new statistics are the caller's, and a backward on another device reads them."""
+    graph = chain(2)
+    held = (Held(7, (_F, 0), ((_F, 1),), lasts=True),)
+    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held)
+    assert simulate_time(gpipe(2, 2, 1), graph, costs).peak_bytes == (7, 7)
+
+
 @pytest.mark.parametrize("halves", [False, True])
 def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(halves: bool) -> None:
     graph = chain(2)
     for away in (0, 1):
         costs = StepCosts(
             dict.fromkeys(graph.steps, 1.0),
-            held=(Held(7, (_F, 1), ()),),
+            held=(Held(7, (_F, 1), (), lasts=True),),
             brought_bytes={(Kind.BACKWARD, 1): 5},
             away=frozenset({away}),
         )
