@@ -17,7 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.streams import on_stream
 
-__all__ = ["HostLane", "Lane", "Message", "copied", "lane_of"]
+__all__ = ["HostLane", "Lane", "Message", "copied", "copied_together", "lane_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class Lane(Protocol):
     def local(self, value: Any) -> Any:
         """A tensor of the caller's, on this device."""
 
-    def inherit(self, value: Any) -> Any:
-        """A value that an earlier run has left, on some worker's device, on this one's, to be read from here on."""
+    def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
+        """What an earlier run has left, on some worker's device, on this one's, to be read from here on."""
 
     def drop(self, value: Any) -> None:
         """Nothing on this device reads a tensor of the caller's any more in this step."""
@@ -104,9 +104,9 @@ class HostLane:
         """A tensor of the caller's: itself."""
         return value
 
-    def inherit(self, value: Any) -> Any:
-        """A value that an earlier run has left: itself."""
-        return value
+    def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
+        """What an earlier run has left: as it is."""
+        return values
 
     def drop(self, value: Any) -> None:
         """Nothing was copied."""
@@ -185,27 +185,37 @@ class AcceleratorLane:
             return self._copies[id(value)][1]
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
             return value
-        self._copies[id(value)] = (value, self._copy(value.detach()))
+        (copy,) = self._copy([value.detach()])
+        self._copies[id(value)] = (value, copy)
         return self._copies[id(value)][1]
 
-    def inherit(self, value: Any) -> Any:
-        """A value that an earlier run has left: the stream that reads it is perhaps not the one whose memory it has."""
-        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
-            return value
-        if value.device == self.device:
-            value.record_stream(self.compute)
-            return value
-        value.record_stream(self._callers[value.device])
-        return self._copy(value)
+    def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
+        """What an earlier run has left: the stream that reads it is perhaps not the one whose memory it has."""
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
+        elsewhere = {value.device for value in tensors} - {self.device}
+        for value in tensors:
+            value.record_stream(self.compute if value.device == self.device else self._callers[value.device])
+        for device in elsewhere:
+            places = [place for place, value in enumerate(values) if _is_on(value, device)]
+            moved = self._copy([values[place] for place in places])
+            values = list(values)
+            for place, value in zip(places, moved, strict=True):
+                values[place] = value
+        return values
 
-    def _copy(self, value: torch.Tensor) -> torch.Tensor:
-        """A copy on this device, for the compute stream. The caller's stream reads, and has waited for its making."""
-        with on_stream(self._callers[value.device]), on_stream(self.incoming):
-            copy = copied(value, self.device)
+    def _copy(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies on this device, for the compute stream. The caller's stream reads, and has waited for their making.
+
+        Args:
+            values: on one other device.
+        """
+        with on_stream(self._callers[values[0].device]), on_stream(self.incoming):
+            copies = copied_together(values, self.device)
             arrived = self.incoming.record_event()
         self.compute.wait_event(arrived)
-        copy.record_stream(self.compute)
-        return copy
+        for copy in copies:
+            copy.record_stream(self.compute)
+        return copies
 
     def drop(self, value: Any) -> None:
         """Let the copy of a tensor go."""
@@ -223,9 +233,7 @@ class AcceleratorLane:
             if isinstance(value, torch.Tensor) and value.device.type != "cpu":
                 value.record_stream(self.outgoing)
         with on_stream(self.outgoing), on_stream(to.incoming):
-            sent = tuple(
-                copied(v, to.device) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v for v in values
-            )
+            sent = copied_together(values, to.device)
             arrived = to.incoming.record_event()
         return Message(numbers, sent, (arrived, to.incoming))
 
@@ -307,6 +315,10 @@ class AcceleratorLane:
         self._brought = self._left = None
 
 
+def _is_on(value: Any, device: torch.device) -> bool:
+    return isinstance(value, torch.Tensor) and value.device == device
+
+
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A copy on another device that lies as the original does: what sums a tensor up goes through its memory in order.
 
@@ -319,6 +331,33 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return value.to(device, non_blocking=True)
     copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
     return copy.copy_(value, non_blocking=True)
+
+
+def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+    """Copies on another device; what lies in one memory does so again, and what is on the CPU stays there."""
+    sent = list(values)
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            groups.setdefault((value.untyped_storage()._cdata, value.dtype), []).append(place)
+    for places in groups.values():
+        if len(places) == 1:
+            sent[places[0]] = copied(values[places[0]], device)
+            continue
+        views = [values[place] for place in places]
+        start = min(view.storage_offset() for view in views)
+        end = max(view.storage_offset() + _extent(view) for view in views)
+        memory = views[0].as_strided((end - start,), (1,), start).to(device, non_blocking=True)
+        for place, view in zip(places, views, strict=True):
+            sent[place] = memory.as_strided(view.shape, view.stride(), view.storage_offset() - start)
+    return tuple(sent)
+
+
+def _extent(value: torch.Tensor) -> int:
+    """From a tensor's first element in memory to behind its last one, in elements."""
+    if value.numel() == 0:
+        return 0
+    return 1 + sum(step * (size - 1) for step, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _is_dense_or_overlaps(value: torch.Tensor) -> bool:

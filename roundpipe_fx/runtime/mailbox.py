@@ -22,10 +22,14 @@ class Mailbox:
         self._arrived = threading.Condition()
         self._stopped = False
 
-    def put(self, step: Step, microbatch: int, message: Message) -> None:
-        """Leave a step's message for a microbatch."""
+    def put(self, step: Step, microbatch: int, messages: list[Message]) -> None:
+        """Leave the last of some messages, a step's for a microbatch.
+
+        It is taken off the list: were the sender to hold it for a moment longer, its values would not die when their
+        last reader lets them go.
+        """
         with self._arrived:
-            self._messages[step, microbatch] = message
+            self._messages[step, microbatch] = messages.pop()
             self._arrived.notify()
 
     def take(self, step: Step, microbatch: int) -> Message:

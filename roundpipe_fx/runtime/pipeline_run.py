@@ -224,9 +224,8 @@ class _Run:
                 own.update(zip(message.numbers, lane.receive(message), strict=True))
                 del message
             code = instruction.code
-            for source in code.inputs if self._inherits else ():
-                if source.kind == "value" and isinstance(left := own[source.index], _Left):
-                    own[source.index] = lane.inherit(left.value)
+            if self._inherits:
+                _inherit(lane, own, code.inputs)
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
@@ -247,9 +246,8 @@ class _Run:
             spans.append(Span(instruction.action, base, start, lane.mark()))
             messages = self._deliver(device, lane, instruction, results)
             del arguments, results  # before others answer with what is planned to find this gone
-            for peer, message in messages:
-                self._mailboxes[peer].put(instruction.action.step, batch, message)
-            del messages
+            for peer, _ in reversed(instruction.sends):
+                self._mailboxes[peer].put(instruction.action.step, batch, messages)
         if turns:
             self._turn(device, lane, turns[len(instructions)])
 
@@ -262,15 +260,13 @@ class _Run:
             lane.exchange((), turn.first)
         lane.exchange(turn.drops, turn.ahead)
 
-    def _deliver(
-        self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]
-    ) -> list[tuple[int, Message]]:
-        """Put results where they belong; what is on its way to other workers is returned."""
+    def _deliver(self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]) -> list[Message]:
+        """Put results where they belong; what is on its way to other workers is returned, in the order of the sends."""
         batch = instruction.action.microbatch
         messages = []
         for peer, places in instruction.sends:
             numbers = tuple(number for _, number in places)
-            messages.append((peer, lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer])))
+            messages.append(lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer]))
         for place, number in instruction.kept:
             self._values[device][batch][number] = results[place]
         program = self._programs[batch]
@@ -325,6 +321,13 @@ class _Run:
             for batch, values in enumerate(batches):
                 left[batch].update(values)
         return Finished(self._outputs, gradients, left, self._spans)
+
+
+def _inherit(lane: Lane, own: dict[int, Any], sources: Sequence[Source]) -> None:
+    """Bring what an earlier run has left, of what is read now."""
+    read = {source.index: own[source.index] for source in sources if source.kind == "value"}
+    left = {number: value.value for number, value in read.items() if isinstance(value, _Left)}
+    own.update(zip(left, lane.inherit([*left.values()]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

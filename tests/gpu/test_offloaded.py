@@ -137,7 +137,7 @@ def test_hugging_face_models_have_the_bits_of_aot_eager_within_the_plan(name: st
                 peaks = [stack.enter_context(roundpipe_fx.measure_peak(device)) for device in devices]
                 compiled.forward_backward(**batch)
             planned = compiled.plan.pipeline.peak_bytes
-            assert all(0 < peak.bytes <= size for peak, size in zip(peaks, planned, strict=True))
+            assert all(0 < peak.bytes <= size for peak, size in zip(peaks, planned, strict=True)), (peaks, planned)
 
 
 def test_it_may_be_moved_between_steps() -> None:

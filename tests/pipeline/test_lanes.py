@@ -422,3 +422,15 @@ def test_windows_are_sent_apart() -> None:
     windows = torch.arange(6.0).unfold(0, 3, 1)
     assert lanes.copied(windows, torch.device("meta")).shape == (4, 3)
     assert torch.equal(lanes.copied(windows, torch.device("cpu")), windows)
+
+
+def test_what_lies_in_one_memory_is_sent_once() -> None:
+    memory = torch.empty(2, 5, 12, device="meta")
+    given = (memory[..., 4:8], 3, memory[..., 8:].transpose(0, 1), memory[:, 1:2, :4].expand(2, 7, 4))
+    sent = lanes.copied_together(given, torch.device("meta"))
+    tensors = [value for value in sent if isinstance(value, torch.Tensor)]
+    assert sent[1] == 3 and len(tensors) == 3
+    assert len({value.untyped_storage()._cdata for value in tensors}) == 1
+    assert tensors[0].untyped_storage().nbytes() <= memory.untyped_storage().nbytes()
+    for value, original in zip(tensors, (given[0], *given[2:]), strict=True):
+        assert (value.shape, value.stride()) == (original.shape, original.stride())
