@@ -102,7 +102,6 @@ class _Compilation:
     def _partition_for_pipeline(
         self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        mutations = torch_private.input_mutations(joint)
         differentiated = torch_private.differentiated_outputs(joint)
         run_passes = functools.partial(
             lower_pipeline,
@@ -116,7 +115,7 @@ class _Compilation:
         )
         pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.main.lowered.plan)
         seen = Seen(self._see_size, self.assumptions.see_workspace) if pipeline.budget is not None else None
-        self.graph = pipelined_graph(pipeline, mutations, differentiated, seen)
+        self.graph = pipelined_graph(pipeline, differentiated, seen)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))
         assert self.lowered.backward is not None
@@ -154,7 +153,7 @@ class _Compilation:
                     training=False,
                     like=self.likeness.structure,
                 )
-            graph = pipelined_graph(pipeline, torch_private.input_mutations(module), [])
+            graph = pipelined_graph(pipeline, [])
             self.on_plan(plan_of_pipeline(graph, self.pipelining))
             return pipelined(graph, [])
         with torch_private.without_modes(), _without_gc():

@@ -70,8 +70,8 @@ def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, hos
     return Roofline(name, rates, bandwidth, link, host, overhead=4e-6, memory=gib * 2**30)
 
 
-# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction, and to the host
-# what PCIe attains.
+# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of
+# the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained.
 DEVICES: Mapping[str, Roofline] = {
     "cpu": Roofline(
         "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e10, 2e-6, draw=5e-9

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["deferred"]
+__all__ = ["deferred", "tensors_of_sums"]
 
 
 class _Sums:
@@ -67,6 +67,12 @@ def deferred(model: nn.Module) -> Iterator[None]:
             sums = _sums[layer]
             for value in (sums.total, sums.squares, sums.count):
                 value.zero_()
+
+
+def tensors_of_sums(model: nn.Module) -> list[torch.Tensor]:
+    """What the batch norm layers of ``model`` gather, which lies where their statistics lie."""
+    found = [_sums[layer] for layer in model.modules() if layer in _sums]
+    return [value for sums in found for value in (sums.total, sums.squares, sums.count)]
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -92,22 +92,21 @@ class Seen(NamedTuple):
 
 
 def pipelined_graph(
-    pipeline: LoweredPipeline, mutations: Mapping[int, int], differentiated: Sequence[int], seen: Seen | None = None
+    pipeline: LoweredPipeline, differentiated: Sequence[int], seen: Seen | None = None
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 
     Args:
         pipeline: what was lowered.
-        mutations: inputs that are updated in place, by the output that brings the new value.
         differentiated: the output that each tangent is the gradient of.
         seen: told what steps show; ``None``: nobody wants to know.
     """
     cache: dict[str, _Compiled] = {}
     lowered = pipeline.main.lowered
-    main = _program(pipeline.main, mutations, differentiated, cache, seen)
+    main = _program(pipeline.main, differentiated, cache, seen)
     last = main
     if pipeline.last is not pipeline.main:
-        last = _program(pipeline.last, mutations, differentiated, cache, seen)
+        last = _program(pipeline.last, differentiated, cache, seen)
     results = lowered.forward.results[: lowered.forward.outputs]
     tangents = _tangents(lowered)
     return PipelinedGraph(
@@ -131,7 +130,6 @@ def _tangents(lowered: Lowered) -> list[fx.Node]:
 
 def _program(
     variant: Variant,
-    mutations: Mapping[int, int],
     differentiated: Sequence[int],
     cache: dict[str, _Compiled],
     seen: Seen | None,
@@ -168,7 +166,7 @@ def _program(
             Gradient(primal, known.get(node)) for primal, node in zip(lowered.gradient_owners, backward, strict=True)
         ),
         tuple(differentiated),
-        dict(mutations),
+        lowered.updates,
     )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,10 @@ __all__ = ["Offloaded", "offloaded"]
 
 
 def offloaded(
-    devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None
+    devices: Sequence[torch.device],
+    modules: Sequence[nn.Module],
+    known: Offloaded | None,
+    beside: Iterable[torch.Tensor] = (),
 ) -> Offloaded | None:
     """What there is to know of a model that lies on the host while its workers do not; ``None``: it does not.
 
@@ -31,6 +34,7 @@ def offloaded(
         devices: of the workers.
         modules: the model, and what else has parameters and buffers.
         known: what was found before.
+        beside: more tensors that go where the model goes.
 
     Raises:
         ValueError: part of the model lies on the host and part of it elsewhere.
@@ -52,7 +56,7 @@ def offloaded(
             f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
         )
     found = known or Offloaded(devices[0])
-    found.tensors = {key: value for key, (_, value) in named.items()}
+    found.tensors = {key: value for key, (_, value) in named.items()} | {id(value): value for value in beside}
     return found
 
 
@@ -61,7 +65,7 @@ class Offloaded:
 
     Attributes:
         device: where it seems to be.
-        tensors: its parameters and buffers, by identity.
+        tensors: its parameters and buffers, and what goes with them, by identity.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,21 +103,22 @@ class Offloaded:
         Args:
             updated: identities of those that will be written to; what is written is theirs after.
         """
-        kept: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = []
+        moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         try:
             for key, value in self.tensors.items():
                 stand_in, size = self._stand_in(key, value)
-                kept.append((value, value.data, value.grad if value.is_leaf else None))
-                if kept[-1][2] is not None:
-                    value.grad = None  # it lies on the host
                 if key in updated:
                     stand_in.untyped_storage().resize_(size)
                     stand_in.copy_(value.data)
+                gradient = value.grad if value.is_leaf else None
+                moved.append((value, value.data, gradient, stand_in))
+                if gradient is not None:
+                    value.grad = None  # it lies on the host
                 value.data = stand_in
             yield
         finally:
-            for value, data, gradient in kept:
-                stand_in, value.data = value.data, data
+            for value, data, gradient, stand_in in moved:
+                value.data = data
                 if id(value) in updated:
                     data.copy_(stand_in)
                     stand_in.untyped_storage().resize_(0)

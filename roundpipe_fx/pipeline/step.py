@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
-from roundpipe_fx.pipeline.deferred_batch_norm import deferred
+from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import hand_to_autograd
 from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
@@ -180,7 +180,9 @@ class Pipeline:
     def _placed(self, inputs: Any, loss_fn: Any = None) -> Any:
         """Inputs where the graph is to run; notes whether the model is offloaded."""
         modules = [module for module in (self._model, loss_fn) if isinstance(module, nn.Module)]
-        before, self._offloaded = self._offloaded, offloaded(self.settings.devices, modules, self._offloaded)
+        beside = tensors_of_sums(self._model) if self._deferred else ()
+        before = self._offloaded
+        self._offloaded = offloaded(self.settings.devices, modules, before, beside)
         if (before is None) != (self._offloaded is None):
             self.compiled = self._compiled()  # guards do not tell where the model lies
         return inputs if self._offloaded is None else self._offloaded.to_device(inputs)

@@ -75,19 +75,21 @@ def fit_visits(
     found = []
     for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
         slots = slot_seconds(tried, forward, list(backward_seconds), again)
-        size = visit_bytes(tried, devices, weights)
-        found.append((_seconds(tried, slots, devices, microbatches, weights), size, tried.slots, index, tried))
+        size = visit_bytes(tried, devices, weights, training)
+        found.append(
+            (_seconds(tried, slots, devices, microbatches, weights, training), size, tried.slots, index, tried)
+        )
     fitting = [own for own in found if limit is not None and own[1] <= limit]
     if fitting:
         return min(fitting)[-1]
     return min(found, key=lambda own: (own[1], own[2], own[0]))[-1]
 
 
-def visit_bytes(rounds: Rounds, devices: int, weights: Weights) -> int:
+def visit_bytes(rounds: Rounds, devices: int, weights: Weights, training: bool = True) -> int:
     """Most bytes of weights and their gradients that a device has at one time, with slots handed out in turn."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
-    gradients = [weights.size(own) if slot >= fused and rounds.backward else 0 for slot, own in enumerate(reads)]
+    gradients = [weights.size(own) if training and slot >= fused else 0 for slot, own in enumerate(reads)]
     most = 0
     for slot, own in enumerate(reads):
         following: frozenset[int] = reads[slot + devices] if slot + devices < len(reads) else frozenset()
@@ -100,7 +102,9 @@ def _reads(rounds: Rounds, weights: Weights) -> list[frozenset[int]]:
     return [weights.of(*own) for own in (*rounds.forward, rounds.fused, *rounds.backward)]
 
 
-def _seconds(rounds: Rounds, slots: Sequence[float], devices: int, microbatches: int, weights: Weights) -> float:
+def _seconds(
+    rounds: Rounds, slots: Sequence[float], devices: int, microbatches: int, weights: Weights, training: bool
+) -> float:
     """Seconds of a step: each slot takes as long as it computes, or as what comes and goes meanwhile."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
@@ -108,7 +112,7 @@ def _seconds(rounds: Rounds, slots: Sequence[float], devices: int, microbatches:
     nothing: frozenset[int] = frozenset()
     for slot, (own, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):
         comes = weights.size(following - own)
-        goes = weights.size(own) if slot >= fused and rounds.backward else 0
+        goes = weights.size(own) if training and slot >= fused else 0
         total += max(microbatches * slots[slot], comes / weights.bandwidth, goes / weights.bandwidth)
         longest = max(longest, slots[slot])
     return weights.size(reads[0]) / weights.bandwidth + total / devices + (devices - 1) * longest
@@ -127,7 +131,7 @@ def _divisions(forward: list[float], backward: list[float], devices: int) -> Ite
             return ()
         return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward[:first][::-1], slots))
 
-    yield Rounds((), (0, count - 1), ())  # a single slot, whose gradients stay until the step ends
+    yield Rounds((), (0, count - 1), ())  # a single slot
     for first in range(count - 1, max(0, count - 1 - _FUSED), -1):
         counts = sorted({own for own in _COUNTS if own < first} | {first})
         for slots in counts:

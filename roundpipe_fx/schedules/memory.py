@@ -66,7 +66,7 @@ class StepCosts:
         away: devices that are not the caller's. They have copies of his tensors, taken to be there all the time; at the
             end he gets their gradients, and has all of them.
         on_host: numbers of the tensors that lie on the host: devices have them, and their gradients, for as long as
-            visits need them (:mod:`roundpipe_fx.schedules.visits`). What else is the caller's is on the first device.
+            visits need them (:mod:`roundpipe_fx.schedules.visits`). What else is the caller's is on his device.
         host_bandwidth: bytes a second between the host and a device.
     """
 
@@ -206,7 +206,7 @@ def peaks_of(
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
-        if costs.on_host is not None and device == 0:
+        if costs.on_host is not None and device == callers:
             change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
         elif device in costs.away:
             change[0] += _copies(order, own, steps, costs)

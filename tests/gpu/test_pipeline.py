@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,7 +13,10 @@ from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("deterministic"),
+]
 
 
 def _devices() -> list[list[str]]:
@@ -22,13 +24,6 @@ def _devices() -> list[list[str]]:
     several = [["cuda:0", "cuda:1"], ["cuda:1", "cuda:0"]] if count > 1 else []
     several += [["cuda:0", "cuda:1", "cuda:2"]] if count > 2 else []
     return [["cuda:0"], ["cuda:0", "cuda:0"], *several]
-
-
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def _pipelined(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor, **options) -> Step:

@@ -25,7 +25,9 @@ CPU = torch.device("cpu")
 def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models lie on the host, workers elsewhere, as far as a step is concerned."""
 
-    def always(devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None) -> Offloaded:
+    def always(
+        devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None, beside: object
+    ) -> Offloaded:
         found = known or Offloaded(CPU)
         found.tensors = {id(v): v for module in modules for v in (*module.parameters(), *module.buffers())}
         return found
@@ -159,6 +161,26 @@ def test_looking_moved_a_model_has_no_memory_and_comes_back_whole() -> None:
     assert [value.data_ptr() for value in model.state_dict().values()] == pointers
     assert torch.equal(model.weight.grad, torch.ones(4))
     assert torch.equal(model.running_mean, before.pop("running_mean") + 1)
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+
+
+def test_what_cannot_be_moved_keeps_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.BatchNorm1d(4)
+    before = copy.deepcopy(model.state_dict())
+    found = Offloaded(CPU)
+    found.tensors = {id(value): value for value in (*model.parameters(), *model.buffers())}
+
+    resize = torch.UntypedStorage.resize_
+
+    def no_room(storage: torch.UntypedStorage, size: int) -> None:
+        if size:
+            raise torch.OutOfMemoryError
+        resize(storage, size)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.UntypedStorage, "resize_", no_room)
+        with pytest.raises(torch.OutOfMemoryError), found.looking_moved({id(model.running_mean)}):
+            pass
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 

@@ -43,6 +43,13 @@ def test_with_room_and_a_fast_link_nothing_is_brought_or_computed_twice() -> Non
     assert found.slots == 1
 
 
+def test_a_single_slot_has_all_gradients_beside_all_weights() -> None:
+    weights = weights_of([10] * 8, bandwidth=1e3)
+    assert visit_bytes(Rounds((), (0, 7), ()), 1, weights) == 160
+    found = fit_visits([1.0] * 8, [2.0] * 8, True, 1, 4, weights, 100)
+    assert found.slots > 1 and visit_bytes(found, 1, weights) <= 100
+
+
 def test_with_a_slow_link_what_comes_and_goes_is_spread_over_the_step() -> None:
     forward, backward = [1.0] * 8, [2.0] * 8
     found = fit_visits(forward, backward, True, 1, 4, weights_of([10] * 8), 10**6)
@@ -60,4 +67,4 @@ def test_without_a_backward_there_are_forward_slots_alone() -> None:
     weights = weights_of([10] * 8)
     found = fit_visits([1.0] * 8, [0.0] * 8, False, 1, 4, weights, 45)
     assert found.backward == () and covered(found)[0] == list(range(8))
-    assert 20 <= visit_bytes(found, 1, weights) <= 45
+    assert 20 <= visit_bytes(found, 1, weights, training=False) <= 45

@@ -64,17 +64,16 @@ def makespan_on_foot(schedule: Schedule, costs: StepCosts) -> float:
     def seconds(numbers: set[int]) -> float:
         return sum(sizes[number] for number in numbers) / costs.host_bandwidth
 
-    work, came, left, left_before, sums = 0.0, seconds(reads[0]), 0.0, 0.0, 0
+    work, came, left, sums = 0.0, seconds(reads[0]), 0.0, 0
     there = set(reads[0])
     for index, visit in enumerate(visits):
         following = reads[index + 1] if index + 1 < len(visits) else set()
         begins = max(work, came, left)
-        left_before, left = left, max(left, work) + sums / costs.host_bandwidth
+        left = max(left, work) + sums / costs.host_bandwidth
         came = max(came, work) + seconds(following - there)
         there = reads[index] | following
         work = begins + sum(costs.seconds[steps[place]] for place in visit)
         sums = sum(dict(kv for place in visit for kv in costs.base_bytes.get(steps[place], {}).items()).values())
-        assert left_before <= begins
     return max(left, work) + sums / costs.host_bandwidth
 
 

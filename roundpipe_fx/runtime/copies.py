@@ -1,0 +1,62 @@
+"""Copies on another device that lie as their originals do: what sums a tensor up goes through its memory in order.
+
+``Tensor.to`` puts the elements of a slice, or of an expanded tensor, side by side; a gradient would have other bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["copied", "copied_together"]
+
+
+def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A copy on another device, in the shape and with the strides of the original (windows are put side by side)."""
+    if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
+        shape = [1 if step == 0 else size for size, step in zip(value.shape, value.stride(), strict=True)]
+        return copied(value.as_strided(shape, value.stride()), device).expand(value.shape)
+    if _is_dense_or_overlaps(value):
+        return value.to(device, non_blocking=True)
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+    return copy.copy_(value, non_blocking=True)
+
+
+def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+    """Copies on another device; what lies in one memory does so again, and what is on the CPU stays there."""
+    sent = list(values)
+    groups: dict[tuple[int, torch.dtype], list[int]] = {}
+    for place, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+            groups.setdefault((value.untyped_storage()._cdata, value.dtype), []).append(place)
+    for places in groups.values():
+        if len(places) == 1:
+            sent[places[0]] = copied(values[places[0]], device)
+            continue
+        views = [values[place] for place in places]
+        start = min(view.storage_offset() for view in views)
+        end = max(view.storage_offset() + _extent(view) for view in views)
+        memory = views[0].as_strided((end - start,), (1,), start).to(device, non_blocking=True)
+        for place, view in zip(places, views, strict=True):
+            sent[place] = memory.as_strided(view.shape, view.stride(), view.storage_offset() - start)
+    return tuple(sent)
+
+
+def _extent(value: torch.Tensor) -> int:
+    """From a tensor's first element in memory to behind its last one, in elements."""
+    if value.numel() == 0:
+        return 0
+    return 1 + sum(step * (size - 1) for step, size in zip(value.stride(), value.shape, strict=True))
+
+
+def _is_dense_or_overlaps(value: torch.Tensor) -> bool:
+    """Whether elements lie side by side, or some lie in one place, as those of windows do."""
+    extent = 1
+    for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if step < extent:
+                return True
+            extent += step * (size - 1)
+    return extent == value.numel() or value.numel() == 0
