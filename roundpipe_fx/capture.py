@@ -78,7 +78,7 @@ class _Compilation:
             share=self.assumptions.share,
             workspaces=self.assumptions.workspaces,
         )
-        self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.plan)
+        self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         return self.lowered.forward.module, self.lowered.backward.module
@@ -88,14 +88,14 @@ class _Compilation:
         joint: fx.GraphModule,
         num_fwd_outputs: int,
         lower: Callable[[JointGraph], T],
-        plan_of: Callable[[T], Plan],
+        lowered_of: Callable[[T], Lowered],
     ) -> T:
         """Lower a graph for the sizes that it is to be used with."""
         assumed = self.assumptions.of_graph(self.name)
         with torch_private.without_modes(), _without_gc():
             view = self._view(joint, num_fwd_outputs)
             if bounded_in_bytes(view, self.options):
-                return lower_for_sizes(view, assumed, lower, lambda lowered: plan_of(lowered).recompute_seconds > 0)
+                return lower_for_sizes(view, assumed, lower, lambda found: lowered_of(found).recompute_seconds > 0)
             torch_private.assume_sizes(joint, assumed)
             return lower(view)
 
@@ -113,7 +113,7 @@ class _Compilation:
             in_halves=self.likeness.in_halves,
             workspaces=self.assumptions.workspaces,
         )
-        pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered.main.lowered.plan)
+        pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda pipeline: pipeline.main.lowered)
         seen = Seen(self._see_size, self.assumptions.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, seen)
         self.lowered = pipeline.main.lowered

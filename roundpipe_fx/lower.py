@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import fx
 
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.caching_allocator import allocator_of
-from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.cost import CostModel, MeasuredCosts, cost_model
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.make_plan import make_plan
@@ -69,26 +70,68 @@ class Lowered:
     """A joint graph made into programs.
 
     Attributes:
-        plan: the decisions, for people.
+        joint: the graph, with every decision explicit.
+        setting: what emission knew beside it.
+        chosen: the plan that was chosen; ``None``: there was nothing to choose from.
+        modules: the stage modules.
         forward: the program that runs the forward.
         backward: the program that runs the backward; ``None`` for an inference graph.
-        stage_compiler: what the stage modules were emitted for.
         seconds: modelled, by stage and phase.
+        recompute_seconds: modelled; of what the backward repeats.
         tangents: the incoming gradients that a step is expected to bring; others are a single zero.
-        gradient_owners: for each of the backward's results, the number of the input whose gradient it is, or a part of.
-        parameters: numbers of the inputs that are parameters or buffers.
-        updates: inputs that the caller updates in place, by number of the result with the new value.
     """
 
-    plan: Plan
+    joint: JointGraph
+    setting: Setting
+    chosen: Chosen | None
+    modules: Mapping[tuple[int, Phase], StageModule]
     forward: Program
     backward: Program | None
-    stage_compiler: StageCompiler
     seconds: Mapping[tuple[int, Phase], float]
-    tangents: Collection[fx.Node] = ()
-    gradient_owners: Sequence[int] = ()
-    parameters: frozenset[int] = frozenset()
-    updates: Mapping[int, int] = field(default_factory=dict)
+    recompute_seconds: float
+    tangents: Collection[fx.Node]
+
+    @property
+    def stage_compiler(self) -> StageCompiler:
+        """What the stage modules were emitted for."""
+        return self.setting.compiler
+
+    @property
+    def gradient_owners(self) -> Sequence[int]:
+        """For each of the backward's results, the number of the input whose gradient it is, or a part of."""
+        return self.joint.gradient_owners
+
+    @property
+    def updates(self) -> Mapping[int, int]:
+        """Inputs that the caller updates in place, by number of the result with the new value."""
+        return self.joint.updates
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """Numbers of the inputs that are parameters or buffers."""
+        return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
+        joint, setting = self.joint, self.setting
+        made = zip(joint.gradient_owners, joint.gradients, strict=True)
+        trained = sorted(owner for owner, gradient in made if gradient is not None)
+        granularity = allocation_granularity(setting.device)
+        allocator = allocator_of(setting.device)
+        peak = simulate_programs(self.forward, self.backward, self.tangents, granularity, allocator, trained)
+        recompute = setting.options.recompute or "none"
+        return make_plan(
+            joint,
+            setting.segments,
+            setting.cuts,
+            self.modules,
+            self.forward,
+            self.backward,
+            recompute,
+            peak,
+            self.chosen,
+        )
 
 
 def lower(
@@ -258,7 +301,7 @@ def emit(
     split: bool = False,
     sums: bool = False,
 ) -> Lowered:
-    """Emit stage modules and programs, and read the plan off.
+    """Emit stage modules and programs.
 
     Args:
         joint: a graph with stages; if a plan was chosen, one that follows it.
@@ -280,24 +323,18 @@ def emit(
         joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
     joint.drop_unread()
     seconds: dict[tuple[int, Phase], float] = {}
+    again = 0.0
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
+        again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
     modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
         fork_recompute(backward.module.graph, _recomputing(joint))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
-    trained = sorted(own for own, made in zip(joint.gradient_owners, joint.gradients, strict=True) if made is not None)
-    granularity = allocation_granularity(setting.device)
-    peak = simulate_programs(forward, backward, tangents, granularity, allocator_of(setting.device), trained)
-    recompute = setting.options.recompute or "none"
-    plan = make_plan(joint, setting.segments, setting.cuts, modules, forward, backward, recompute, peak, chosen)
-    parameters = frozenset(place for place, node in enumerate(forward.inputs) if node in joint.parameters)
-    return Lowered(
-        plan, forward, backward, setting.compiler, seconds, tangents, joint.gradient_owners, parameters, joint.updates
-    )
+    return Lowered(joint, setting, chosen, modules, forward, backward, seconds, again, tangents)
 
 
 def _recomputing(joint: JointGraph) -> set[str]:

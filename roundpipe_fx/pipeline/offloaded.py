@@ -11,6 +11,7 @@ data of the same shape that has no memory. Guards, hooks and identities stay as 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -37,9 +38,20 @@ def offloaded(
         beside: more tensors that go where the model goes.
 
     Raises:
-        ValueError: part of the model lies on the host and part of it elsewhere.
+        ValueError: part of the model lies on the host and part of it elsewhere, or the workers are the host and the
+            model lies on an accelerator.
     """
-    if not devices or devices[0].type == "cpu":
+    if not devices:
+        return None
+    if devices[0].type == "cpu":
+        first = next(
+            (value for module in modules for value in itertools.chain(module.parameters(), module.buffers())), None
+        )
+        if first is not None and first.device.type not in ("cpu", "meta"):
+            raise ValueError(
+                f"the model lies on {str(first.device)!r}, but devices={list(map(str, devices))}: move it there, as "
+                "model.to('cpu'), or name the devices that it is to run on."
+            )
         return None
     named = {
         id(value): (name, value)

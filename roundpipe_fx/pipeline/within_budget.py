@@ -107,7 +107,7 @@ def within_budget(
             low = min(own.peak for own in (*tried.values(), *others))
             limit = int(limit_of(budget, low, first.peak) * setting.share)
         level = _alike(at, lowest, pipelining.workers, limit)
-    if level is not None:
+    if level is not None and len(runs) > 1:
         _each(at, level, pipelining.workers, limit)
     attempts = [*tried.values(), *others]
     if budget == 0.0:
@@ -143,7 +143,7 @@ class _Attempt:
     @property
     def seconds(self) -> float:
         """Modelled seconds of recomputation, for a microbatch."""
-        return self.pipeline.main.lowered.plan.recompute_seconds
+        return self.pipeline.main.lowered.recompute_seconds
 
     def chosen(self, budget: int, allowed: int | None, attempts: Sequence[_Attempt]) -> LoweredPipeline:
         """The pipeline, chosen among several for a budget."""

@@ -215,7 +215,7 @@ def test_a_loss_module_comes_along_and_inputs_may_require_grad() -> None:
 
 def test_deferred_batch_norm() -> None:
     make, make_batch, _ = GOLDEN["unet"]
-    model = make()
+    model, batch = make(), {name: torch.cat([value] * 2) for name, value in make_batch().items()}
     for devices in _devices():
         steps = []
         for place in ("cuda", "cpu"):
@@ -223,7 +223,7 @@ def test_deferred_batch_norm() -> None:
             compiled = roundpipe_fx.compile(
                 own, devices=devices, num_microbatches=2, stage_compiler="eager", deferred_batch_norm=True
             )
-            loss = compiled.forward_backward(**{k: torch.cat([v] * 2).to(place) for k, v in make_batch().items()})
+            loss = compiled.forward_backward(**{name: value.to(place) for name, value in batch.items()})
             steps.append(_on_host(left_behind(own, loss)))
         assert_close(*steps)
         for name, value in steps[0].buffers.items():

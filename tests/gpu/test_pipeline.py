@@ -163,10 +163,10 @@ def test_the_backward_asks_nothing_again() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_model_elsewhere_is_refused() -> None:
-    compiled = roundpipe_fx.compile(Blocks(), devices=["cuda:0"], num_microbatches=2)
-    with pytest.raises(ValueError, match=r"model\.to\('cuda:0'\)"):
-        compiled(torch.randn(4, 16))
+def test_a_model_on_a_gpu_is_refused_where_workers_are_the_host() -> None:
+    compiled = roundpipe_fx.compile(Blocks().cuda(), devices=["cpu", "cpu"], num_microbatches=2)
+    with pytest.raises(ValueError, match=r"model\.to\('cpu'\)"):
+        compiled(torch.randn(4, 16, device="cuda"))
 
 
 @pytest.mark.hardware

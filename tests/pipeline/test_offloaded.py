@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import roundpipe_fx
 from roundpipe_fx.pipeline import step
@@ -190,5 +191,7 @@ def test_models_where_their_workers_are_are_not_offloaded() -> None:
     cuda, meta = torch.device("cuda", 0), nn.Linear(2, 2, device="meta")
     assert offloaded([cuda], [meta], None) is None
     assert offloaded([cuda], [nn.Linear(2, 2)], None).device == cuda
+    with FakeTensorMode(), pytest.raises(ValueError, match=r"lies on 'cuda:0', but devices=\['cpu'\]"):
+        offloaded([CPU], [nn.ParameterList([torch.empty(2, device=cuda)])], None)
     with pytest.raises(ValueError, match=r"'0.weight' lies on the CPU and '1.weight' does not"):
         offloaded([cuda], [nn.Sequential(nn.Linear(2, 2), meta)], None)
