@@ -1,0 +1,188 @@
+"""Capture: graph breaks, Dynamo's flags, and when a model is compiled anew."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.torch_private import dynamo_flags, flags
+from tests.comparison import assert_bitwise, train_step
+from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
+
+
+class Branching(nn.Module):
+    """Cannot be one graph: Python decides by a tensor's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if x.sum() > 0:  # the line that breaks
+            x = x + 1
+        return self.second(x).sum()
+
+
+def test_untraceable_model_with_fullgraph_names_the_line() -> None:
+    compiled = roundpipe_fx.compile(Branching(), fullgraph=True)
+    with pytest.raises(Exception, match=r"test_capture\.py") as raised:
+        compiled(torch.randn(2, 4))
+    assert "if x.sum() > 0:  # the line that breaks" in str(raised.value)
+
+
+def test_graph_break_warns_once_and_stays_right() -> None:
+    model = Branching()
+    reference = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, recompute="full")
+    x = torch.randn(2, 4)
+    with pytest.warns(roundpipe_fx.GraphBreakWarning, match=r"test_capture.py:\d+ in forward") as caught:
+        compiled(x).backward()
+        model.zero_grad()
+        compiled(x).backward()
+    assert len([w for w in caught if w.category is roundpipe_fx.GraphBreakWarning]) == 1
+    reference(x).backward()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(found.grad, expected.grad)
+    assert len(compiled.plans) == 2
+
+
+def test_dynamo_flags_are_restored() -> None:
+    config = torch._dynamo.config
+    before = {name: getattr(config, name) for name in ("capture_scalar_outputs", "capture_dynamic_output_shape_ops")}
+    assert before == {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
+    roundpipe_fx.compile(MixtureOfExperts(), fullgraph=True)(torch.randn(6, 8)).backward()
+    assert before == {name: getattr(config, name) for name in before}
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        roundpipe_fx.compile(Branching(), fullgraph=True)(torch.randn(2, 4))
+    assert before == {name: getattr(config, name) for name in before}
+
+
+def test_dynamo_flags_may_be_nested() -> None:
+    config = torch._dynamo.config
+    with dynamo_flags():
+        with dynamo_flags():
+            assert config.capture_scalar_outputs
+        assert config.capture_scalar_outputs, "the inner end is not the outer's"
+        with pytest.raises(ZeroDivisionError), dynamo_flags():
+            _ = 1 / 0
+        assert config.capture_scalar_outputs
+    assert not config.capture_scalar_outputs
+    with pytest.raises(ZeroDivisionError), dynamo_flags():
+        _ = 1 / 0
+    assert not config.capture_scalar_outputs
+    with dynamo_flags():
+        assert config.capture_scalar_outputs
+
+
+class Swept(nn.Module):
+    """Its class is compiled again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).tanh().sum()
+
+
+def test_a_class_may_be_compiled_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo counts compilations by function, and runs it eagerly from some number on."""
+    monkeypatch.setattr(flags, "_MOST_COMPILATIONS", 24)
+    flags._setter.cache_clear()
+    x = torch.randn(2, 4)
+    used = [roundpipe_fx.compile(Swept(), memory_budget=1.0) for _ in range(2)]
+    for _ in range(20):
+        compiled = roundpipe_fx.compile(Swept(), memory_budget=1.0)
+        for model in (compiled, *used):
+            model(x).backward()
+        assert len(compiled.plans) == 1
+        roundpipe_fx.plan(Swept(), x, memory_budget=1.0, device="cpu")
+    flags._setter.cache_clear()
+    assert all(len(model.plans) < 5 for model in used), "models in use are seldom compiled again"
+
+
+def test_a_compiled_model_ends_with_its_last_reference() -> None:
+    compiled = roundpipe_fx.compile(Swept())
+    compiled(torch.randn(2, 4)).backward()
+    alive = weakref.ref(compiled)
+    gc.disable()
+    try:
+        del compiled
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_forward_may_be_replaced() -> None:
+    """As accelerate does for mixed precision."""
+    model, x = Swept(), torch.randn(2, 4)
+    compiled = roundpipe_fx.compile(model)
+    own = compiled.forward
+    compiled.forward = lambda x: 2 * own(x)
+    assert torch.equal(compiled(x), 2 * model(x))
+    assert inspect.signature(own) == inspect.signature(model.forward)
+
+
+def test_compiling_a_model_anew_leaves_others_of_its_class_alone() -> None:
+    x = torch.randn(2, 4)
+    first, second = (roundpipe_fx.compile(Swept(), memory_budget=1.0) for _ in range(2))
+    for _ in range(3):
+        for model in (first, second):
+            model(x).backward()
+        second._assumptions.stale = True
+    assert (len(first.plans), len(second.plans)) == (1, 3)
+
+
+def test_shape_changes_recompile() -> None:
+    model = DropoutMLP()
+    compiled = roundpipe_fx.compile(model, stages=2, recompute="full", fullgraph=True)
+    for batch in (4, 6, 9, 4):
+        x = torch.randn(batch, 8)
+        reference = copy.deepcopy(model)
+        expected = train_step(torch.compile(reference, backend="aot_eager"), reference, {"x": x})
+        assert_bitwise(train_step(compiled, model, {"x": x}), expected)
+    assert 2 <= len(compiled.plans) <= 3
+
+
+def test_dynamic_shapes() -> None:
+    model = TiedTransformer()
+    compiled = roundpipe_fx.compile(model, stages=3, recompute="full", fullgraph=True, dynamic=True)
+    for length in (3, 5, 7):
+        tokens = torch.randint(16, (2, length))
+        reference = copy.deepcopy(model)
+        run = torch.compile(reference, backend="aot_eager", dynamic=True)
+        batch = {"tokens": tokens, "targets": tokens}
+        assert_bitwise(train_step(compiled, model, batch), train_step(run, reference, batch))
+    assert len(compiled.plans) == 1
+
+
+class _Named(nn.Module):
+    """Inputs called like what emitted text calls its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, args: torch.Tensor, streams: torch.Tensor, torch: torch.Tensor) -> torch.Tensor:
+        return (self.layer(args).sin() * streams + torch).square().sum()
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"memory_budget": 0.0}, {"num_microbatches": 1}])
+def test_inputs_may_be_called_anything(options: dict) -> None:
+    model, inputs = _Named(), [torch.randn(2, 4) for _ in range(3)]
+    expected = torch.autograd.grad(model(*inputs), list(model.parameters()))
+    compiled = roundpipe_fx.compile(model, stages=1, **options)
+    found = torch.autograd.grad(compiled(*inputs), list(model.parameters()))
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    texts = {name: text for name, text in compiled.plan.sources().items() if name.endswith(".py")}
+    assert texts
+    for name, text in texts.items():
+        compile(text, name, "exec")

@@ -1,0 +1,94 @@
+"""What a user may ask for, and what is said of what he may not."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import roundpipe_fx
+from roundpipe_fx.torch_private import dynamo_flags
+from tests.comparison import assert_bitwise, train_step
+from tests.golden_models import MixtureOfExperts, TiedTransformer
+from tests.linear_chain import linear_chain
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"recompute": "half"}, ValueError, "'none', 'full'"),
+        ({"stages": 0}, ValueError, "at least one"),
+        ({"stages": "many"}, ValueError, "'auto'"),
+        ({"stages": 2.5}, TypeError, "positive int, 'auto', or a list"),
+        ({"stages": True}, TypeError, "not a bool"),
+        ({"stage_compiler": "nvcc"}, ValueError, "'eager', 'inductor'"),
+    ],
+)
+def test_unknown_values(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        roundpipe_fx.compile(linear_chain(), **options)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(TypeError, match="stagess"):
+        roundpipe_fx.compile(linear_chain(), stagess=2)
+    step = torch.compile(linear_chain(), backend="roundpipe_fx", options={"stagess": 2})
+    with pytest.raises(Exception, match=r"unknown option 'stagess'. Did you mean 'stages'\? Valid options: stages"):
+        step(torch.randn(2, 4))
+
+
+def test_not_a_module() -> None:
+    with pytest.raises(TypeError, match=r"nn\.Module"):
+        roundpipe_fx.compile(lambda x: x)
+
+
+def test_more_stages_than_segments_are_clamped() -> None:
+    compiled = roundpipe_fx.compile(linear_chain(3), stages=50)
+    with pytest.warns(UserWarning, match=r"stages=50 is more than the \d segments"):
+        compiled(torch.randn(2, 4))
+    assert 1 < len(compiled.plan.stages) <= 4
+
+
+def test_split_name_that_does_not_exist() -> None:
+    compiled = roundpipe_fx.compile(TiedTransformer(), stages=["block.1"])
+    tokens = torch.randint(16, (2, 4))
+    with pytest.raises(Exception, match=r"no module named 'block.1'.*'blocks.1'"):
+        compiled(tokens, tokens)
+
+
+def test_split_names_begin_stages() -> None:
+    compiled = roundpipe_fx.compile(TiedTransformer(depth=3), stages=["blocks.1", "blocks.2.mlp"])
+    tokens = torch.randint(16, (2, 4))
+    plan = compiled.trace(tokens, tokens)
+    assert [stage.modules.split(" … ")[0] for stage in plan.stages] == ["embedding", "blocks.1.norm1", "blocks.2.mlp.0"]
+
+
+def test_front_door_of_torch_compile() -> None:
+    """Found by name, with data-dependent shapes in one graph, flags restored."""
+    model = MixtureOfExperts()
+    x = torch.randn(6, 8)
+    reference = copy.deepcopy(model)
+    with dynamo_flags():
+        expected = train_step(torch.compile(reference, backend="aot_eager", fullgraph=True), reference, {"x": x})
+    for fullgraph in (True, False):
+        torch._dynamo.reset()
+        options = {"stages": 2, "recompute": "full"}
+        step = torch.compile(model, backend="roundpipe_fx", options=options, fullgraph=fullgraph)
+        assert_bitwise(train_step(step, model, {"x": x}), expected)
+        assert not torch._dynamo.config.capture_dynamic_output_shape_ops
+
+
+def test_found_without_an_import(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"  # a file of its own: Dynamo does not trace code that has none
+    script.write_text(
+        "import torch\n"
+        "f = torch.compile(lambda x: (x[x > 0] * 2).sum(), backend='roundpipe_fx', fullgraph=True)\n"
+        "x = torch.tensor([1., -1., 3.], requires_grad=True)\n"
+        "f(x).backward()\n"
+        "assert x.grad.tolist() == [2., 0., 2.], x.grad\n"
+    )
+    subprocess.run([sys.executable, str(script)], check=True, capture_output=True, timeout=300)
