@@ -19,23 +19,28 @@ from roundpipe_fx.cost import CostModel, annotate_node
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_symbolic_scalar, is_view
 from roundpipe_fx.planner.schedule import Step
 from roundpipe_fx.recomputation import Form, Snapshots, repetition
+from roundpipe_fx.segment import StageCut
 
 __all__ = ["follow_schedule"]
 
 
-def follow_schedule(joint: JointGraph, blocks: Iterable[tuple[int, Sequence[Step]]], costs: CostModel) -> JointGraph:
+def follow_schedule(
+    joint: JointGraph, blocks: Iterable[tuple[int, Sequence[Step]]], cuts: Iterable[StageCut], costs: CostModel
+) -> JointGraph:
     """Rewrite the backward as scheduled.
 
     Args:
         joint: a graph with stages.
         blocks: the steps of each segment's backward, last segment first.
+        cuts: the stages, in the order in which they run: of several that have a segment its backward is in the last one
+            (RoundPipe's slots). A segment may have no backward of its own and make values for others again.
         costs: cost model for the nodes that are added.
 
     Returns:
         the graph, its backward in the order of the schedule, with repetitions as nodes of phase backward in the stage
         whose backward they run in.
     """
-    stage_of = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
+    stage_of = {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}
     follower = _Follower(joint, costs)
     for segment, steps in blocks:
         follower.begin(segment, stage_of[segment])

@@ -56,14 +56,21 @@ def keep_slot_inputs(joint: JointGraph) -> set[fx.Node]:
 
     The slot that runs the forward's end and the backward's beginning keeps all, since it runs both at once.
     """
-    slot_of = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
-    fused = [node for node in joint.in_phase(Phase.FORWARD) if slot_of.get(node.meta[Mark.SEGMENT]) == _stage(node)]
-    entering = _entering(joint, lambda node: slot_of.get(node.meta[Mark.SEGMENT], -1))
+    forward = joint.in_phase(Phase.FORWARD)
+    slot_of = _backward_slots(joint)
+    fused = [node for node in forward if slot_of[node.meta[Mark.SEGMENT]] == node.meta[Mark.STAGE]]
+    entering = _entering(joint, lambda node: slot_of[node.meta[Mark.SEGMENT]])
     return entering.union(output for node in fused for output in node_outputs(node))
 
 
-def _stage(node: fx.Node) -> int:
-    return int(node.meta[Mark.STAGE])
+def _backward_slots(joint: JointGraph) -> dict[int, int]:
+    """For each segment the slot of its backward; one without gradients is counted to where that of the next one is."""
+    ahead = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.FORWARD)}
+    back = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
+    fused = max(ahead.values(), default=0)
+    for segment in sorted(ahead.keys() - back.keys(), reverse=True):
+        back[segment] = fused if ahead[segment] == fused else max(back.get(segment + 1, 0), fused + 1)
+    return back
 
 
 def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node]:

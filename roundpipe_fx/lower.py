@@ -282,7 +282,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
             fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
             frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
             chosen = Chosen(fitted.candidate, limit, operations, frontier)
-        joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.costs)
+        joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.cuts, setting.costs)
         lowered = emit(joint, setting, chosen=chosen)
         excess = lowered.plan.peak_bytes - chosen.limit
         if excess <= 0:

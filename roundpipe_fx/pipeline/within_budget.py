@@ -75,7 +75,7 @@ def within_budget(
         own = joint.copy()
         mapped = operations_of(own)
         candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
-        own = follow_schedule(own, candidate.schedule.backward, setting.costs)
+        own = follow_schedule(own, candidate.schedule.backward, setting.cuts, setting.costs)
         chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
         return attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
 

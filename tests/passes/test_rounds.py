@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import nn
 
 from roundpipe_fx.cost.roofline import DEVICES
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
@@ -46,3 +48,31 @@ def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
     crossing = [node for node in saved_values(joint) if node.op != "placeholder" and node.meta[Mark.SEGMENT] < 4]
     assert {node.meta[Mark.SEGMENT] for node in crossing} <= {1, 3}
     assert {node.meta[Mark.STAGE] for node in again} == {2, 3}
+
+
+class Detached(nn.Module):
+    """Four segments of which those in the middle have no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, *middle, last = self.layers
+        gate = x = first(x).tanh()
+        for layer in middle:
+            gate = layer(gate.detach()).sigmoid()
+        return last(x * gate.detach()).tanh()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_segments_without_a_backward_are_kept_as_their_slot_is(fused: bool) -> None:
+    joint, segments = cut_segments(annotate(capture_joint(Detached(), torch.randn(64, 16)), CPU))
+    last = len(segments) - 1
+    of_backward = {node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.BACKWARD)}
+    (without, *_) = sorted(set(range(last)) - of_backward)
+    first = without if fused else last
+    joint, _ = cut_rounds(joint, Rounds(((0, first - 1),), (first, last), ((0, first - 1),)))
+    own = {node for node in joint.in_phase(Phase.FORWARD) if node.meta[Mark.SEGMENT] == without}
+    kept = own & keep_slot_inputs(joint)
+    assert kept == (own if fused else set())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import roundpipe_fx
 from tests import hugging_face
-from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, batch_of, squares
+from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -232,3 +235,36 @@ def test_auto_takes_the_shortest_step_that_fits() -> None:
         x, labels=y, loss_fn=squares
     )
     assert plan.pipeline is not None and max(plan.pipeline.peak_bytes) <= budget
+
+
+class Gated(nn.Module):
+    """What decides how much passes has no gradients: several segments without a backward of their own."""
+
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.first, self.gates, self.second = (
+            nn.ModuleList(nn.Linear(width, width) for _ in range(depth)) for depth in (2, 5, 2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.first:
+            x = layer(x).tanh()
+        gate = x.detach()
+        for layer in self.gates:
+            gate = layer(gate).sigmoid() * gate
+        x = x * gate.detach()
+        for layer in self.second:
+            x = layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("kept", [{"memory_budget": 0.0}, {"memory_budget": 0.3}, {"checkpoint": "always"}])
+def test_segments_without_gradients(devices: int, kept: dict[str, Any]) -> None:
+    model, (x, y) = Gated(), batch_of(64, 32)
+    given = {"labels": y, "loss_fn": squares, "num_microbatches": 2}
+    reference, _ = pipelined_step(model, {"x": x}, devices=["cpu"], schedule="gpipe", **given)
+    for schedule in SCHEDULES:
+        step, compiled = pipelined_step(model, {"x": x}, devices=["cpu"] * devices, schedule=schedule, **given, **kept)
+        assert_close(step, reference)
+        assert schedule != "roundpipe" or compiled.plan.recompute_seconds > 0

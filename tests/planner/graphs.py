@@ -8,13 +8,14 @@ import torch
 from torch import nn
 
 from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.joint_graph import JointGraph, Mark
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.planner.operations import OperationGraph, read_operations
+from roundpipe_fx.segment import StageCut
 from tests.capturing import capture_joint
 
 CPU = DEVICES["cpu"]
@@ -27,6 +28,14 @@ def staged(model: nn.Module, *inputs: Any, stages: int | str = "auto") -> tuple[
     count = min(stages, len(segments)) if isinstance(stages, int) else stages
     joint, _ = cut_stages(joint, segments, count, lambda size: size * 1e-9)
     return joint, len(segments)
+
+
+def cuts_of(joint: JointGraph) -> list[StageCut]:
+    """The stages that a graph was cut into."""
+    segments: dict[int, list[int]] = {}
+    for node in joint.computed():
+        segments.setdefault(node.meta[Mark.STAGE], []).append(node.meta[Mark.SEGMENT])
+    return [StageCut(stage, min(own), max(own)) for stage, own in sorted(segments.items())]
 
 
 def operations_of(model: nn.Module, *inputs: Any) -> OperationGraph:

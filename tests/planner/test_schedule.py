@@ -20,7 +20,7 @@ from roundpipe_fx.planner.search import search
 from roundpipe_fx.simulator import simulate_programs
 from tests.capturing import example_inputs, run_joint
 from tests.passes.test_rematerialize import RandomModel, _run_programs, operations, relaxed
-from tests.planner.graphs import CPU, mlp, operations_of, staged
+from tests.planner.graphs import CPU, cuts_of, mlp, operations_of, staged
 
 
 @relaxed
@@ -44,7 +44,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     thrift = {segment: data.draw(st.integers(0, MOST_THRIFT + 1)) for segment in range(segments)}
     schedule = make_schedule(Blocks(graph), Choice(kept, held, thrift))
     planned = simulate(graph, schedule)
-    replay_rng(follow_schedule(joint, schedule.backward, CPU), CPU)
+    replay_rng(follow_schedule(joint, schedule.backward, cuts_of(joint), CPU), CPU)
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     modules = emit_stage_modules(joint, reinplace)
@@ -66,7 +66,7 @@ def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int
     joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
     candidates = search(Blocks(read_operations(joint, segments))).candidates
     chosen = candidates[round(place * (len(candidates) - 1))]
-    replay_rng(follow_schedule(joint, chosen.schedule.backward, CPU), CPU)
+    replay_rng(follow_schedule(joint, chosen.schedule.backward, cuts_of(joint), CPU), CPU)
     joint.graph.eliminate_dead_code()
     modules = emit_stage_modules(joint, reinplace)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
