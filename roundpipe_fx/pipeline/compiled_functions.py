@@ -52,12 +52,13 @@ def detached(value: Any) -> Any:
 def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     """Number of the output that is the loss."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
-    if len(graph.main.tangents) != 1:
+    own = [place for place in graph.main.tangents if place not in graph.main.mutations]
+    if len(own) != 1:
         raise ValueError(
             f"{name} returned no loss that can be differentiated: it must return a tensor that depends on parameters "
             "that require grad."
         )
-    place = graph.main.tangents[0]
+    (place,) = own
     shape = tuple(graph.outputs[place].shape)
     if shape:
         raise ValueError(

@@ -25,10 +25,11 @@ from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, los
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import hand_to_autograd
 from roundpipe_fx.pipeline.graph import union
+from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
 from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
-from roundpipe_fx.pipeline.taken import Taken, take_all
+from roundpipe_fx.pipeline.taken import Taken, check_unchanged, take_all
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.unequal import check_together
 from roundpipe_fx.runtime import random_streams
@@ -110,10 +111,7 @@ class Pipeline:
             args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
             taken = self._take(self._calls_of_step(args, kwargs, labels, loss_fn, kind), in_halves=False)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
-            tangents = [
-                [torch.ones((), dtype=graph.tangents[0].dtype, device=graph.tangents[0].device)]
-                for graph in taken.graphs
-            ]
+            tangents = [gradients_of_loss(*of_one) for of_one in zip(taken.graphs, losses, taken.primals, strict=True)]
             finished = self._run(taken, tangents, None, [])
             outputs = self._answer(taken, finished.outputs)
             hand_to_autograd(taken.primals, finished.outputs, finished.gradients)
@@ -221,7 +219,7 @@ class Pipeline:
         with torch_private.dynamo_flags(), self._looking_moved(updated):
             for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
-                with answering(given):
+                with answering(given, functools.partial(check_unchanged, taken, index)):
                     output = call()
                 if differentiated is not None:
                     pairs = [(given[place], result) for place, result in differentiated[index].items()]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.graph import PipelinedGraph
@@ -13,7 +15,7 @@ from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 from roundpipe_fx.runtime.pipelined_calls import take
 from roundpipe_fx.schedules import Kind
 
-__all__ = ["Taken", "take_all"]
+__all__ = ["Taken", "check_unchanged", "take_all"]
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,57 @@ def take_all(calls: list[Callable[[], Any]], likeness: Likeness, in_halves: bool
             _check_alike(graphs[0], graph)
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
     return Taken(calls, graphs, programs, primals)
+
+
+def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:
+    """All microbatches are taken before the first one runs: none may change in Python what a later one computes.
+
+    Args:
+        taken: the microbatches.
+        index: of one of them.
+        graph: what it is compiled to now that those before it have been answered.
+        arguments: what it is given now.
+
+    Raises:
+        RuntimeError: it would compute something else.
+    """
+    before, program = taken.graphs[index], taken.programs[index]
+    if graph is not before and any(other is not before for other in taken.graphs):
+        return  # of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them
+    own = before.pipeline.main.lowered.parameters | set(program.mutations.values())
+    same = len(arguments) == len(taken.primals[index]) and all(
+        place in own or _same_number(now, then)
+        for place, (now, then) in enumerate(zip(arguments, taken.primals[index], strict=True))
+    )
+    if not same or (graph is not before and _work(graph) != _work(before)):
+        raise RuntimeError(
+            f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
+            "(an attribute, a global) that the microbatches before it have changed. A pipeline calls the model for all "
+            "microbatches before any of them runs, so what one hands on to the next must be a buffer."
+        )
+
+
+def _same_number(now: Any, then: Any) -> bool:
+    """Dynamo passes Python's numbers as such, or as tensors on the CPU."""
+    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
+        if now.dim() or then.dim() or now.device.type != "cpu":
+            return True
+        now, then = now.item(), then.item()
+    return bool(now == then or (now != now and then != then))
+
+
+def _work(graph: PipelinedGraph) -> list[Any]:
+    """What a graph does, equal for graphs that do the same."""
+    return [
+        (
+            {step: module.fingerprint for step, module in variant.steps.modules.items()},
+            {step: (code.inputs, code.outputs) for step, code in program.steps.items()},
+            program.outputs,
+            program.gradients,
+            program.mutations,
+        )
+        for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last))
+    ]
 
 
 def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:

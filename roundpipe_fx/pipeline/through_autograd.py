@@ -7,15 +7,14 @@ all incoming gradients are there, and the backwards of all microbatches run as s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.pipeline.taken import Taken
 from roundpipe_fx.runtime.pipeline_run import Finished
-from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["through_autograd"]
 
@@ -41,7 +40,7 @@ class _Step:
         self.run = run
         self.values: list[dict[int, Any]] | None = None
         self.versions: list[tuple[torch.Tensor, int]] = []
-        self.likes: list[list[_Like]] = []
+        self.likes: list[list[Like]] = []
         self.outputs: list[list[Any]] = []
 
     def forward(self) -> None:
@@ -49,7 +48,7 @@ class _Step:
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            [_Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            [Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
             for program, graph, own in zip(self.taken.programs, self.taken.graphs, finished.outputs, strict=True)
         ]
         mutated = {
@@ -76,7 +75,7 @@ class _Step:
             del value
         values, self.values = self.values, None
         tangents = [
-            [_tangent(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
+            [incoming_gradient(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
             for own, likes, graph in zip(
                 _chunks(gradients, [len(program.tangents) for program in self.taken.programs]),
                 self.likes,
@@ -112,39 +111,6 @@ class _PipelinedStep(torch.autograd.Function):
 def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
     found = {id(v): v for own in primals for v in own if isinstance(v, torch.Tensor) and v.requires_grad}
     return list(found.values())
-
-
-@dataclass(frozen=True)
-class _Like:
-    """What an incoming gradient must look like."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, output: torch.Tensor, traced: torch.Tensor) -> _Like:
-        """Of the output's shape; its dimensions in memory in the order with which the gradient was traced."""
-        stride = traced.stride()
-        if not all(isinstance(step, int) for step in stride):
-            hints = [size_hint(step) for step in stride]
-            steps, following = [0] * len(hints), 1
-            for dim in sorted(range(len(hints)), key=lambda dim: (hints[dim], -dim)):
-                steps[dim] = following
-                following *= max(output.shape[dim], 1)
-            stride = tuple(steps)
-        return cls(output.shape, stride, output.dtype, output.device)
-
-
-def _tangent(gradient: torch.Tensor | None, like: _Like, strided: bool) -> torch.Tensor:
-    """An incoming gradient with the strides that it was traced with; zeros where nobody used its output."""
-    if gradient is None and not strided:
-        return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-    if gradient is not None and gradient.stride() == like.stride:
-        return gradient
-    made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
-    return made.zero_() if gradient is None else made.copy_(gradient)
 
 
 def _chunks(values: Sequence[Any], counts: Sequence[int]) -> Iterator[Sequence[Any]]:

@@ -43,13 +43,18 @@ def take(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 class answering:
-    """While entered, the next compiled forward of this thread returns these results."""
+    """While entered, the next compiled forward of this thread returns these results.
 
-    def __init__(self, results: Sequence[Any]) -> None:
-        self._results = list(results)
+    Args:
+        results: of the compiled forward.
+        check: gets the compiled graph that is to return them, and its arguments.
+    """
+
+    def __init__(self, results: Sequence[Any], check: Callable[[Any, Sequence[Any]], None]) -> None:
+        self._answer = list(results), check
 
     def __enter__(self) -> None:
-        _local.answer = self._results
+        _local.answer = self._answer
 
     def __exit__(self, *exc: object) -> None:
         _local.answer = None
@@ -70,8 +75,10 @@ def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
         if answer is None:
             raise RuntimeError("a pipelined graph was called from outside of its step.")
         _local.answer = None
+        results, check = answer
+        check(graph, arguments)
         arguments.clear()
-        return (*answer, *saved)
+        return (*results, *saved)
 
     call._boxed_call = True  # type: ignore[attr-defined]
     return call

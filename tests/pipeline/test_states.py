@@ -1,8 +1,9 @@
-"""Buffers that each microbatch updates from what the one before has made of them, read and updated far apart."""
+"""What microbatches hand on to the next: buffers and parameters that they update, and Python's own state."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -51,3 +52,73 @@ def test_a_schedule_that_would_wait_for_itself_is_an_error() -> None:
     )
     with pytest.raises(roundpipe_fx.InvalidScheduleError, match=r"device 0 waits at F0.1 for F1.0"):
         compiled.forward_backward(torch.randn(4, 8))
+
+
+class Halved(nn.Module):
+    """A parameter is updated by the forward, and then trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.layers[2].weight.mul_(0.5)
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*more than the .* segments")
+@pytest.mark.parametrize("options", [{}, {"memory_budget": 0.0}, {"checkpoint": "always"}])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_parameters_that_the_forward_updates(schedule: str, options: dict[str, Any]) -> None:
+    initial, x = Halved(), torch.randn(6, 8)
+    expected = copy.deepcopy(initial)
+    for microbatch in x.chunk(3):
+        expected(microbatch).backward()
+    for step in (lambda compiled: compiled.forward_backward(x), lambda compiled: compiled(x).backward()):
+        model = copy.deepcopy(initial)
+        step(roundpipe_fx.compile(model, devices=CPUS, num_microbatches=3, schedule=schedule, **options))
+        for (name, value), own in zip(model.named_parameters(), expected.parameters(), strict=True):
+            assert torch.equal(value, own), name
+            torch.testing.assert_close(value.grad, own.grad)
+
+
+class Counting(nn.Module):
+    """Counts its calls in Python, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.way, self.calls, self.scale = way, 0, 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        self.calls += 1
+        if self.way == "number":
+            x = x * self.calls
+        if self.way == "float":
+            self.scale *= 0.5
+            x = x * self.scale
+        if self.way == "branch" and self.calls % 2:
+            x = torch.relu(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("way", ["number", "float", "branch"])
+def test_what_microbatches_change_in_python_for_the_next_is_refused(way: str) -> None:
+    compiled, x = roundpipe_fx.compile(Counting(way), devices=CPUS, num_microbatches=2), torch.randn(4, 8)
+    for call in (compiled, compiled.forward_backward, compiled, compiled.forward_backward):
+        with pytest.raises(RuntimeError, match=r"microbatch 1 does not compute what it did .* must be a buffer"):
+            call(x)
+
+
+def test_what_is_counted_in_python_and_read_by_nobody_is_no_matter() -> None:
+    model = Counting("unread")
+    x, expected = torch.randn(4, 8), None
+    for step in range(3):
+        loss = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2).forward_backward(x)
+        expected = loss if expected is None else expected
+        assert torch.equal(loss, expected) and model.calls == 2 * (step + 1)

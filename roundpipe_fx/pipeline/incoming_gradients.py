@@ -1,0 +1,69 @@
+"""Incoming gradients: what a backward begins with, in the memory layout that it was traced with.
+
+The outputs of a graph that are differentiated are the model's own, and parameters that it has updated: autograd would
+go on from these, so the graph has a gradient for them, which is zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["Like", "gradients_of_loss", "incoming_gradient"]
+
+
+def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any]) -> list[torch.Tensor]:
+    """The incoming gradients of a microbatch: one for its loss, zeros for parameters that it updates.
+
+    Args:
+        graph: what there is to run for it.
+        loss: number of the output that is the loss.
+        primals: its inputs.
+    """
+    found = []
+    for place, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
+        if place == loss:
+            found.append(torch.ones((), dtype=traced.dtype, device=traced.device))
+        else:
+            updated = primals[graph.main.mutations[place]]
+            found.append(incoming_gradient(None, Like.of(updated, traced), strided))
+    return found
+
+
+@dataclass(frozen=True)
+class Like:
+    """What an incoming gradient must look like."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, output: torch.Tensor, traced: torch.Tensor) -> Like:
+        """Of the output's shape; its dimensions in memory in the order with which the gradient was traced."""
+        stride = traced.stride()
+        if not all(isinstance(step, int) for step in stride):
+            hints = [size_hint(step) for step in stride]
+            steps, following = [0] * len(hints), 1
+            for dim in sorted(range(len(hints)), key=lambda dim: (hints[dim], -dim)):
+                steps[dim] = following
+                following *= max(output.shape[dim], 1)
+            stride = tuple(steps)
+        return cls(output.shape, stride, output.dtype, output.device)
+
+
+def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) -> torch.Tensor:
+    """An incoming gradient with the strides that it was traced with; zeros where nobody used its output."""
+    if gradient is None and not strided:
+        return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+    if gradient is not None and gradient.stride() == like.stride:
+        return gradient
+    made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=like.device)
+    return made.zero_() if gradient is None else made.copy_(gradient)
