@@ -51,7 +51,9 @@ def _planned(microbatches: int) -> dict[str, Any]:
         model, input_ids=tokens, labels=tokens, device=_DEVICE, offloaded=True, num_microbatches=microbatches
     )
     assert plan.pipeline is not None
-    once = microbatches * sum(stage.forward_seconds + stage.backward_seconds for stage in plan.stages)
+    once = microbatches * sum(
+        own.forward_seconds + own.recompute_seconds + own.backward_seconds - own.repeated_seconds for own in plan.stages
+    )
     return {
         "microbatches": microbatches,
         "slots": len(plan.stages),

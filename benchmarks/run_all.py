@@ -17,6 +17,7 @@ BENCHMARKS = (
     "accumulation",
     "pipeline",
     "pipeline_memory",
+    "offloaded",
 )
 
 
