@@ -41,6 +41,7 @@ class PipelinedGraph:
         outputs: fake values of the forward's results, by number.
         tangents: fake values of the incoming gradients.
         strided: by incoming gradient, whether its strides matter even if it is zeros that nobody made.
+        numbers: inputs that Python's numbers may have become, by number.
         measured: when the actions of the latest run of them ran, for each device; empty before the first.
     """
 
@@ -50,6 +51,7 @@ class PipelinedGraph:
     outputs: tuple[Any, ...]
     tangents: tuple[torch.Tensor, ...]
     strided: tuple[bool, ...]
+    numbers: tuple[int, ...]
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
@@ -116,6 +118,18 @@ def pipelined_graph(
         tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tuple(node.meta["val"] for node in tangents),
         tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
+        _numbers(lowered),
+    )
+
+
+def _numbers(lowered: Lowered) -> tuple[int, ...]:
+    """Inputs that Python's numbers may have become: Dynamo passes them as such, or as tensors on the CPU."""
+    own = lowered.parameters.union(lowered.updates.values())
+    values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in own}
+    return tuple(
+        place
+        for place, value in values.items()
+        if not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.device.type == "cpu")
     )
 
 

@@ -72,14 +72,10 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
     Raises:
         RuntimeError: it would compute something else.
     """
-    before, program = taken.graphs[index], taken.programs[index]
+    before, own = taken.graphs[index], taken.primals[index]
     if graph is not before and any(other is not before for other in taken.graphs):
         return  # of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them
-    own = before.pipeline.main.lowered.parameters | set(program.mutations.values())
-    same = len(arguments) == len(taken.primals[index]) and all(
-        place in own or _same_number(now, then)
-        for place, (now, then) in enumerate(zip(arguments, taken.primals[index], strict=True))
-    )
+    same = len(arguments) == len(own) and all(_same(arguments[place], own[place]) for place in before.numbers)
     if not same or (graph is not before and _work(graph) != _work(before)):
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
@@ -88,12 +84,9 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
         )
 
 
-def _same_number(now: Any, then: Any) -> bool:
-    """Dynamo passes Python's numbers as such, or as tensors on the CPU."""
-    if isinstance(now, torch.Tensor) and isinstance(then, torch.Tensor):
-        if now.dim() or then.dim() or now.device.type != "cpu":
-            return True
-        now, then = now.item(), then.item()
+def _same(now: Any, then: Any) -> bool:
+    """Whether two numbers are the same, tensors or not."""
+    now, then = (value.item() if isinstance(value, torch.Tensor) else value for value in (now, then))
     return bool(now == then or (now != now and then != then))
 
 
