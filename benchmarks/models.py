@@ -1,4 +1,4 @@
-"""Models of the benchmarks that no library ships: a mixture of experts that asks by ``nonzero``, and a U-Net."""
+"""Models of the benchmarks: a mixture of experts that asks by ``nonzero``, a U-Net, and a Llama of 8B parameters."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutput, ImageClassifierOutput
 
@@ -93,3 +94,18 @@ class UNet(nn.Module):
         for block in self.up:
             x = block(torch.cat([F.interpolate(x, scale_factor=2), skips.pop()], dim=1))
         return ImageClassifierOutput(loss=(self.head(x).mean((1, 2, 3)) - labels).square().mean())
+
+
+def llama_8b() -> nn.Module:
+    """A Llama of 8B parameters in bfloat16, on the meta device."""
+    config = transformers.LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).bfloat16()

@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 import torch
-import transformers
 
 import roundpipe_fx
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import fresh, report
 
 _DEVICE, _TOKENS = "RTX 4090", 2048
@@ -32,18 +32,7 @@ def main() -> None:
 
 
 def _planned(microbatches: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_hidden_layers=32,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                vocab_size=128256,
-                use_cache=False,
-            )
-        ).bfloat16()
+    model = llama_8b()
     weights = sum(parameter.nbytes for parameter in model.parameters())
     tokens = torch.empty(microbatches, _TOKENS, dtype=torch.long, device="meta")
     began = time.perf_counter()

@@ -20,6 +20,7 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import build, cases, fresh, report
 from roundpipe_fx import capture, lower
 from roundpipe_fx.joint_graph import JointGraph
@@ -110,18 +111,7 @@ def _row(spent: _Spent, name: str, total: float) -> dict[str, Any]:
 
 
 def _large(spent: _Spent) -> dict[str, Any]:
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(
-            transformers.LlamaConfig(
-                hidden_size=4096,
-                intermediate_size=14336,
-                num_hidden_layers=32,
-                num_attention_heads=32,
-                num_key_value_heads=8,
-                vocab_size=128256,
-                use_cache=False,
-            )
-        ).bfloat16()
+    model = llama_8b()
     tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
     spent.seconds.clear()
     start = time.perf_counter()
