@@ -6,6 +6,7 @@ go on from these, so the graph has a gradient for them, which is zero.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +32,9 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any]) 
         if place == loss:
             found.append(torch.ones((), dtype=traced.dtype, device=traced.device))
         else:
-            updated = primals[graph.main.mutations[place]]
-            found.append(incoming_gradient(None, Like.of(updated, traced), strided))
+            like = Like.of(primals[graph.main.mutations[place]], traced)
+            on_device = dataclasses.replace(like, device=traced.device)  # an offloaded model's lies on the host
+            found.append(incoming_gradient(None, on_device, strided))
     return found
 
 

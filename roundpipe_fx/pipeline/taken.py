@@ -11,7 +11,7 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.pipeline.settings import Likeness
-from roundpipe_fx.runtime.pipeline_program import PipelineProgram
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.pipelined_calls import take
 from roundpipe_fx.schedules import Kind
 
@@ -73,10 +73,10 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
         RuntimeError: it would compute something else.
     """
     before, own = taken.graphs[index], taken.primals[index]
-    if graph is not before and any(other is not before for other in taken.graphs):
-        return  # of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them
-    same = len(arguments) == len(own) and all(_same(arguments[place], own[place]) for place in before.numbers)
-    if not same or (graph is not before and _work(graph) != _work(before)):
+    # Of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them.
+    same = graph is before or any(_work(graph) == _work(other) for other in taken.graphs)
+    now, then = _numbers_read(graph, arguments), _numbers_read(before, own)
+    if not same or (len(now) == len(then) and not all(map(_same, now, then))):
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
             "(an attribute, a global) that the microbatches before it have changed. A pipeline calls the model for all "
@@ -90,18 +90,47 @@ def _same(now: Any, then: Any) -> bool:
     return bool(now == then or (now != now and then != then))
 
 
+def _numbers_read(graph: PipelinedGraph, arguments: Sequence[Any]) -> list[Any]:
+    """Python's numbers that a graph computes with."""
+    return [arguments[place] for place in _primals_read(graph) if place in graph.numbers]
+
+
+def _primals_read(graph: PipelinedGraph) -> list[int]:
+    """Inputs that a graph computes with, updates or has gradients of."""
+    found: set[int] = set()
+    for program in (graph.main, graph.last):
+        found.update(program.mutations.values())
+        found.update(own.primal for own in program.gradients if own.source is not None)
+        sources = [*program.outputs, *(source for code in program.steps.values() for source in code.inputs)]
+        found.update(source.index for source in sources if source is not None and source.kind == "primal")
+    return sorted(found)
+
+
 def _work(graph: PipelinedGraph) -> list[Any]:
-    """What a graph does, equal for graphs that do the same."""
-    return [
-        (
-            {step: module.fingerprint for step, module in variant.steps.modules.items()},
-            {step: (code.inputs, code.outputs) for step, code in program.steps.items()},
-            program.outputs,
-            program.gradients,
-            program.mutations,
+    """What a graph does, equal for graphs that do the same; one may have inputs more, which it does not read."""
+    primals = {place: index for index, place in enumerate(_primals_read(graph))}
+    found = []
+    for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
+        gradients = [place for place, own in enumerate(program.gradients) if own.source is not None]
+        numbers = {"primal": primals, "sum": {place: index for index, place in enumerate(gradients)}}
+        sources = {step: [_numbered(own, numbers) for own in code.inputs] for step, code in program.steps.items()}
+        found.append(
+            (
+                {step: module.fingerprint for step, module in variant.steps.modules.items()},
+                {step: (sources[step], code.outputs) for step, code in program.steps.items()},
+                [_numbered(own, numbers) for own in program.outputs],
+                [(primals[own.primal], own.source) for own in map(program.gradients.__getitem__, gradients)],
+                {place: primals[own] for place, own in program.mutations.items()},
+            )
         )
-        for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last))
-    ]
+    return found
+
+
+def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:
+    """A source with the number that its index has among those of its kind."""
+    if source is None or source.kind not in numbers:
+        return source
+    return Source(source.kind, numbers[source.kind][source.index])
 
 
 def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:

@@ -107,7 +107,7 @@ def within_budget(
             low = min(own.peak for own in (*tried.values(), *others))
             limit = int(limit_of(budget, low, first.peak) * setting.share)
         level = _alike(at, lowest, pipelining.workers, limit)
-    if level is not None and len(runs) > 1:
+    if level is not None and len(runs) > 1:  # with one, all devices have its level
         _each(at, level, pipelining.workers, limit)
     attempts = [*tried.values(), *others]
     if budget == 0.0:

@@ -15,6 +15,7 @@ from tests import hugging_face
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN, TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
+from tests.pipeline.test_states import Halved
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -228,6 +229,22 @@ def test_deferred_batch_norm() -> None:
         assert_close(*steps)
         for name, value in steps[0].buffers.items():
             torch.testing.assert_close(steps[1].buffers[name], value)
+
+
+def test_parameters_that_the_forward_updates() -> None:
+    torch.manual_seed(0)
+    initial, x = Halved(), torch.randn(6, 8)
+    for devices in _devices():
+        for step in (lambda compiled, x: compiled.forward_backward(x), lambda compiled, x: compiled(x).backward()):
+            model, there = copy.deepcopy(initial), copy.deepcopy(initial).cuda()
+            for own in (model, there):
+                compiled = roundpipe_fx.compile(
+                    own, devices=devices, num_microbatches=3, stages=2, stage_compiler="eager"
+                )
+                step(compiled, x.to(next(own.parameters()).device))
+            for own, other in zip(model.parameters(), there.parameters(), strict=True):
+                torch.testing.assert_close(own, other.cpu())
+                torch.testing.assert_close(own.grad, other.grad.cpu())
 
 
 @torch.library.custom_op("roundpipe_fx_tests::stumble", mutates_args=())
