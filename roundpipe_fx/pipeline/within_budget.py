@@ -71,13 +71,20 @@ def within_budget(
         pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
         return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
 
+    made: list[tuple[Choice, _Attempt]] = []
+
     def attempt(choice: Choice) -> _Attempt:
+        same = [own for other, own in made if other == choice]  # levels that differ often keep the same
+        if same:
+            return same[0]
         own = joint.copy()
         mapped = operations_of(own)
         candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
         own = follow_schedule(own, candidate.schedule.backward, setting.cuts, setting.costs)
         chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
-        return attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
+        found = attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
+        made.append((choice, found))
+        return found
 
     blocks = Blocks(operations_of(joint))
     chain, keepings = chain_of(blocks)
@@ -104,12 +111,12 @@ def within_budget(
     if level is None:
         lowest = _lowest(at, lowest, pipelining.workers)
         if isinstance(budget, float):
-            low = min(own.peak for own in (*tried.values(), *others))
+            low = min(own.peak for own in (*(own for _, own in made), *others))
             limit = int(limit_of(budget, low, first.peak) * setting.share)
         level = _alike(at, lowest, pipelining.workers, limit)
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         _each(at, level, pipelining.workers, limit)
-    attempts = [*tried.values(), *others]
+    attempts = [*(own for _, own in made), *others]
     if budget == 0.0:
         limit = min(own.peak for own in attempts)
     fitting = [own for own in attempts if own.peak <= limit]
