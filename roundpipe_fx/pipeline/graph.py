@@ -27,7 +27,7 @@ from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.runtime.watched_operators import watch_operators
 from roundpipe_fx.schedules import Kind, StageGraph, Step, with_transfers
 
-__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "union"]
+__all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class PipelinedGraph:
         outputs: fake values of the forward's results, by number.
         tangents: fake values of the incoming gradients.
         strided: by incoming gradient, whether its strides matter even if it is zeros that nobody made.
-        numbers: inputs that Python's numbers may have become, by number.
+        numbers: inputs that Python's numbers may have become, of those that are read, by number.
         measured: when the actions of the latest run of them ran, for each device; empty before the first.
     """
 
@@ -118,19 +118,30 @@ def pipelined_graph(
         tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tuple(node.meta["val"] for node in tangents),
         tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
-        _numbers(lowered),
+        tuple(sorted(_numbers(lowered).intersection(primals_read((main, last))))),
     )
 
 
-def _numbers(lowered: Lowered) -> tuple[int, ...]:
+def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
+    """Inputs that programs compute with, update or have gradients of."""
+    found: set[int] = set()
+    for program in programs:
+        found.update(program.mutations.values())
+        found.update(own.primal for own in program.gradients if own.source is not None)
+        sources = [*program.outputs, *(source for code in program.steps.values() for source in code.inputs)]
+        found.update(source.index for source in sources if source is not None and source.kind == "primal")
+    return sorted(found)
+
+
+def _numbers(lowered: Lowered) -> set[int]:
     """Inputs that Python's numbers may have become: Dynamo passes them as such, or as tensors on the CPU."""
     own = lowered.parameters.union(lowered.updates.values())
     values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in own}
-    return tuple(
+    return {
         place
         for place, value in values.items()
         if not isinstance(value, torch.Tensor) or (value.dim() == 0 and value.device.type == "cpu")
-    )
+    }
 
 
 def _tangents(lowered: Lowered) -> list[fx.Node]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
 from roundpipe_fx.pipeline.settings import Likeness
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.pipelined_calls import take
@@ -74,8 +74,9 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
     """
     before, own = taken.graphs[index], taken.primals[index]
     # Of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them.
-    same = graph is before or any(_work(graph) == _work(other) for other in taken.graphs)
-    now, then = _numbers_read(graph, arguments), _numbers_read(before, own)
+    known = any(graph is other for other in taken.graphs)
+    same = known or any(_work(graph) == _work(other) for other in taken.graphs)
+    now, then = [arguments[place] for place in graph.numbers], [own[place] for place in before.numbers]
     if not same or (len(now) == len(then) and not all(map(_same, now, then))):
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
@@ -90,25 +91,9 @@ def _same(now: Any, then: Any) -> bool:
     return bool(now == then or (now != now and then != then))
 
 
-def _numbers_read(graph: PipelinedGraph, arguments: Sequence[Any]) -> list[Any]:
-    """Python's numbers that a graph computes with."""
-    return [arguments[place] for place in _primals_read(graph) if place in graph.numbers]
-
-
-def _primals_read(graph: PipelinedGraph) -> list[int]:
-    """Inputs that a graph computes with, updates or has gradients of."""
-    found: set[int] = set()
-    for program in (graph.main, graph.last):
-        found.update(program.mutations.values())
-        found.update(own.primal for own in program.gradients if own.source is not None)
-        sources = [*program.outputs, *(source for code in program.steps.values() for source in code.inputs)]
-        found.update(source.index for source in sources if source is not None and source.kind == "primal")
-    return sorted(found)
-
-
 def _work(graph: PipelinedGraph) -> list[Any]:
     """What a graph does, equal for graphs that do the same; one may have inputs more, which it does not read."""
-    primals = {place: index for index, place in enumerate(_primals_read(graph))}
+    primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
     found = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
         gradients = [place for place, own in enumerate(program.gradients) if own.source is not None]
