@@ -6,7 +6,8 @@ python -m benchmarks.pipeline [--device cpu|cuda] [--pairs 15]
 2. A language model whose head is as heavy as several layers, planned for 8 devices and 16 microbatches: 1F1B with the
    best contiguous partition, and RoundPipe's dispatch; recomputation for both or for neither.
 3. Two workers with one core each beside one worker with one core, on four stages of 20 ms or more; and the measured
-   makespan beside the simulator's, which is fed with the medians of the measured actions.
+   makespan beside the simulator's, which is fed with the medians of the measured actions. Beside it what two threads
+   that do not know of each other reach, for cores may share caches, clocks and a host with others.
 4. What the runtime itself costs for each action.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -164,6 +166,7 @@ def measured(device: str, pairs: int) -> None:
                 "one worker s": alone,
                 "two workers s": parallel,
                 "speed-up": 1 / ratio,
+                **({"speed-up of the cores": _both_cores(pairs)} if device == "cpu" else {}),
                 "makespan s": makespans,
                 "simulated s": predicted,
                 "measured / simulated": makespans / predicted,
@@ -172,6 +175,25 @@ def measured(device: str, pairs: int) -> None:
         torch.set_num_threads(cores)
     title = "4 stages, two workers with one core each (targets: speed-up 1.7, measured / simulated within 10 %)"
     report(f"pipeline_measured_{device}", title, rows)
+
+
+def _both_cores(pairs: int) -> float:
+    """What two cores give at most: matrix products in two threads that do not know of each other, over one thread."""
+    weight, rows = torch.randn(_WIDTH, _WIDTH), torch.randn(_ROWS, _WIDTH)
+
+    def products() -> None:
+        torch.set_num_threads(1)  # is the thread's own
+        for _ in range(100):
+            rows @ weight
+
+    def at_once(threads: int) -> None:
+        running = [threading.Thread(target=products) for _ in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+
+    return 2 / paired_ratio(lambda: at_once(2), lambda: at_once(1), pairs)[0]
 
 
 def _step(model: roundpipe_fx.CompiledModule, x: torch.Tensor, y: torch.Tensor) -> None:
