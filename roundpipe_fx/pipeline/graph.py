@@ -42,6 +42,7 @@ class PipelinedGraph:
         tangents: fake values of the incoming gradients.
         strided: by incoming gradient, whether its strides matter even if it is zeros that nobody made.
         numbers: inputs that Python's numbers may have become, of those that are read, by number.
+        tensors: the other inputs that are read, by number.
         measured: when the actions of the latest run of them ran, for each device; empty before the first.
     """
 
@@ -52,6 +53,7 @@ class PipelinedGraph:
     tangents: tuple[torch.Tensor, ...]
     strided: tuple[bool, ...]
     numbers: tuple[int, ...]
+    tensors: tuple[int, ...]
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
@@ -111,6 +113,7 @@ def pipelined_graph(
         last = _program(pipeline.last, differentiated, cache, seen)
     results = lowered.forward.results[: lowered.forward.outputs]
     tangents = _tangents(lowered)
+    numbers, read = _numbers(lowered), primals_read((main, last))
     return PipelinedGraph(
         pipeline,
         main,
@@ -118,7 +121,8 @@ def pipelined_graph(
         tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tuple(node.meta["val"] for node in tangents),
         tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
-        tuple(sorted(_numbers(lowered).intersection(primals_read((main, last))))),
+        tuple(place for place in read if place in numbers),
+        tuple(place for place in read if place not in numbers),
     )
 
 

@@ -76,16 +76,25 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
     # Of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them.
     known = any(graph is other for other in taken.graphs)
     same = known or any(_work(graph) == _work(other) for other in taken.graphs)
-    now, then = [arguments[place] for place in graph.numbers], [own[place] for place in before.numbers]
-    if not same or (len(now) == len(then) and not all(map(_same, now, then))):
+    inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
+    for places, others, alike in inputs:
+        if len(places) == len(others):  # where one graph is for one size alone, it has no inputs for sizes
+            same = same and all(map(alike, [arguments[p] for p in places], [own[p] for p in others]))
+    if not same:
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
             "(an attribute, a global) that the microbatches before it have changed. A pipeline calls the model for all "
-            "microbatches before any of them runs, so what one hands on to the next must be a buffer."
+            "microbatches before any of them runs, so what one hands on to the next must be a buffer, and be updated "
+            "in place."
         )
 
 
-def _same(now: Any, then: Any) -> bool:
+def _same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
+    """What is updated in place stays the same tensor; what is assigned anew does not."""
+    return now is then or now.is_set_to(then)
+
+
+def _same_number(now: Any, then: Any) -> bool:
     """Whether two numbers are the same, tensors or not."""
     now, then = (value.item() if isinstance(value, torch.Tensor) else value for value in (now, then))
     return bool(now == then or (now != now and then != then))

@@ -117,6 +117,31 @@ def test_what_microbatches_change_in_python_for_the_next_is_refused(way: str, ro
             call(x)
 
 
+class Assigned(nn.Module):
+    """What one call leaves for the next is a tensor of its own each time."""
+
+    def __init__(self, buffer: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("memory", torch.zeros(8)) if buffer else setattr(self, "memory", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x) + self.memory)
+        self.memory = x.detach().mean(0)
+        return x.sum()
+
+
+@pytest.mark.parametrize("buffer", [True, False])
+@pytest.mark.parametrize(("rows", "microbatches"), [(4, 2), (5, 2), (8, 3)])
+def test_tensors_that_microbatches_assign_for_the_next_are_refused(rows: int, microbatches: int, buffer: bool) -> None:
+    compiled = roundpipe_fx.compile(Assigned(buffer), devices=CPUS, num_microbatches=microbatches)
+    x = torch.randn(rows, 8)
+    for call in (compiled, compiled.forward_backward, compiled, compiled.forward_backward):
+        with pytest.raises(RuntimeError, match=r"microbatch 1 .* must be a buffer, and be updated in place"):
+            call(x)
+
+
 @pytest.mark.parametrize(("rows", "microbatches"), [(4, 2), (5, 2), (8, 3)])
 def test_what_is_counted_in_python_and_read_by_nobody_is_no_matter(rows: int, microbatches: int) -> None:
     model, x, expected = Counting("unread"), torch.randn(rows, 8), None
