@@ -224,23 +224,35 @@ def step(run: Callable[..., Any], model: nn.Module, batch: Mapping[str, Any], se
     return loss.item()
 
 
+def seconds_of(run: Callable[[], Any]) -> float:
+    """How long a run takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def paired(clocks: Mapping[str, Callable[[], float]], rounds: int, warm_up: int = 3) -> list[dict[str, float]]:
+    """Seconds by each clock, round after round; what warms up is left out.
+
+    Each runs twice in a row and the second time counts, as in a loop of its own: what another one has just freed or
+    pushed out of caches costs nobody.
+    """
+    for clock in clocks.values():
+        for _ in range(warm_up):
+            clock()
+    return [{name: (clock(), clock())[1] for name, clock in clocks.items()} for _ in range(rounds)]
+
+
 def paired_ratio(
     first: Callable[[], Any], second: Callable[[], Any], pairs: int, warm_up: int = 3
-) -> tuple[float, ...]:
+) -> tuple[float, float, float]:
     """Median of ``seconds(first) / seconds(second)`` over alternating pairs, and both medians in seconds."""
-    ratios, firsts, seconds = [], [], []
-    for index in range(warm_up + pairs):
-        order = (first, second) if index % 2 else (second, first)
-        took = {}
-        for run in order:
-            start = time.perf_counter()
-            run()
-            took[run] = time.perf_counter() - start
-        if index >= warm_up:
-            ratios.append(took[first] / took[second])
-            firsts.append(took[first])
-            seconds.append(took[second])
-    return statistics.median(ratios), statistics.median(firsts), statistics.median(seconds)
+    rounds = paired({"first": lambda: seconds_of(first), "second": lambda: seconds_of(second)}, pairs, warm_up)
+    return (
+        statistics.median(took["first"] / took["second"] for took in rounds),
+        statistics.median(took["first"] for took in rounds),
+        statistics.median(took["second"] for took in rounds),
+    )
 
 
 def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.follow_schedule import follow_schedule
@@ -191,7 +192,7 @@ def prepare(
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
-    joint = expand_masks(release_settled_draws(joint))
+    joint = release_running_statistics(expand_masks(release_settled_draws(joint)))
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":

@@ -90,16 +90,16 @@ def backward(args):
         primals_16_before_update, cat,
     ]
     del (up_0_1_bias, head_bias, primals_17_before_update, primals_16_before_update)
-    [convolution_4, getitem_39, getitem_40, getitem_41, getitem_42, relu_3, mul_2] = stage_2_recompute(call)
+    [convolution_4, getitem_39, getitem_40, relu_3, mul_2] = stage_2_recompute(call)
     streams.record_event(2, 0)
     # stage 2 backward: up.0.0 … head
     call = [
-        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, getitem_41,
-        getitem_42, relu_3, mul_2,
+        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, relu_3,
+        mul_2,
     ]
     del (
-        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, getitem_41,
-        getitem_42, relu_3, mul_2,
+        up_0_0_weight, up_0_1_weight, head_weight, tangents_1, cat, convolution_4, getitem_39, getitem_40, relu_3,
+        mul_2,
     )
     [getitem_18, getitem_19, getitem_21, getitem_22, getitem_23, getitem_24] = stage_2_backward(call)
     streams.fork(0, 1)
@@ -110,21 +110,15 @@ def backward(args):
         down_1_0_weight, down_1_1_weight, down_1_1_bias, primals_11_before_update, primals_10_before_update, getitem_5,
     ]
     del (down_1_1_bias, primals_11_before_update, primals_10_before_update)
-    [convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4] = stage_1_recompute(call)
+    [convolution_6, getitem_42, getitem_43, relu_4] = stage_1_recompute(call)
     streams.record_event(3, 1)
     streams.join(1, 0)
     streams.wait_event(3, 0)
-    streams.record_streams([convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4], 0)
+    streams.record_streams([convolution_6, getitem_42, getitem_43, relu_4], 0)
     streams.record_event(4, 0)
     # stage 1 backward: down.1.0 … down.1.2
-    call = [
-        down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_44, getitem_45, getitem_46, getitem_47,
-        relu_4, getitem_23,
-    ]
-    del (
-        down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_44, getitem_45, getitem_46, getitem_47,
-        relu_4, getitem_23,
-    )
+    call = [down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_42, getitem_43, relu_4, getitem_23]
+    del (down_1_0_weight, down_1_1_weight, getitem_5, convolution_6, getitem_42, getitem_43, relu_4, getitem_23)
     [slice_2, getitem_27, getitem_28, getitem_29, getitem_30] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(4, 1)
@@ -132,19 +126,19 @@ def backward(args):
     # stage 0 recompute: down.0.0 … down.0.2
     call = [down_0_0_weight, x, down_0_1_weight, down_0_1_bias, primals_5_before_update, primals_4_before_update, relu]
     del (down_0_1_bias, primals_5_before_update, primals_4_before_update)
-    [convolution_7, getitem_48, getitem_49, getitem_50, getitem_51, getitem_52] = stage_0_recompute(call)
+    [convolution_7, getitem_44, getitem_45, getitem_46] = stage_0_recompute(call)
     streams.record_event(5, 1)
     streams.join(1, 0)
     streams.wait_event(5, 0)
-    streams.record_streams([convolution_7, getitem_48, getitem_49, getitem_50, getitem_51, getitem_52], 0)
+    streams.record_streams([convolution_7, getitem_44, getitem_45, getitem_46], 0)
     # stage 0 backward: down.0.0 … down.0.2
     call = [
-        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_48, getitem_49, getitem_50, getitem_51,
-        getitem_52, slice_2, getitem_29,
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_44, getitem_45, getitem_46, slice_2,
+        getitem_29,
     ]
     del (
-        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_48, getitem_49, getitem_50, getitem_51,
-        getitem_52, slice_2, getitem_29,
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_44, getitem_45, getitem_46, slice_2,
+        getitem_29,
     )
     [getitem_33, getitem_34, getitem_36] = stage_0_backward(call)
     return (

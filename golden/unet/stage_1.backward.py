@@ -12,10 +12,8 @@ def stage_1_backward(args):
         down_1_1_weight,  # float32[8]
         getitem_5,  # float32[2, 4, 4, 4]
         convolution_6,  # float32[2, 8, 4, 4]
-        getitem_44,  # float32[8]
-        getitem_45,  # float32[8]
-        getitem_46,  # float32[8]
-        getitem_47,  # float32[8]
+        getitem_42,  # float32[8]
+        getitem_43,  # float32[8]
         relu_4,  # float32[2, 8, 4, 4]
         getitem_23,  # float32[2, 12, 8, 8]
     ) = args
@@ -27,7 +25,7 @@ def stage_1_backward(args):
     # down.1.2
     threshold_backward_1: "float32[2, 8, 4, 4]" = aten.threshold_backward.grad_input(upsample_nearest2d_backward_default, relu_4, 0, grad_input=upsample_nearest2d_backward_default);  upsample_nearest2d_backward_default = relu_4 = None
     # down.1.1
-    native_batch_norm_backward_1: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten.native_batch_norm_backward.default(threshold_backward_1, convolution_6, down_1_1_weight, getitem_46, getitem_47, getitem_44, getitem_45, True, 1e-05, [True, True, True]);  threshold_backward_1 = convolution_6 = down_1_1_weight = getitem_46 = getitem_47 = getitem_44 = getitem_45 = None
+    native_batch_norm_backward_1: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten.native_batch_norm_backward.default(threshold_backward_1, convolution_6, down_1_1_weight, None, None, getitem_42, getitem_43, True, 1e-05, [True, True, True]);  threshold_backward_1 = convolution_6 = down_1_1_weight = getitem_42 = getitem_43 = None
     getitem_26: "float32[2, 8, 4, 4]" = native_batch_norm_backward_1[0]
     getitem_27: "float32[8]" = native_batch_norm_backward_1[1]
     getitem_28: "float32[8]" = native_batch_norm_backward_1[2];  native_batch_norm_backward_1 = None

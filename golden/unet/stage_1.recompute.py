@@ -20,11 +20,9 @@ def stage_1_recompute(args):
     convolution_6: "float32[2, 8, 4, 4]" = aten.convolution.default(getitem_5, down_1_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  getitem_5 = down_1_0_weight = None
     # down.1.1 (again)
     _native_batch_norm_legit_functional_4: "(float32[2, 8, 4, 4], float32[8], float32[8], float32[8], float32[8])" = aten._native_batch_norm_legit_functional.default(convolution_6, down_1_1_weight, down_1_1_bias, primals_10_before_update, primals_11_before_update, True, 0.1, 1e-05);  down_1_1_weight = down_1_1_bias = primals_10_before_update = primals_11_before_update = None
-    getitem_43: "float32[2, 8, 4, 4]" = _native_batch_norm_legit_functional_4[0]
-    getitem_44: "float32[8]" = _native_batch_norm_legit_functional_4[1]
-    getitem_45: "float32[8]" = _native_batch_norm_legit_functional_4[2]
-    getitem_46: "float32[8]" = _native_batch_norm_legit_functional_4[3]
-    getitem_47: "float32[8]" = _native_batch_norm_legit_functional_4[4];  _native_batch_norm_legit_functional_4 = None
+    getitem_41: "float32[2, 8, 4, 4]" = _native_batch_norm_legit_functional_4[0]
+    getitem_42: "float32[8]" = _native_batch_norm_legit_functional_4[1]
+    getitem_43: "float32[8]" = _native_batch_norm_legit_functional_4[2];  _native_batch_norm_legit_functional_4 = None
     # down.1.2 (again)
-    relu_4: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_43);  getitem_43 = None
-    return (convolution_6, getitem_44, getitem_45, getitem_46, getitem_47, relu_4)
+    relu_4: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_41);  getitem_41 = None
+    return (convolution_6, getitem_42, getitem_43, relu_4)

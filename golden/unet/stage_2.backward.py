@@ -16,8 +16,6 @@ def stage_2_backward(args):
         convolution_4,  # float32[2, 4, 8, 8]
         getitem_39,  # float32[4]
         getitem_40,  # float32[4]
-        getitem_41,  # float32[4]
-        getitem_42,  # float32[4]
         relu_3,  # float32[2, 4, 8, 8]
         mul_2,  # float32[2, 1, 8, 8]
     ) = args
@@ -34,7 +32,7 @@ def stage_2_backward(args):
     # up.0.2
     threshold_backward: "float32[2, 4, 8, 8]" = aten.threshold_backward.grad_input(getitem_17, relu_3, 0, grad_input=getitem_17);  getitem_17 = relu_3 = None
     # up.0.1
-    native_batch_norm_backward: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward, convolution_4, up_0_1_weight, getitem_41, getitem_42, getitem_39, getitem_40, True, 1e-05, [True, True, True]);  threshold_backward = convolution_4 = up_0_1_weight = getitem_41 = getitem_42 = getitem_39 = getitem_40 = None
+    native_batch_norm_backward: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward, convolution_4, up_0_1_weight, None, None, getitem_39, getitem_40, True, 1e-05, [True, True, True]);  threshold_backward = convolution_4 = up_0_1_weight = getitem_39 = getitem_40 = None
     getitem_20: "float32[2, 4, 8, 8]" = native_batch_norm_backward[0]
     getitem_21: "float32[4]" = native_batch_norm_backward[1]
     getitem_22: "float32[4]" = native_batch_norm_backward[2];  native_batch_norm_backward = None

@@ -24,9 +24,7 @@ def stage_2_recompute(args):
     _native_batch_norm_legit_functional_3: "(float32[2, 4, 8, 8], float32[4], float32[4], float32[4], float32[4])" = aten._native_batch_norm_legit_functional.default(convolution_4, up_0_1_weight, up_0_1_bias, primals_16_before_update, primals_17_before_update, True, 0.1, 1e-05);  up_0_1_weight = up_0_1_bias = primals_16_before_update = primals_17_before_update = None
     getitem_38: "float32[2, 4, 8, 8]" = _native_batch_norm_legit_functional_3[0]
     getitem_39: "float32[4]" = _native_batch_norm_legit_functional_3[1]
-    getitem_40: "float32[4]" = _native_batch_norm_legit_functional_3[2]
-    getitem_41: "float32[4]" = _native_batch_norm_legit_functional_3[3]
-    getitem_42: "float32[4]" = _native_batch_norm_legit_functional_3[4];  _native_batch_norm_legit_functional_3 = None
+    getitem_40: "float32[4]" = _native_batch_norm_legit_functional_3[2];  _native_batch_norm_legit_functional_3 = None
     # up.0.2 (again)
     relu_3: "float32[2, 4, 8, 8]" = aten.relu_.default(getitem_38);  getitem_38 = None
     # head (again)
@@ -34,4 +32,4 @@ def stage_2_recompute(args):
     # model
     pow_2: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar_out(convolution_5, 1.0, out=convolution_5);  convolution_5 = None
     mul_2: "float32[2, 1, 8, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
-    return (convolution_4, getitem_39, getitem_40, getitem_41, getitem_42, relu_3, mul_2)
+    return (convolution_4, getitem_39, getitem_40, relu_3, mul_2)

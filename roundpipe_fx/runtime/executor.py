@@ -44,9 +44,9 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     in_full = [strided or Mark.STRIDED in node.meta for node in inputs]
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        for index, argument in enumerate(arguments):
-            if argument is None and isinstance(values[index], torch.Tensor):
-                arguments[index] = _zeros(values[index], in_full[index])
+        for index, like in enumerate(values):  # no argument gets a name here: the program is to be its last holder
+            if arguments[index] is None and isinstance(like, torch.Tensor):
+                arguments[index] = _zeros(like, in_full[index])
         with streams.running():
             return body(arguments)
 

@@ -1,0 +1,25 @@
+"""batch_norm: its gradient is made without the running statistics, which it does not read in training.
+
+Autograd hands them to the kernel all the same. In a traced graph they are results of the forward, not the buffers that
+the caller has anyway, so each would be kept for the backward for nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from roundpipe_fx.joint_graph import JointGraph
+
+__all__ = ["release_running_statistics"]
+
+aten = torch.ops.aten
+
+
+def release_running_statistics(joint: JointGraph) -> JointGraph:
+    """Let gradients of batch norms that used the batch's own statistics read no others, as without running ones."""
+    for node in joint.computed():
+        if node.target is aten.native_batch_norm_backward.default:
+            gradient, source, weight, _, _, mean, deviation, in_training, *rest = node.args
+            if in_training is True:
+                node.args = (gradient, source, weight, None, None, mean, deviation, in_training, *rest)
+    return joint

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.joint_graph import input_nodes
+from roundpipe_fx.passes.batch_norm import release_running_statistics
+from tests.capturing import capture_joint, example_inputs, run_joint
+
+aten = torch.ops.aten
+
+
+class Normalized(nn.Module):
+    def __init__(self, affine: bool = True, parameters: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 1, 1))
+        self.norm = nn.BatchNorm2d(3, affine=affine, dtype=parameters)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm((x * self.weight).to(x.dtype)).sin().sum()
+
+
+def gradient_of_norm(joint) -> torch.fx.Node:
+    (node,) = (node for node in joint.computed() if node.target is aten.native_batch_norm_backward.default)
+    return node
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize(
+    ("values", "parameters"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_bits_stay(affine: bool, values: torch.dtype, parameters: torch.dtype, layout: torch.memory_format) -> None:
+    x = torch.randn(2, 3, 5, 4).to(values).to(memory_format=layout)
+    joint = capture_joint(Normalized(affine, parameters), x)
+    inputs = example_inputs(joint)
+    expected = run_joint(joint, inputs)
+    before = len(input_nodes(gradient_of_norm(joint)))
+    release_running_statistics(joint)
+    assert len(input_nodes(gradient_of_norm(joint))) == before - 2
+    for found, reference in zip(run_joint(joint, inputs), expected, strict=True):
+        assert (found is None) == (reference is None)
+        assert reference is None or torch.equal(found, reference)
+
+
+def test_running_statistics_that_are_used_stay() -> None:
+    joint = capture_joint(Normalized().eval(), torch.randn(2, 3, 5, 4))
+    read = input_nodes(gradient_of_norm(joint))
+    assert input_nodes(gradient_of_norm(release_running_statistics(joint))) == read
+
+
+def test_a_step_keeps_no_more_than_eager() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    x = torch.randn(2, 3, 9, 9)
+    peaks = []
+    for run in (model, roundpipe_fx.compile(model, memory_budget=1.0)):
+        run(x).sum().backward()
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            run(x).sum().backward()
+        peaks.append(peak.bytes)
+        model.zero_grad()
+    assert peaks[1] <= peaks[0]
