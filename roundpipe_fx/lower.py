@@ -120,7 +120,9 @@ class Lowered:
         trained = sorted(owner for owner, gradient in made if gradient is not None)
         granularity = allocation_granularity(setting.device)
         allocator = allocator_of(setting.device)
-        peak = simulate_programs(self.forward, self.backward, self.tangents, granularity, allocator, trained)
+        peak = simulate_programs(
+            self.forward, self.backward, self.tangents, granularity, allocator, trained, self.updates
+        )
         recompute = setting.options.recompute or "none"
         return make_plan(
             joint,

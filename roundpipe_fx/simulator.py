@@ -4,7 +4,8 @@ It follows the forward and the backward program call by call and, inside each ca
 generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
 What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
 new gradients, the forward's outputs and the incoming gradients, which the caller may hold until the backward is over,
-and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`).
+and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`). New values of inputs that are updated (running
+statistics) die when the forward is over and the caller has copied them.
 Parameters and the user's inputs were there before. On CUDA what the allocator counts is followed
 (:mod:`roundpipe_fx.caching_allocator`).
 
@@ -96,6 +97,7 @@ def simulate_programs(
     granularity: int = 1,
     allocator: CachingAllocator | None = None,
     owners: Collection[int] = (),
+    updates: Collection[int] = (),
 ) -> PeakMoment:
     """The peak of one step.
 
@@ -107,10 +109,13 @@ def simulate_programs(
         allocator: a fresh one, if the device's counts more than that. Then the peak is the higher one of a first step
             and a later one, which finds the pieces that the first has left.
         owners: places of the inputs that get gradients, which were there before the others were.
+        updates: numbers of the results that the caller copies into inputs, and drops, when the forward is over.
     """
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
-    lasting = [storage for leaves in returned[: forward.outputs] for storage in leaves]
+    kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
+    lasting = [storage for leaves in kept for storage in leaves]
+    copied = [storage for place in updates for storage in returned[place]]
     arriving: dict[int, list[int]] = {}
     if backward is not None:
         given = {
@@ -121,7 +126,7 @@ def simulate_programs(
             for node in backward.inputs
             if node not in given and not is_sum(node)
         }
-        run.events.append(Event((_CALLER, None), (), (), scratch=loss_bytes(tangents, granularity)))
+        run.events.append(Event((_CALLER, None), copied, (), scratch=loss_bytes(tangents, granularity)))
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
         arriving[len(run.events)].append(run.numbers.new_of(lasting_bytes(tangents, granularity)))
         lasting += arriving[len(run.events)]

@@ -104,6 +104,7 @@ class OperationGraph:
         hold_at: by storage that is not kept, the last segment of its checkpoint, if that spans several: made again
             before that one's backward, it serves all of them.
         outputs: forward storages that the caller gets.
+        copied: forward storages that nobody reads but the caller, who copies them when the forward is over.
         tangents: storages of incoming gradients.
         loss: bytes that a loss takes that is computed outside.
         loss_lasts: bytes of them that are there until the backward is over.
@@ -128,6 +129,7 @@ class OperationGraph:
     not_kept: frozenset[int]
     hold_at: dict[int, int]
     outputs: frozenset[int]
+    copied: frozenset[int]
     tangents: frozenset[int]
     loss: int
     loss_lasts: int
@@ -198,6 +200,8 @@ def read_operations(
     for storage in tangents:
         reader.segment_of[storage] = segments
     outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
+    copied = _copied(joint, reader) - {s for block in (forward, *backward.values()) for o in block for s in o.reads}
+    outputs -= copied
     primals, added = joint.primals, joint.parameters if sums else frozenset()
     gradients = {
         storage
@@ -250,6 +254,7 @@ def read_operations(
         frozenset(not_kept),
         _hold_at(forward, backward, not_kept),
         frozenset(outputs & forward_storages),
+        frozenset(copied & forward_storages),
         tangents,
         loss_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
         lasting_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
@@ -269,6 +274,15 @@ def read_operations(
         _regions(forward),
         segments,
     )
+
+
+def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
+    """Storages of new values of inputs that are updated; what the caller gets as a result as well is not among them."""
+    results: tuple[set[int], set[int]] = set(), set()
+    for place, node in enumerate(joint.forward_outputs):
+        if isinstance(node, fx.Node):
+            results[place in joint.updates].update(reader.of(node))
+    return results[True] - results[False]
 
 
 def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:

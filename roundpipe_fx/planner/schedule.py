@@ -183,7 +183,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
     What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
-    which he may hold.
+    which he may hold. What he copies into inputs dies when the forward is over.
 
     Args:
         graph: the operations.
@@ -204,7 +204,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
             arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
     lasting = {_LOSS, *graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
-    loss = Event(None, (), (), scratch=graph.loss)
+    loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
     events = [*graph.forward_events, loss, *backward]
     peak = peak_of(events, sizes, (), lasting, arriving, list_live)
     if peak.position < 0:
