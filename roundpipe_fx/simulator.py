@@ -4,8 +4,8 @@ It follows the forward and the backward program call by call and, inside each ca
 generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
 What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
 new gradients, the forward's outputs and the incoming gradients, which the caller may hold until the backward is over,
-and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`). New values of inputs that are updated (running
-statistics) die when the forward is over and the caller has copied them.
+and what kernels need for themselves (:mod:`roundpipe_fx.cost.workspace`). New values of inputs that are updated
+(running statistics) die when the forward is over and the caller has copied them.
 Parameters and the user's inputs were there before. On CUDA what the allocator counts is followed
 (:mod:`roundpipe_fx.caching_allocator`).
 
