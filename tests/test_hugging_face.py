@@ -15,7 +15,7 @@ def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()
     reference = aot_eager_step(model, batch, autocast=autocast)
-    for recompute in ("none", "full"):
+    for recompute in ("full",) if autocast else ("none", "full"):
         step, compiled = compiled_step(model, batch, autocast=autocast, stages=3, recompute=recompute)
         assert_bitwise(step, reference)
         assert len(compiled.plan.stages) == 3

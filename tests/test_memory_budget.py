@@ -56,7 +56,7 @@ def _check(model: nn.Module, batch: dict[str, Any], budgets: list[Any]) -> list[
 @pytest.mark.parametrize("name", GOLDEN)
 def test_golden_models(name: str) -> None:
     make, make_batch, _ = GOLDEN[name]
-    _check(make(), make_batch(), [0.0, 0.4, 1.0])
+    _check(make(), make_batch(), [0.0, 0.5])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,13 +83,13 @@ def test_a_budget_in_bytes_is_kept_and_used() -> None:
     model, x = mlp(depth=8), torch.randn(512, 16)
     whole = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=1.0).trace(x).peak_bytes
     costs = []
-    for share in (0.9, 0.7, 0.5):
+    for share in (0.9, 0.5):
         own = copy.deepcopy(model)
         compiled = roundpipe_fx.compile(own, memory_budget=int(whole * share))
         assert _peak(compiled, own, {"x": x}) <= whole * share
         assert compiled.plan.peak_bytes > whole * (share - 0.12)
         costs.append(compiled.plan.recompute_seconds)
-    assert 0 < costs[0] < costs[1] < costs[2]
+    assert 0 < costs[0] < costs[1]
 
 
 def test_nothing_is_recomputed_where_everything_fits() -> None:

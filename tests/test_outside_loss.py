@@ -51,16 +51,15 @@ def _peak_of_step(compiled: nn.Module, loss: Callable[..., torch.Tensor]) -> int
     return peak.bytes
 
 
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("budget", [1.0, 0.0])
-def test_step_stays_within_the_budget(budget: float, loss: str) -> None:
+def test_step_stays_within_the_budget(budget: float) -> None:
     compiled = roundpipe_fx.compile(Words(), memory_budget=budget, fullgraph=True)
-    measured = [_peak_of_step(compiled, LOSSES[loss]) for _ in range(2)]
-    assert max(measured) <= compiled.plan.peak_bytes <= compiled.plan.budget
-    if loss == "cross entropy":
-        assert compiled.plan.peak_bytes <= 1.001 * max(measured)
-        assert compiled.plan.peak.call == "the caller"
-        assert "in the caller at loss" in str(compiled.plan)
+    measured = {name: max(_peak_of_step(compiled, loss) for _ in range(2)) for name, loss in LOSSES.items()}
+    assert max(measured.values()) <= compiled.plan.peak_bytes <= compiled.plan.budget
+    assert compiled.plan.peak_bytes <= 1.001 * measured["cross entropy"]
+    assert compiled.plan.peak.call == "the caller"
+    assert "in the caller at loss" in str(compiled.plan)
+    assert len(compiled.plans) == 1
 
 
 def test_budget_in_bytes() -> None:
@@ -106,20 +105,19 @@ SQUARES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("squares", SQUARES)
 @pytest.mark.parametrize("out", [1, 32])
 @pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
-def test_squared_errors(budget: float, out: int, squares: str) -> None:
+def test_squared_errors(budget: float, out: int) -> None:
     compiled = roundpipe_fx.compile(Points(out), memory_budget=budget, fullgraph=True)
     x, y = torch.randn(64, 32), torch.randn(64, out)
-    for _ in range(2):
-        compiled.zero_grad()
-        with roundpipe_fx.measure_peak() as peak:
-            output = compiled(x)
-            SQUARES[squares](output, y).backward()
-        assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
-        if squares == "written out" and out == 32:
-            assert compiled.plan.peak_bytes <= 1.01 * peak.bytes
+    for name, squares in SQUARES.items():
+        for _ in range(2):
+            compiled.zero_grad()
+            with roundpipe_fx.measure_peak() as peak:
+                output = compiled(x)
+                squares(output, y).backward()
+            assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget, name
+            assert name != "written out" or out == 1 or compiled.plan.peak_bytes <= 1.01 * peak.bytes
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.0])

@@ -165,7 +165,7 @@ def test_no_gradients_no_difference() -> None:
             assert torch.equal(compiled(x), expected)
 
 
-@pytest.mark.parametrize("way", ["full", "budget", "pipeline"])
+@pytest.mark.parametrize("way", ["budget", "pipeline"])
 def test_bart(way: str) -> None:
     """Its parts, compiled each for itself, add up gradients in another order than eager; the whole does not."""
     config = transformers.BartConfig(

@@ -20,6 +20,7 @@ from tests.comparison import assert_bitwise
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, left_behind, pipelined_step, squares
 
 _broken: dict[str, Any] = {"phase": None, "stage": None, "pause": 0.0}
+_pausing = threading.Event()
 
 
 @torch.library.custom_op("roundpipe_fx_tests::fragile", mutates_args=())
@@ -59,6 +60,7 @@ def _maybe_break(phase: str, stage: int) -> None:
     if _broken["stage"] != stage:
         return
     if _broken["pause"]:
+        _pausing.set()
         time.sleep(_broken["pause"])
     recomputes = any(
         "instruction" in frame.f_locals and frame.f_locals["instruction"].action.kind == "R"
@@ -136,13 +138,21 @@ def test_a_keyboard_interrupt_stops_the_step() -> None:
     _broken.update(stage=0, phase="nothing", pause=0.2)
     main = threading.main_thread().ident
     assert main is not None
-    timer = threading.Timer(0.3, signal.pthread_kill, (main, signal.SIGINT))
-    timer.start()
-    began = time.perf_counter()
+    interrupted: list[float] = []
+
+    def interrupt() -> None:
+        _pausing.wait()  # until a worker runs, so that the caller waits for it
+        time.sleep(0.1)
+        interrupted.append(time.perf_counter())
+        signal.pthread_kill(main, signal.SIGINT)
+
+    _pausing.clear()
+    user = threading.Thread(target=interrupt, daemon=True)
+    user.start()
     with pytest.raises(KeyboardInterrupt):
         compiled.forward_backward(x, labels=y, loss_fn=squares)
-    assert time.perf_counter() - began < 1.3
-    timer.join()
+    assert time.perf_counter() - interrupted[0] < 1.0
+    user.join()
     assert all(parameter.grad is None for parameter in model.parameters())
     _broken.update(stage=None, pause=0.0)
     assert torch.equal(compiled.forward_backward(x, labels=y, loss_fn=squares), expected)

@@ -40,14 +40,14 @@ def _golden(name: str) -> tuple[nn.Module, Mapping[str, Any], Step]:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "checkpoint"), [*((schedule, "always") for schedule in SCHEDULES), ("1f1b", "never")]
+)
+def test_one_microbatch_has_the_bits_of_aot_eager(name: str, schedule: str, checkpoint: str) -> None:
     """Skips (U-Net, encoder-decoder), tied weights, dropout, nonzero, batch norm: one property a model."""
     model, batch, reference = _golden(name)
-    for checkpoint in ("never", "always"):
-        options: dict[str, Any] = {"num_microbatches": 1, "schedule": schedule, "checkpoint": checkpoint}
-        step, _ = pipelined_step(model, batch, **options)
-        assert_bitwise(step, reference)
+    step, _ = pipelined_step(model, batch, num_microbatches=1, schedule=schedule, checkpoint=checkpoint)
+    assert_bitwise(step, reference)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -61,7 +61,7 @@ def test_through_autograd_too(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "schedules"),
     [
-        ("gpt2", ("1f1b", "zero_bubble", "roundpipe")),
+        ("gpt2", ("zero_bubble", "roundpipe")),
         ("t5", ("1f1b",)),
         ("qwen3_moe", ("zero_bubble",)),
         ("resnet", ("roundpipe",)),
@@ -83,26 +83,15 @@ def test_hugging_face_models(name: str, schedules: tuple[str, ...]) -> None:
 def test_schedules_devices_and_recomputation_change_no_bit(schedule: str) -> None:
     """But for RoundPipe's dispatch, where several devices add up what is one stage's, so in another order."""
     model, (x, y) = Blocks(dropout=0.2), batch_of(8)
-    reference, _ = pipelined_step(
-        model, {"x": x}, labels=y, loss_fn=squares, num_microbatches=4, schedule="gpipe", devices=["cpu"]
-    )
-    for checkpoint in ("never", "except_last", "always"):
-        for devices in (CPUS, ["cpu"] * 3):
-            step, _ = pipelined_step(
-                model,
-                {"x": x},
-                labels=y,
-                loss_fn=squares,
-                num_microbatches=4,
-                schedule=schedule,
-                checkpoint=checkpoint,
-                devices=devices,
-            )
-            if schedule == "roundpipe":
-                assert torch.equal(step.loss, reference.loss)
-                assert_close(step, reference)
-            else:
-                assert_bitwise(step, reference)
+    given: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}
+    reference, _ = pipelined_step(model, {"x": x}, schedule="gpipe", devices=["cpu"], **given)
+    for checkpoint, devices in (("never", ["cpu"] * 3), ("except_last", CPUS), ("always", ["cpu"] * 3)):
+        step, _ = pipelined_step(model, {"x": x}, schedule=schedule, checkpoint=checkpoint, devices=devices, **given)
+        if schedule == "roundpipe":
+            assert torch.equal(step.loss, reference.loss)
+            assert_close(step, reference)
+        else:
+            assert_bitwise(step, reference)
 
 
 @given(
@@ -112,7 +101,7 @@ def test_schedules_devices_and_recomputation_change_no_bit(schedule: str) -> Non
     checkpoint=st.sampled_from(["never", "except_last", "always"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @pytest.mark.filterwarnings("ignore:roundpipe_fx. a batch of")
 def test_microbatches_add_up_to_the_batch(
     rows: int, microbatches: int, schedule: str, checkpoint: str, seed: int
