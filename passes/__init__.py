@@ -5,6 +5,7 @@ Each is a plain function on the joint graph plus what it needs as arguments. A p
 
 =================  ====================================================================================
 masks              indexing by a mask becomes one ``nonzero`` and integer indexing
+batch_norm         its gradient reads no running statistics, so none are kept for it
 dropout            on the CPU, the drawing of a mask and two products
 interpolation      indexing that repeats the nearest neighbour becomes the kernel that does it
 layouts            values lie in memory as the graph says
