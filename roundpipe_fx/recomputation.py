@@ -4,6 +4,8 @@
 - The mask of a dropout depends on the generator's state and on the shape of what it is drawn for, not on its numbers.
   Where only the mask is needed it is drawn for the incoming gradient, which is at hand, and what led to the dropout's
   input need not run again.
+- A batch norm that used the batch's own statistics is made again without the running ones, which it only updates: by
+  then they are no more what they were, and would have to be copied before.
 """
 
 from __future__ import annotations
@@ -95,8 +97,27 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
         else:
             copy = joint.graph.node_copy(original)
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
+    if _updates_statistics_alone(original):
+        source, weight, bias, _, _, in_training, momentum, epsilon = original.args
+        copy.target = aten._native_batch_norm_legit.no_stats
+        copy.args = (source, weight, bias, in_training, momentum, epsilon)
+        copy.meta["val"] = tuple(original.meta["val"][:3])
     copy.meta[Mark.ORIGIN] = original.name
     return copy
+
+
+def _updates_statistics_alone(node: fx.Node) -> bool:
+    """Whether a batch norm reads running statistics for nothing but their new values, which nobody else reads."""
+    if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
+        return False
+    source, weight, running = (node.args[place] for place in (0, 1, 3))
+    assert isinstance(source, fx.Node) and isinstance(running, fx.Node)
+    # The kernel computes in the type of the statistics that it is handed; without them, of the weight or the source.
+    own = weight if isinstance(weight, fx.Node) else source
+    new = [user for user in node.users if user.target is operator.getitem and user.args[1] in (3, 4)]
+    return own.meta["val"].dtype is running.meta["val"].dtype and all(
+        reader.op == "output" for statistic in new for reader in statistic.users
+    )
 
 
 class Snapshots:

@@ -32,29 +32,25 @@ def forward(args):
         down_0_1_bias,
     ]
     del (down_0_1_num_batches_tracked, down_0_1_running_mean, down_0_1_running_var)
-    [
-        primals_5_before_update, primals_4_before_update, add, getitem_3, getitem_4, relu, getitem_5,
-    ] = stage_0_forward(call)
+    [add, getitem_3, getitem_4, relu, getitem_5] = stage_0_forward(call)
     # stage 1 forward: down.1.0 … down.1.2
     call = [
         down_1_0_weight, down_1_1_num_batches_tracked, down_1_1_running_mean, down_1_1_running_var, down_1_1_weight,
         down_1_1_bias, relu, getitem_5,
     ]
     del (down_1_1_num_batches_tracked, down_1_1_running_mean, down_1_1_running_var)
-    [primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, cat] = stage_1_forward(call)
+    [add_1, getitem_10, getitem_11, cat] = stage_1_forward(call)
     # stage 2 forward: up.0.0 … head
     call = [
         up_0_0_weight, up_0_1_num_batches_tracked, up_0_1_running_mean, up_0_1_running_var, up_0_1_weight, up_0_1_bias,
         head_weight, head_bias, cat,
     ]
     del (up_0_1_num_batches_tracked, up_0_1_running_mean, up_0_1_running_var)
-    [primals_17_before_update, primals_16_before_update, add_4, getitem_15, getitem_16, mean] = stage_2_forward(call)
+    [add_4, getitem_15, getitem_16, mean] = stage_2_forward(call)
     return (
         add, getitem_3, getitem_4, add_1, getitem_10, getitem_11, add_4, getitem_15, getitem_16, mean, down_0_0_weight,
         x, down_0_1_weight, down_0_1_bias, down_1_0_weight, down_1_1_weight, down_1_1_bias, up_0_0_weight,
-        up_0_1_weight, up_0_1_bias, head_weight, head_bias, primals_5_before_update, primals_4_before_update,
-        primals_11_before_update, primals_10_before_update, primals_17_before_update, primals_16_before_update, relu,
-        getitem_5, cat,
+        up_0_1_weight, up_0_1_bias, head_weight, head_bias, relu, getitem_5, cat,
     )
 
 
@@ -72,12 +68,6 @@ def backward(args):
         up_0_1_bias,
         head_weight,
         head_bias,
-        primals_5_before_update,
-        primals_4_before_update,
-        primals_11_before_update,
-        primals_10_before_update,
-        primals_17_before_update,
-        primals_16_before_update,
         relu,
         getitem_5,
         cat,
@@ -85,11 +75,8 @@ def backward(args):
     ) = args
     args.clear()
     # stage 2 recompute: up.0.0 … head
-    call = [
-        up_0_0_weight, up_0_1_weight, up_0_1_bias, head_weight, head_bias, primals_17_before_update,
-        primals_16_before_update, cat,
-    ]
-    del (up_0_1_bias, head_bias, primals_17_before_update, primals_16_before_update)
+    call = [up_0_0_weight, up_0_1_weight, up_0_1_bias, head_weight, head_bias, cat]
+    del (up_0_1_bias, head_bias)
     [convolution_4, getitem_39, getitem_40, relu_3, mul_2] = stage_2_recompute(call)
     streams.record_event(2, 0)
     # stage 2 backward: up.0.0 … head
@@ -104,12 +91,9 @@ def backward(args):
     [getitem_18, getitem_19, getitem_21, getitem_22, getitem_23, getitem_24] = stage_2_backward(call)
     streams.fork(0, 1)
     streams.wait_event(2, 1)
-    streams.record_streams([primals_11_before_update, primals_10_before_update], 1)
     # stage 1 recompute: down.1.0 … down.1.2
-    call = [
-        down_1_0_weight, down_1_1_weight, down_1_1_bias, primals_11_before_update, primals_10_before_update, getitem_5,
-    ]
-    del (down_1_1_bias, primals_11_before_update, primals_10_before_update)
+    call = [down_1_0_weight, down_1_1_weight, down_1_1_bias, getitem_5]
+    del (down_1_1_bias)
     [convolution_6, getitem_42, getitem_43, relu_4] = stage_1_recompute(call)
     streams.record_event(3, 1)
     streams.join(1, 0)
@@ -122,10 +106,9 @@ def backward(args):
     [slice_2, getitem_27, getitem_28, getitem_29, getitem_30] = stage_1_backward(call)
     streams.fork(0, 1)
     streams.wait_event(4, 1)
-    streams.record_streams([primals_5_before_update, primals_4_before_update], 1)
     # stage 0 recompute: down.0.0 … down.0.2
-    call = [down_0_0_weight, x, down_0_1_weight, down_0_1_bias, primals_5_before_update, primals_4_before_update, relu]
-    del (down_0_1_bias, primals_5_before_update, primals_4_before_update)
+    call = [down_0_0_weight, x, down_0_1_weight, down_0_1_bias, relu]
+    del (down_0_1_bias)
     [convolution_7, getitem_44, getitem_45, getitem_46] = stage_0_recompute(call)
     streams.record_event(5, 1)
     streams.join(1, 0)

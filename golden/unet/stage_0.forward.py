@@ -17,9 +17,6 @@ def stage_0_forward(args):
         down_0_1_bias,  # float32[4]
     ) = args
     args.clear()
-    # model
-    primals_5_before_update: "float32[4]" = aten.clone.default(down_0_1_running_var)
-    primals_4_before_update: "float32[4]" = aten.clone.default(down_0_1_running_mean)
     # down.0.0
     convolution: "float32[2, 4, 8, 8]" = aten.convolution.default(x, down_0_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  x = down_0_0_weight = None
     # down.0.1
@@ -33,4 +30,4 @@ def stage_0_forward(args):
     # model
     max_pool2d_with_indices: "(float32[2, 4, 4, 4], int64[2, 4, 4, 4])" = aten.max_pool2d_with_indices.default(relu, [2, 2])
     getitem_5: "float32[2, 4, 4, 4]" = max_pool2d_with_indices[0];  max_pool2d_with_indices = None
-    return (primals_5_before_update, primals_4_before_update, add, getitem_3, getitem_4, relu, getitem_5)
+    return (add, getitem_3, getitem_4, relu, getitem_5)

@@ -18,9 +18,6 @@ def stage_1_forward(args):
         getitem_5,  # float32[2, 4, 4, 4]
     ) = args
     args.clear()
-    # model
-    primals_11_before_update: "float32[8]" = aten.clone.default(down_1_1_running_var)
-    primals_10_before_update: "float32[8]" = aten.clone.default(down_1_1_running_mean)
     # down.1.0
     convolution_1: "float32[2, 8, 4, 4]" = aten.convolution.default(getitem_5, down_1_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  getitem_5 = down_1_0_weight = None
     # down.1.1
@@ -34,4 +31,4 @@ def stage_1_forward(args):
     # model
     upsample_nearest2d_default: "float32[2, 8, 8, 8]" = aten.upsample_nearest2d.default(relu_1, [8, 8]);  relu_1 = None
     cat: "float32[2, 12, 8, 8]" = aten.cat.default([upsample_nearest2d_default, relu], 1);  upsample_nearest2d_default = relu = None
-    return (primals_11_before_update, primals_10_before_update, add_1, getitem_10, getitem_11, cat)
+    return (add_1, getitem_10, getitem_11, cat)

@@ -19,9 +19,6 @@ def stage_2_forward(args):
         cat,  # float32[2, 12, 8, 8]
     ) = args
     args.clear()
-    # model
-    primals_17_before_update: "float32[4]" = aten.clone.default(up_0_1_running_var)
-    primals_16_before_update: "float32[4]" = aten.clone.default(up_0_1_running_mean)
     # up.0.0
     convolution_2: "float32[2, 4, 8, 8]" = aten.convolution.default(cat, up_0_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  cat = up_0_0_weight = None
     # up.0.1
@@ -37,4 +34,4 @@ def stage_2_forward(args):
     # model
     pow_1: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar_out(convolution_3, 2, out=convolution_3);  convolution_3 = None
     mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
-    return (primals_17_before_update, primals_16_before_update, add_4, getitem_15, getitem_16, mean)
+    return (add_4, getitem_15, getitem_16, mean)

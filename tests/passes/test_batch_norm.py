@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ import roundpipe_fx
 from roundpipe_fx.joint_graph import input_nodes
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 
 aten = torch.ops.aten
 
@@ -79,3 +82,35 @@ def test_a_step_keeps_no_more_than_eager() -> None:
         peaks.append(peak.bytes)
         model.zero_grad()
     assert peaks[0] == peaks[1] == compiled.plan.peak_bytes
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("values", [torch.float32, torch.bfloat16])
+def test_a_batch_norm_that_is_made_again_reads_no_running_statistics(affine: bool, values: torch.dtype) -> None:
+    model, batch = Normalized(affine), {"x": torch.randn(2, 3, 5, 4).to(values)}
+    reference = aot_eager_step(model, batch)
+    step, compiled = compiled_step(model, batch, stages=1, recompute="full")
+    assert_bitwise(step, reference)
+    text = "".join(compiled.plan.sources().values())
+    # Without a weight the kernel computes in the type of the statistics, so they must be what they were.
+    assert ("no_stats" in text) != ("before_update" in text)
+    assert ("no_stats" in text) == (affine or values is torch.float32)
+
+
+class Level(nn.Module):
+    """What a batch norm has made of its running mean is read in the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.first(x)).sin()
+        return self.last(x * self.norm.running_mean.exp()).square().sum()
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"memory_budget": 0.0}])
+def test_new_statistics_that_the_forward_reads_are_made_again_from_what_they_were(options: dict[str, Any]) -> None:
+    model, batch = Level(), {"x": torch.randn(6, 4)}
+    step, _ = compiled_step(model, batch, **options)
+    assert_bitwise(step, aot_eager_step(model, batch))
