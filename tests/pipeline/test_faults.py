@@ -130,7 +130,7 @@ def test_other_workers_stop_within_a_second() -> None:
     assert time.perf_counter() - began < 1.0
 
 
-def test_a_keyboard_interrupt_stops_the_step() -> None:
+def test_a_keyboard_interrupt_stops_the_step(request: pytest.FixtureRequest) -> None:
     model, (x, y) = Fragile(depth=4), batch_of(8)
     compiled = roundpipe_fx.compile(model, devices=CPUS, stages=4, num_microbatches=8)
     expected = compiled.forward_backward(x, labels=y, loss_fn=squares)
@@ -138,6 +138,8 @@ def test_a_keyboard_interrupt_stops_the_step() -> None:
     _broken.update(stage=0, phase="nothing", pause=0.2)
     main = threading.main_thread().ident
     assert main is not None
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     interrupted: list[float] = []
 
     def interrupt() -> None:
