@@ -116,6 +116,8 @@ def simulate_programs(
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
     lasting = [storage for leaves in kept for storage in leaves]
     copied = [storage for place in updates for storage in returned[place]]
+    loss = 0 if backward is None else loss_bytes(tangents, granularity)
+    run.events.append(Event((_CALLER, None), copied, (), scratch=loss))
     arriving: dict[int, list[int]] = {}
     if backward is not None:
         given = {
@@ -126,7 +128,6 @@ def simulate_programs(
             for node in backward.inputs
             if node not in given and not is_sum(node)
         }
-        run.events.append(Event((_CALLER, None), copied, (), scratch=loss_bytes(tangents, granularity)))
         arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
         arriving[len(run.events)].append(run.numbers.new_of(lasting_bytes(tangents, granularity)))
         lasting += arriving[len(run.events)]

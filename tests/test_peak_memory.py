@@ -102,6 +102,34 @@ def test_incoming_gradients_die_at_their_last_use() -> None:
     assert before + value <= peak.bytes <= before + 1.1 * value
 
 
+class Remembering(nn.Module):
+    """Updates a buffer at its beginning, and makes much after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+        self.register_buffer("memory", torch.zeros(10_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.memory.mul_(0.5).add_(x.detach())
+        x = x * self.weight
+        return (x.exp() * x.sin()).sum()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_new_values_of_buffers_live_until_the_forward_is_over(training: bool) -> None:
+    model, x = Remembering(), torch.randn(10_000)
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0)
+    for _ in range(2):
+        model.zero_grad()
+        with torch.set_grad_enabled(training), roundpipe_fx.measure_peak("cpu") as peak:
+            loss = compiled(x)
+            if training:
+                loss.backward()
+        del loss
+    assert peak.bytes == compiled.plan.peak_bytes
+
+
 def test_unused_outputs_cost_nothing() -> None:
     class LossAndLogits(nn.Module):
         def __init__(self) -> None:
