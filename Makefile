@@ -17,7 +17,7 @@ demo: $(READY)  ## train a small mixture of experts and compare with eager and t
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/python -m pytest -n 2 --dist worksteal tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests  # one thread a worker: they share the cores
 
 emulated: $(READY)  ## tests/gpu on CUDA devices that are emulated on the host; needs g++
 	LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \
