@@ -33,7 +33,7 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._inductor.compile_fx import select_decomp_table
 
 import roundpipe_fx
-from benchmarks.operator_seconds import ModelledSeconds, seconds_in_operators
+from benchmarks.operator_seconds import modelled_seconds, seconds_in_operators
 from benchmarks.side_by_side import (
     RESULTS,
     Case,
@@ -50,7 +50,7 @@ from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.lower_bound import lower_bound
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.rotor import rotor_candidates
-from roundpipe_fx.planner.search import Found, refine, search
+from roundpipe_fx.planner.search import refine, search
 from roundpipe_fx.torch_private import dynamo_flags
 
 BUDGETS = tuple(round(0.1 * index, 1) for index in range(11))
@@ -88,8 +88,8 @@ def measure(
     if plans_twice:
         step()
     model.zero_grad()
-    with roundpipe_fx.measure_peak("cpu") as peak, ModelledSeconds() as modelled:
-        loss = step()
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        loss, seconds = modelled_seconds(step)
     error = 0.0
     if reference is not None:
         expected_loss, expected = reference
@@ -99,7 +99,7 @@ def measure(
         error = max(float((found[name] - value).abs().max()) for name, value in expected.items()) / largest
         error = max(error, float((loss - expected_loss).abs()))
     model.zero_grad()
-    return Measured(peak.bytes, modelled.seconds, step, error)
+    return Measured(peak.bytes, seconds, step, error)
 
 
 def peak_of(measured: Measured) -> int:
@@ -170,27 +170,23 @@ def budgeted(case: Case, batch: dict[str, Any], partition: Any, budget: float, r
     return measure(run, model, batch, reference)
 
 
-@dataclass(frozen=True)
-class Search:
-    """All plans of a model's operations, searched once for all peers."""
+def cheapest_within(operations: OperationGraph) -> Callable[[int], float | None]:
+    """Modelled seconds that the cheapest plan within a peak recomputes, ``None`` if there is none; searched once."""
+    blocks = Blocks(operations)
+    found = search(blocks)
 
-    blocks: Blocks
-    found: Found
-
-    def least_recomputation(self, peak: int) -> float | None:
-        """Modelled seconds that the cheapest plan within a peak recomputes; ``None`` if there is none."""
-        candidates = refine(self.blocks, self.found, peak)
+    def within(peak: int) -> float | None:
+        candidates = refine(blocks, found, peak)
         return next((candidate.seconds for candidate in candidates if candidate.peak.bytes <= peak), None)
 
-
-def search_once(operations: OperationGraph) -> Search:
-    blocks = Blocks(operations)
-    return Search(blocks, search(blocks))
+    return within
 
 
-def beside(case: Case, plans: Search, name: str, peak: int, seconds: float, error: Any) -> dict[str, Any]:
+def beside(
+    case: Case, cheapest: Callable[[int], float | None], name: str, peak: int, seconds: float, error: Any
+) -> dict[str, Any]:
     """Our recomputation within the peak that a peer reaches."""
-    ours = plans.least_recomputation(peak)
+    ours = cheapest(peak)
     return {
         "model": case.name,
         "peer": name,
@@ -282,15 +278,15 @@ def main() -> None:
             )
             lowest = plan if budget == 0.0 else lowest
             whole = measured  # of the last budget, at which nothing is recomputed
-        plans = search_once(lowest.operations)
+        cheapest = cheapest_within(lowest.operations)
         rotor = rotor_candidates(lowest.operations)
         for candidate in rotor:
-            peer_rows.append(beside(case, plans, "rotor", candidate.peak.bytes, candidate.seconds, None))
+            peer_rows.append(beside(case, cheapest, "rotor", candidate.peak.bytes, candidate.seconds, None))
         found = peers(case, batch, reference)
         budgeted_names = [name for name in found if name.startswith("activation")]
         leanest = min(budgeted_names, key=lambda name: found[name][0].peak, default=None)
         for name, (peer, seconds) in found.items():
-            row = beside(case, plans, name, peer.peak, seconds, peer.error)
+            row = beside(case, cheapest, name, peer.peak, seconds, peer.error)
             if arguments.pairs and name in ("eager", "checkpoint per block", leanest):
                 row |= timed(case, batch, whole, peer, arguments.pairs)
             peer_rows.append(row)

@@ -157,3 +157,28 @@ def test_what_is_counted_in_python_and_read_by_nobody_is_no_matter(rows: int, mi
         loss = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=microbatches).forward_backward(x)
         expected = loss if expected is None else expected
         assert torch.equal(loss, expected) and model.calls == microbatches * (step + 1)
+
+
+class Masked(nn.Module):
+    """Its first call makes a mask and keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.mask: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.mask is None:
+            self.mask = (torch.arange(8) < 5).float()
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.mask)
+        return x.sum()
+
+
+def test_what_the_first_call_makes_and_keeps_is_there_after_a_call_of_the_model() -> None:
+    model, x = Masked(), torch.randn(4, 8)
+    with pytest.raises(RuntimeError, match="must be a buffer"):
+        roundpipe_fx.compile(copy.deepcopy(model), devices=CPUS, num_microbatches=2).forward_backward(x)
+    expected = model(x)
+    loss = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2).forward_backward(x)
+    torch.testing.assert_close(loss, expected)
