@@ -48,7 +48,6 @@ from benchmarks.side_by_side import (
 )
 from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.lower_bound import lower_bound
-from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.rotor import rotor_candidates
 from roundpipe_fx.planner.search import refine, search
 from roundpipe_fx.torch_private import dynamo_flags
@@ -170,14 +169,16 @@ def budgeted(case: Case, batch: dict[str, Any], partition: Any, budget: float, r
     return measure(run, model, batch, reference)
 
 
-def cheapest_within(operations: OperationGraph) -> Callable[[int], float | None]:
+def cheapest_within(plan: roundpipe_fx.Plan) -> Callable[[int], float | None]:
     """Modelled seconds that the cheapest plan within a peak recomputes, ``None`` if there is none; searched once."""
-    blocks = Blocks(operations)
+    assert plan.operations is not None
+    blocks = Blocks(plan.operations)
     found = search(blocks)
+    whole = plan.frontier()[0]  # equal values are shared in it, which operations do not show
 
     def within(peak: int) -> float | None:
-        candidates = refine(blocks, found, peak)
-        return next((candidate.seconds for candidate in candidates if candidate.peak.bytes <= peak), None)
+        points = [whole, *((item.peak.bytes, item.seconds) for item in refine(blocks, found, peak))]
+        return min((seconds for needed, seconds in points if needed <= peak), default=None)
 
     return within
 
@@ -278,7 +279,7 @@ def main() -> None:
             )
             lowest = plan if budget == 0.0 else lowest
             whole = measured  # of the last budget, at which nothing is recomputed
-        cheapest = cheapest_within(lowest.operations)
+        cheapest = cheapest_within(lowest)
         rotor = rotor_candidates(lowest.operations)
         for candidate in rotor:
             peer_rows.append(beside(case, cheapest, "rotor", candidate.peak.bytes, candidate.seconds, None))

@@ -21,6 +21,7 @@ stages             consecutive segments become pipeline stages
 rounds             the same for RoundPipe's dispatch, where forward and backward are cut apart
 rematerialize      what is saved, what is recomputed, as explicit nodes
 follow_schedule    within a byte budget: the backward as it was planned, instead of rematerialize and start_early
+equal_values       where all is kept within a budget, values that equal an earlier one are that one
 start_early        what of the backward may run before the incoming gradients arrive
 split_backward     gradients of parameters in modules of their own, for schedules that put them off
 rng                seeded operations that run again are replayed from their saved generator state

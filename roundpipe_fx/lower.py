@@ -22,6 +22,7 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.dropout import expand_dropout
+from roundpipe_fx.passes.equal_values import equal_values, share_equal_values
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.interpolation import restore_interpolation
@@ -279,12 +280,18 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         operations = read_operations(joint, len(setting.segments), granularity, in_place)
         rotor = setting.options.rotor
         if rotor is None:
-            chosen = choose(operations, budget, setting.share, margin)
+            shared = _with_equal_values_shared(joint)
+            whole = None
+            if shared is not None:
+                whole = read_operations(shared, len(setting.segments), granularity, in_place)
+            chosen = choose(operations, budget, setting.share, margin, whole)
+            if shared is not None and chosen.followed is whole:
+                joint = shared
         else:
             limit = int(rotor.limit * setting.share)
             fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
             frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
-            chosen = Chosen(fitted.candidate, limit, operations, frontier)
+            chosen = Chosen(fitted.candidate, limit, operations, frontier, operations)
         joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.cuts, setting.costs)
         lowered = emit(joint, setting, chosen=chosen)
         excess = lowered.plan.peak_bytes - chosen.limit
@@ -293,6 +300,17 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
         joint = spare
+
+
+def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
+    """A copy, for plans that keep everything.
+
+    ``None`` if no values are equal, or parts of the model have budgets of their own or are not kept.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None or Mark.NOT_KEPT in node.meta for node in forward):
+        return None
+    return share_equal_values(joint.copy()) if equal_values(joint) else None
 
 
 def emit(

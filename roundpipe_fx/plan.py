@@ -251,7 +251,9 @@ class Plan:
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
-        return tuple((item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates)
+        (whole,) = self.trade_off
+        found = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
+        return (whole, *(point for point in found if point[0] < whole[0]))
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what it would cost otherwise.

@@ -128,9 +128,9 @@ def simulate_programs(
             for node in backward.inputs
             if node not in given and not is_sum(node)
         }
-        arriving[len(run.events)] = [storage for leaves in arrived.values() for storage in leaves]
-        arriving[len(run.events)].append(run.numbers.new_of(lasting_bytes(tangents, granularity)))
-        lasting += arriving[len(run.events)]
+        outside = run.numbers.new_of(lasting_bytes(tangents, granularity))
+        arriving[len(run.events)] = [outside, *(storage for leaves in arrived.values() for storage in leaves)]
+        lasting += [outside, *(storage for node in tangents for storage in arrived.get(node, ()))]
         given = {**given, **arrived}
         lasting += [
             storage

@@ -28,6 +28,21 @@ def language_batch(batch: int = 2, length: int = 16) -> dict[str, Any]:
     return {"input_ids": tokens, "labels": tokens}
 
 
+def llama(layers: int = 2, width: int = 32) -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
 def qwen3_moe(layers: int = 2, width: int = 32, experts: int = 4, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
     config = transformers.Qwen3MoeConfig(
         vocab_size=VOCABULARY,

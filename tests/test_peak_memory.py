@@ -130,6 +130,28 @@ def test_new_values_of_buffers_live_until_the_forward_is_over(training: bool) ->
     assert peak.bytes == compiled.plan.peak_bytes
 
 
+def test_a_zero_that_stands_for_a_gradient_dies_at_its_last_use() -> None:
+    class LossAndLogits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(64, 8), nn.Tanh(), nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            logits = self.layers(x)
+            return logits.square().sum(), logits
+
+    model, x = LossAndLogits(), torch.randn(32, 64)
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0)
+    for _ in range(2):
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            loss, logits = compiled(x)
+            loss.backward()
+        del loss, logits
+    assert compiled.plan.peak.module == "layers.0" and "backward" in compiled.plan.peak.call
+    assert peak.bytes == compiled.plan.peak_bytes
+
+
 def test_unused_outputs_cost_nothing() -> None:
     class LossAndLogits(nn.Module):
         def __init__(self) -> None:

@@ -81,7 +81,7 @@ def within_budget(
         mapped = operations_of(own)
         candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
         own = follow_schedule(own, candidate.schedule.backward, setting.cuts, setting.costs)
-        chosen = Chosen(candidate, candidate.peak.bytes, mapped, ())
+        chosen = Chosen(candidate, candidate.peak.bytes, mapped, (), mapped)
         found = attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
         made.append((choice, found))
         return found

@@ -184,7 +184,7 @@ def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[
         for operation in graph.backward[segment]:
             born.update(dict.fromkeys(operation.makes, segment))
             dies.update({s: segment for s in operation.reads if s in born})
-    dies.update(dict.fromkeys((*graph.gradients, *graph.tangents), -1))
+    dies.update(dict.fromkeys((*graph.gradients, *graph.held), -1))
     entering: list[set[int]] = [set() for _ in range(graph.segments)]
     lasting: list[set[int]] = [set() for _ in range(graph.segments)]
     for storage, birth in born.items():

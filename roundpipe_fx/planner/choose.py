@@ -22,17 +22,25 @@ class Chosen:
     Attributes:
         candidate: the schedule, with its peak.
         limit: the budget in bytes.
-        graph: the operations.
+        graph: the operations that plans are searched for.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
+        followed: the operations of the schedule: the same, or those with equal values shared.
     """
 
     candidate: Candidate
     limit: int
     graph: OperationGraph
     frontier: tuple[tuple[int, float], ...]
+    followed: OperationGraph
 
 
-def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margin: int = 0) -> Chosen:
+def choose(
+    graph: OperationGraph,
+    budget: int | float,
+    share: float = 1.0,
+    margin: int = 0,
+    whole: OperationGraph | None = None,
+) -> Chosen:
     """Choose a schedule for a budget.
 
     Args:
@@ -40,12 +48,17 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
         budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
         share: of the budget that may be used, in (0, 1].
         margin: bytes that emitted programs were found to need beyond what was simulated here.
+        whole: the same with equal values shared, for where everything is kept.
 
     Raises:
         InfeasibleBudgetError: the budget is below the least peak that can be reached.
     """
     blocks = Blocks(graph)
-    kept = everything_kept(blocks)
+    kept, followed = everything_kept(blocks), graph
+    if whole is not None:
+        shared = everything_kept(Blocks(whole))
+        if shared.peak.bytes < kept.peak.bytes:
+            kept, followed = shared, whole
     fits = budget == 1.0 or (isinstance(budget, int) and kept.peak.bytes + margin <= budget * share)
     # What fits as it is needs no search.
     found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks, kept=kept)
@@ -55,7 +68,8 @@ def choose(graph: OperationGraph, budget: int | float, share: float = 1.0, margi
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     for candidate in candidates:
         if candidate.peak.bytes + margin <= limit or (isinstance(budget, float) and candidate is candidates[-1]):
-            return Chosen(candidate, max(limit, candidate.peak.bytes + margin), graph, frontier)
+            limit = max(limit, candidate.peak.bytes + margin)
+            return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph)
     raise _infeasible(graph, candidates[-1], limit)
 
 

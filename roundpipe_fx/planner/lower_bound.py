@@ -66,7 +66,7 @@ class _Cut:
         self._makers = {storage: operation for operation in self.backward for storage in operation.makes}
         self._vertices = {operation: 2 + i for i, operation in enumerate(self.backward)}
         self._scale = max(sum(graph.sizes) / _CAPACITY, 1.0)
-        self._held = graph.outputs | graph.tangents
+        self._held = graph.outputs | graph.held
         """What the caller holds as long as any of the backward runs."""
         self._arcs: list[tuple[int, int, int]] = []
         readers: dict[int, list[Operation]] = {}

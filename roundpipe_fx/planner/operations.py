@@ -106,6 +106,7 @@ class OperationGraph:
         outputs: forward storages that the caller gets.
         copied: forward storages that nobody reads but the caller, who copies them when the forward is over.
         tangents: storages of incoming gradients.
+        held: those of them that the caller may hold; the others are single zeros, which nobody does.
         loss: bytes that a loss takes that is computed outside.
         loss_lasts: bytes of them that are there until the backward is over.
         gradients: storages that the backward returns.
@@ -131,6 +132,7 @@ class OperationGraph:
     outputs: frozenset[int]
     copied: frozenset[int]
     tangents: frozenset[int]
+    held: frozenset[int]
     loss: int
     loss_lasts: int
     gradients: frozenset[int]
@@ -184,12 +186,14 @@ def read_operations(
         in_place: whether stages run eagerly, so that results may be written over operands that die.
         sums: whether gradients of parameters are added to sums that are at hand, so that none of them stays.
     """
-    reader = _Reader(joint, granularity, in_place)
+    # Compiled stages insist on strides, so for them zeros are made in full.
+    expected = joint.expected_tangents if in_place else joint.tangents
+    reader = _Reader(joint, expected, granularity, in_place)
     forward_nodes = joint.in_phase(Phase.FORWARD)
     backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
     for node in joint.inputs:
         reader.read_input(node)
-    tangents = frozenset(s for node in joint.tangents for s in reader.of(node))
+    tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
     forward = [operation for node in forward_nodes if (operation := reader.read(node)) is not None]
     forward_storages = {storage for operation in forward for storage in operation.makes}
     backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
@@ -256,8 +260,9 @@ def read_operations(
         frozenset(outputs & forward_storages),
         frozenset(copied & forward_storages),
         tangents,
-        loss_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
-        lasting_bytes(joint.expected_tangents if in_place else joint.tangents, granularity),
+        held,
+        loss_bytes(expected, granularity),
+        lasting_bytes(expected, granularity),
         frozenset(gradients - {OUTSIDE}),
         ways,
         alone,
@@ -340,12 +345,11 @@ def _last_segments(
 class _Reader:
     """Reads operations off nodes, in order."""
 
-    def __init__(self, joint: JointGraph, granularity: int, in_place: bool) -> None:
+    def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
         self._in_place = in_place
         self._numbers = StorageNumbers(granularity)
         self._tangents = set(joint.tangents)
-        # Compiled stages insist on strides, so for them zeros are made in full.
-        self._expected = set(joint.expected_tangents if in_place else joint.tangents)
+        self._expected = set(expected)
         self.makers: dict[int, int] = {}
         self.segment_of: list[int] = []
         self._count = 0

@@ -203,7 +203,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
             sizes[-3 - index] = graph.states[index]
             arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
-    lasting = {_LOSS, *graph.outputs, *graph.tangents, *(latest.get(storage, storage) for storage in graph.gradients)}
+    lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
     events = [*graph.forward_events, loss, *backward]
     peak = peak_of(events, sizes, (), lasting, arriving, list_live)
