@@ -20,8 +20,8 @@ def mark_workspaces(
     Args:
         joint: the graph; its nodes' ``meta`` is written.
         device: where the kernels run, and are measured.
-        fused: pointwise operations are compiled into kernels that need none.
-        learned: what operators whose needs depend on data have been seen to need, by name.
+        fused: a compiler makes the stages: pointwise operations become kernels that need none.
+        learned: what operators whose needs depend on data, and compiled stages, have been seen to need, by name.
     """
     for node, size in workspaces_of(joint.computed(), device, fused, learned).items():
         node.meta[Mark.WORKSPACE] = size

@@ -23,12 +23,13 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.checkpointing.in_graph import mark_checkpoints
 from roundpipe_fx.codegen import Program, seen_by_autograd
+from roundpipe_fx.cost import COMPILED_STAGES
 from roundpipe_fx.graph_breaks import warn_of_graph_break
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import opaque_backwards
 from roundpipe_fx.options import Options
-from roundpipe_fx.outside_loss import expect_loss
+from roundpipe_fx.outside_loss import expect_loss, lasting_bytes
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
@@ -38,7 +39,9 @@ from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.seen_sizes import sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+from roundpipe_fx.runtime.watched_step import WatchedStep
 from roundpipe_fx.settled_draws import keep_settled_draws
+from roundpipe_fx.simulator import allocation_granularity
 from roundpipe_fx.size_range import lower_for_sizes
 from roundpipe_fx.torch_private import UserLine
 
@@ -63,6 +66,7 @@ class _Compilation:
     pipelining: Pipelining | None = None
     likeness: Likeness = field(default_factory=Likeness)
     graph: PipelinedGraph | None = None
+    watched: WatchedStep | None = None
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -128,6 +132,9 @@ class _Compilation:
             return pipelined(self.graph, [_stand_in(node) for node in kept])
         plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
+        self.watched = self._watch(self.lowered)
+        if self.watched is not None:
+            run = self.watched.forward(run)
         see = sizes_seer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
         return observed(run, plan.outputs if plan.static else 0, see)
 
@@ -138,7 +145,27 @@ class _Compilation:
         assert self.lowered is not None and self.lowered.backward is not None
         if self.graph is not None:
             return _never_called  # the pipeline runs the backward
-        return self._load(self.lowered, self.lowered.backward)
+        run = self._load(self.lowered, self.lowered.backward)
+        return run if self.watched is None else self.watched.backward(run)
+
+    def _watch(self, lowered: Lowered) -> WatchedStep | None:
+        """Have a step show whether compiled stages exceed the budget; ``None`` if that would change nothing.
+
+        Eager stages hold what was planned. What all plans hold alike beyond it decides nothing between them, unless the
+        budget is bytes.
+        """
+        if lowered.stage_compiler == "eager" or not bounded_in_bytes(lowered.joint, self.options):
+            return None
+        assert lowered.backward is not None and lowered.plan.budget is not None
+        budget, planned = lowered.plan.budget, lowered.plan.peak_bytes - lowered.setting.beyond_plan
+
+        def see(peak: int) -> None:
+            if peak > budget:
+                self.assumptions.see_workspace(COMPILED_STAGES, peak - planned)
+
+        device = lowered.setting.device
+        outside = lasting_bytes(lowered.tangents, allocation_granularity(device))
+        return WatchedStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]

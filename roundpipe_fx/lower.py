@@ -14,7 +14,7 @@ from torch import fx
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.caching_allocator import allocator_of
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.cost import CostModel, MeasuredCosts, cost_model
+from roundpipe_fx.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
@@ -135,6 +135,7 @@ class Lowered:
             recompute,
             peak,
             self.chosen,
+            setting.beyond_plan,
         )
 
 
@@ -154,7 +155,8 @@ def lower(
         registered_syncs: operators that the user declared to force a host sync.
         training: whether the graph has a backward.
         share: of the budget that may be used.
-        workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
+        workspaces: what operators whose needs depend on data, and compiled stages, have been seen to allocate for
+            themselves, by name.
 
     Raises:
         InfeasibleBudgetError: the budget is below what the step needs at the least.
@@ -162,7 +164,8 @@ def lower(
     """
     prepared = prepare(joint, options, registered_syncs, workspaces)
     joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
-    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
+    beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if prepared.compiler != "eager" else 0
+    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond)
     budget = asked_budget(joint, options, prepared.device) if training else None
     if budget is None:
         chooser = CHOOSERS[options.recompute or "none"] if training else None
@@ -243,6 +246,8 @@ class Setting:
     segments: list[Segment]
     cuts: list[StageCut]
     share: float
+    beyond_plan: int = 0
+    """Bytes that compiled stages are taken to hold beyond what the graph says."""
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:

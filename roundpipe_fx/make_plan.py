@@ -11,7 +11,7 @@ from torch import fx
 
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.codegen.text import type_text
-from roundpipe_fx.cost import depends_on_data
+from roundpipe_fx.cost import COMPILED_STAGES, depends_on_data
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
@@ -42,8 +42,12 @@ def make_plan(
     recompute: str,
     peak: PeakMoment,
     chosen: Chosen | None = None,
+    beyond_plan: int = 0,
 ) -> Plan:
-    """Read the plan off a finished graph."""
+    """Read the plan off a finished graph.
+
+    ``beyond_plan``: bytes, in the peak too, that compiled stages are taken to hold beyond what the graph says.
+    """
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     by_stage: dict[int, list[fx.Node]] = {cut.index: [] for cut in cuts}
     for node in joint.computed():
@@ -92,7 +96,11 @@ def make_plan(
         chosen.limit if chosen is not None else None,
         peak,
         chosen.frontier if chosen is not None else (),
-        {**_assumed_of_data(joint), **_assumed_workspaces(joint)},
+        {
+            **_assumed_of_data(joint),
+            **_assumed_workspaces(joint),
+            **({f"workspace of {COMPILED_STAGES}": beyond_plan} if beyond_plan else {}),
+        },
         _largest_inputs(joint),
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),

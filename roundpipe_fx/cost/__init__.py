@@ -8,9 +8,10 @@ from roundpipe_fx.cost.measured import MeasuredCosts
 from roundpipe_fx.cost.model import CostModel
 from roundpipe_fx.cost.of_node import annotate_node, tensor_bytes
 from roundpipe_fx.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
-from roundpipe_fx.cost.workspace import depends_on_data, workspaces_of
+from roundpipe_fx.cost.workspace import COMPILED_STAGES, depends_on_data, workspaces_of
 
 __all__ = [
+    "COMPILED_STAGES",
     "DEVICES",
     "CostModel",
     "MeasuredCosts",

@@ -4,7 +4,8 @@ Convolutions reorder their operands, attention keeps sums for each thread, an op
 first. None of this is in a graph, and all of it is in memory. It is measured: the operator is run once, alone, on
 made-up operands, and what the allocator hands out meanwhile is noted. Operators that do the same on the same shapes
 are run once. Operators that are not PyTorch's own are not run for this: what they do may depend on data, or reach
-beyond this process. Steps show what they need (:class:`roundpipe_fx.assumptions.Assumptions`).
+beyond this process. Steps show what they need (:class:`roundpipe_fx.assumptions.Assumptions`), and what stages hold
+beyond their plan that a compiler has ordered and fused as it likes.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from roundpipe_fx.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
 from roundpipe_fx.torch_private import WatchedMemory, rng_states, watch_memory
 
-__all__ = ["depends_on_data", "workspaces_of"]
+__all__ = ["COMPILED_STAGES", "depends_on_data", "workspaces_of"]
 
 log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
+
+COMPILED_STAGES = "compiled stages"
+"""Under this name it is learned what a step holds at most beyond its plan because a compiler made its stages."""
 
 _OWN = ("aten", "prims", "streams")
 _BY_DATA = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -41,23 +45,29 @@ def workspaces_of(
     Args:
         nodes: operations on fake tensors.
         device: where to measure.
-        fused: pointwise operations are compiled into kernels that need none.
-        learned: what other operators have been seen to need, by name.
+        fused: a compiler makes the stages: pointwise operations become kernels that need none.
+        learned: what other operators, and compiled stages, have been seen to need, by name.
     """
+    learned = learned or {}
+    beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # nobody knows where in the step
+
     asked: dict[str, list[fx.Node]] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
         if not _makes_something(node):
             continue
+        found[node] = beyond_plan
         if depends_on_data(node):
-            found[node] = (learned or {}).get(str(node.target), 0)
+            found[node] += learned.get(str(node.target), 0)
         elif _is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     # A thread of its own: it has no modes, and no profiler of the user's.
     with ThreadPoolExecutor(1, "roundpipe_fx workspaces") as thread:
         work = thread.submit(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
         measured = work.result()
-    found.update((node, measured[signature]) for signature, same in asked.items() for node in same)
+    for signature, same in asked.items():
+        for node in same:
+            found[node] += measured[signature]
     return {node: size for node, size in found.items() if size}
 
 

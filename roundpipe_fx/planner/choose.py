@@ -70,10 +70,10 @@ def choose(
         if candidate.peak.bytes + margin <= limit or (isinstance(budget, float) and candidate is candidates[-1]):
             limit = max(limit, candidate.peak.bytes + margin)
             return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph)
-    raise _infeasible(graph, candidates[-1], limit)
+    raise _infeasible(graph, candidates[-1], limit, margin)
 
 
-def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> InfeasibleBudgetError:
+def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int, margin: int) -> InfeasibleBudgetError:
     peak = simulate(graph, lowest.schedule, list_live=True)
     if peak.operation is None:
         loss = "between its forward and its backward, while a loss is computed outside the model"
@@ -85,10 +85,11 @@ def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int) -> Infeasi
             f"in the {phase} of {module} (stage {graph.stages[peak.segment]}, segment {peak.segment}, at "
             f"{peak.operation.node.name})"
         )
+    minimum = peak.bytes + margin
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
     return InfeasibleBudgetError(
         f"memory_budget of {limit} bytes ({bytes_text(limit)}) cannot be met: a step of this model on this batch needs "
-        f"at least {peak.bytes} bytes ({bytes_text(peak.bytes)}). What binds is {where}, where these are alive: "
+        f"at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where these are alive: "
         f"{live}. Use a smaller batch, or a budget of at least the minimum.",
-        peak.bytes,
+        minimum,
     )

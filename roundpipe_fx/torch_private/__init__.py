@@ -50,7 +50,7 @@ from roundpipe_fx.torch_private.dynamo import (
     untraced_functions,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
-from roundpipe_fx.torch_private.memory import WatchedMemory, profiler_runs, watch_memory
+from roundpipe_fx.torch_private.memory import WatchedMemory, memory_is_watched, profiler_runs, watch_memory
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
     dispatch_mode_flags,
@@ -113,6 +113,7 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "log_metrics_with_functions",
+    "memory_is_watched",
     "module_path_text",
     "mutated_inputs",
     "pop_saved_tensor_hooks",

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["WatchedMemory", "profiler_runs", "watch_memory"]
+__all__ = ["WatchedMemory", "memory_is_watched", "profiler_runs", "watch_memory"]
 
 _T = TypeVar("_T")
 
@@ -73,6 +73,11 @@ def watch_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Watche
     return result
 
 
+def memory_is_watched() -> bool:
+    """Whether this thread's memory is being watched, or a profiler of the user's runs on it."""
+    return torch._C._autograd._profiler_enabled()
+
+
 def profiler_runs() -> bool:
     """Whether a profiler of the user's runs on this thread."""
-    return getattr(_watching, "others", None) is None and torch._C._autograd._profiler_enabled()
+    return getattr(_watching, "others", None) is None and memory_is_watched()

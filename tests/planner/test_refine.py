@@ -47,3 +47,11 @@ def test_the_ends_are_not_refined() -> None:
     assert refine(blocks, found, found.candidates[-1].peak.bytes - 1) == found.candidates
     with pytest.raises(InfeasibleBudgetError):
         choose(GRAPH, found.candidates[-1].peak.bytes - 1)
+
+
+def test_what_programs_need_beyond_what_was_simulated_is_part_of_the_least_budget() -> None:
+    lowest = choose(GRAPH, 0.0).limit
+    assert choose(GRAPH, lowest + 100, margin=100).candidate.peak.bytes == lowest
+    with pytest.raises(InfeasibleBudgetError, match=f"at least {lowest + 100} bytes") as caught:
+        choose(GRAPH, lowest + 99, margin=100)
+    assert caught.value.minimum == lowest + 100

@@ -1,0 +1,90 @@
+"""A watched step: what compiled stages hold at the most, seen as the step runs.
+
+A compiler orders, fuses and reuses as it likes, and holds a little more or less than the graph says that it was given.
+The second run is watched, and later ones for larger sizes: in the first one kernels may be tuned, for which memory is
+taken that no other run needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.codegen import Program
+from roundpipe_fx.cost import tensor_bytes
+from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.runtime.stage_compiler import Boxed
+from roundpipe_fx.torch_private import WatchedMemory, memory_is_watched, watch_memory
+
+__all__ = ["WatchedStep"]
+
+
+class WatchedStep:
+    """Tells the peak of a step, in two parts that run one after the other.
+
+    Args:
+        forward: the forward program.
+        backward: the backward program.
+        device_type: ``"cpu"`` or ``"cuda"``.
+        see: told the most bytes that the step holds up to the end of a part, beyond what was there when it began.
+        outside: bytes that are taken between the two, and held until the end.
+        updates: numbers of the forward's results that the caller copies into inputs, and drops.
+    """
+
+    def __init__(
+        self,
+        forward: Program,
+        backward: Program,
+        device_type: str,
+        see: Callable[[int], None],
+        outside: int,
+        updates: Collection[int],
+    ) -> None:
+        results = {node for node in forward.results if isinstance(node, fx.Node)}
+        self._arriving = [place for place, node in enumerate(backward.inputs) if node not in results]
+        self._dropped = [node for place in updates if isinstance(node := forward.results[place], fx.Node)]
+        self._device_type = device_type
+        self._see = see
+        self._outside = outside
+        self._left: int | None = None
+
+    def forward(self, run: Boxed) -> Boxed:
+        """The forward program, watched."""
+
+        def see(memory: WatchedMemory) -> None:
+            dropped = [value for node in self._dropped for value in tensor_values(node)]
+            self._left = memory.left - tensor_bytes(dropped) + self._outside
+            self._see(memory.peak)
+
+        return self._watched(run, lambda _: see)
+
+    def backward(self, run: Boxed) -> Boxed:
+        """The backward program, watched."""
+
+        def seer(arguments: list[Any]) -> Callable[[WatchedMemory], None]:
+            arrived = (arguments[place] for place in self._arriving)
+            arriving = sum(value.untyped_storage().nbytes() for value in arrived if isinstance(value, torch.Tensor))
+            left = self._left
+            return lambda memory: None if left is None else self._see(left + arriving + memory.peak)
+
+        return self._watched(run, seer)
+
+    def _watched(self, run: Boxed, seer: Callable[[list[Any]], Callable[[WatchedMemory], None]]) -> Boxed:
+        runs = 0
+        largest: list[int] | None = None
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            nonlocal runs, largest
+            runs += 1
+            sizes = [size for size in arguments if isinstance(size, int)]
+            grown = largest is None or any(size > known for size, known in zip(sizes, largest, strict=True))
+            if runs == 1 or not grown or memory_is_watched():
+                return run(arguments)
+            largest = sizes if largest is None else list(map(max, sizes, largest))
+            return watch_memory(lambda: run(arguments), self._device_type, seer(arguments))
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
