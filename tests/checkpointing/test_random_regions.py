@@ -63,7 +63,7 @@ random_settings = st.sampled_from(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(trees, random_settings)
 def test_random_trees_of_regions_have_the_same_bits(tree: list[Any], setting: dict[str, Any]) -> None:
     batch = {"x": torch.randn(16, 8, generator=torch.Generator().manual_seed(1))}

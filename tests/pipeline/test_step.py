@@ -394,7 +394,7 @@ def test_other_shapes_and_modes_recompile() -> None:
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.body = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
