@@ -155,10 +155,10 @@ def test_shape_changes_recompile() -> None:
 def test_dynamic_shapes() -> None:
     model = TiedTransformer()
     compiled = roundpipe_fx.compile(model, stages=3, recompute="full", fullgraph=True, dynamic=True)
+    reference = copy.deepcopy(model)
+    run = torch.compile(reference, backend="aot_eager", dynamic=True)
     for length in (3, 5, 7):
         tokens = torch.randint(16, (2, length))
-        reference = copy.deepcopy(model)
-        run = torch.compile(reference, backend="aot_eager", dynamic=True)
         batch = {"tokens": tokens, "targets": tokens}
         assert_bitwise(train_step(compiled, model, batch), train_step(run, reference, batch))
     assert len(compiled.plans) == 1

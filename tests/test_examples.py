@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import roundpipe_fx
 
@@ -27,21 +30,23 @@ def test_demo(tmp_path: Path) -> None:
     assert (tmp_path / "program.py").exists()
 
 
-def _run_page(page: str, folder: Path) -> str:
+def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
     script = folder / "page.py"
     script.write_text("\n".join(blocks))
-    return _run(str(script), cwd=folder)
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(script))
 
 
-def test_readme(tmp_path: Path) -> None:
-    _run_page("README.md", tmp_path)
+def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_page("README.md", tmp_path, monkeypatch)
     assert (tmp_path / "out" / "program.py").exists()
 
 
-def test_coming_from(tmp_path: Path) -> None:
-    printed = _run_page("docs/coming-from.md", tmp_path)
+def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _run_page("docs/coming-from.md", tmp_path, monkeypatch)
+    printed = capsys.readouterr().out
     assert "operations (persistent for 1048576 bytes)" in printed and (tmp_path / "model.pt").exists()
 
 

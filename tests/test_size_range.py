@@ -39,7 +39,7 @@ def _references(model: nn.Module, batches: list[dict[str, Any]]) -> list[Step]:
 
 def test_no_length_exceeds_the_budget() -> None:
     torch.manual_seed(0)
-    model = hugging_face.gpt2(layers=2)
+    model = hugging_face.gpt2(layers=1)
     longest = hugging_face.language_batch(2, 96)
     budget = roundpipe_fx.plan(copy.deepcopy(model), **longest, memory_budget=0.2, device="cpu").peak_bytes
     budget = int(1.2 * budget)
