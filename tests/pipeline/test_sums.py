@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import fx, nn
 
 import roundpipe_fx
 from roundpipe_fx.runtime.sums import Sums
+from tests.comparison import Step
 from tests.golden_models import TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, left_behind, pipelined_step, squares
 
@@ -52,12 +54,19 @@ def test_a_step_holds_no_matrix_beside_the_sums(schedule: str) -> None:
     assert gradients < peak.bytes < gradients + 128 * 1024  # the rest are activations; a matrix has as many bytes
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_no_microbatch_sends_a_tied_gradient(schedule: str) -> None:
-    model = TiedTransformer(width=8, depth=4, vocabulary=1024)
-    tokens = torch.randint(1024, (4, 6))
+@functools.cache
+def _tied() -> tuple[nn.Module, dict[str, torch.Tensor], Step]:
+    """A model, which is only copied, its batch and the reference."""
+    torch.manual_seed(0)
+    model, tokens = TiedTransformer(width=8, depth=3, vocabulary=1024), torch.randint(1024, (4, 6))
     batch = {"tokens": tokens, "targets": tokens}
     reference, _ = pipelined_step(model, batch, num_microbatches=4, devices=["cpu"], stages=1)
+    return model, batch, reference
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_microbatch_sends_a_tied_gradient(schedule: str) -> None:
+    model, batch, reference = _tied()
     step, compiled = pipelined_step(model, batch, num_microbatches=4, schedule=schedule)
     assert_close(step, reference)
     modules = compiled.plan.modules
