@@ -36,14 +36,19 @@ def equal_values(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     tensor of its own.
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
-    first: dict[Any, fx.Node] = {}
+    firsts: dict[Any, list[fx.Node]] = {}
     like: dict[fx.Node, fx.Node] = {}  # to each value the first that equals it
     read: dict[fx.Node, fx.Node] = {}  # to such a first value the first that the backward reads
     found: dict[fx.Node, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if not _is_pure(node):
             continue
-        like[node] = first.setdefault(_expression(node, like), node)
+        # Only what does the same with the same values is looked at whole.
+        firsts_alike = firsts.setdefault((node.target, *(like.get(s, s) for s in node.all_input_nodes)), [])
+        expression = _expression(node, like) if firsts_alike else None
+        like[node] = next((first for first in firsts_alike if _expression(first, like) == expression), node)
+        if like[node] is node:
+            firsts_alike.append(node)
         if not is_tensor(node) or is_view(node):
             continue
         shows = [node, *_views_of(node)]

@@ -14,8 +14,8 @@ from torch import fx
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.caching_allocator import allocator_of
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, tensor_values
+from roundpipe_fx.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model, tensor_bytes
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
@@ -63,6 +63,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+_WORTH_SHARING = 0.001
+"""Share of what the backward reads that equal values must hold."""
 
 CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
 
@@ -310,12 +313,15 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
 def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
     """A copy, for plans that keep everything.
 
-    ``None`` if no values are equal, or parts of the model have budgets of their own or are not kept.
+    ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
     """
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None or Mark.NOT_KEPT in node.meta for node in forward):
         return None
-    return share_equal_values(joint.copy()) if equal_values(joint) else None
+    saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
+    freed = sum(tensor_bytes(tensor_values(node)) for node in equal_values(joint))
+    # A few numbers that layers count with are not worth reading the graph once more.
+    return share_equal_values(joint.copy()) if freed > _WORTH_SHARING * saved else None
 
 
 def emit(

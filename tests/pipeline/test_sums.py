@@ -102,18 +102,17 @@ def test_a_stage_compiler_gets_an_ordinary_addition() -> None:
     assert seen and all(isinstance(target, torch._ops.OpOverload) for target in targets)
 
 
-@pytest.mark.parametrize("make", [Blocks, lambda: Blocks(dropout=0.5)])
-def test_inductor_adds_up(make: Any) -> None:
-    model, (x, y) = make(), batch_of(8)
+def test_inductor_adds_up() -> None:
+    model, (x, y) = Blocks(dropout=0.5), batch_of(8)
     options: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}
     reference, _ = pipelined_step(model, {"x": x}, **options)
     step, compiled = pipelined_step(model, {"x": x}, stage_compiler="inductor", **options)
     assert_close(step, reference)
     before = {name: p.grad.clone() for name, p in compiled.named_parameters() if p.grad is not None}
+    torch.manual_seed(0)  # the step's own seed: the same masks once more
     compiled.forward_backward(x, labels=y, loss_fn=squares)
-    if all(module.p == 0 for module in model.modules() if isinstance(module, nn.Dropout)):
-        for name, parameter in compiled.named_parameters():
-            torch.testing.assert_close(parameter.grad, 2 * before[name])
+    for name, parameter in compiled.named_parameters():
+        torch.testing.assert_close(parameter.grad, 2 * before[name])
 
 
 class Uses(nn.Module):
