@@ -50,7 +50,6 @@ def workspaces_of(
     """
     learned = learned or {}
     beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # nobody knows where in the step
-
     asked: dict[str, list[fx.Node]] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
