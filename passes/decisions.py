@@ -2,15 +2,12 @@
 
 An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
 forward; its result is saved and it is never part of a recomputation. This pass marks such operations as hoisted, with
-the reason, and moves them out of the backward where they do not depend on incoming gradients. What asks is recognized
-by operator tags and argument types, not by names:
+the reason, and moves them out of the backward where they do not depend on incoming gradients:
 
-- tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``); ``index`` carries
-  the first always and asks only when indexed by a mask;
-- copies from an accelerator to the host;
-- *decisions*: whole numbers that an operation makes out of data (``topk``, ``sort``, ``argmax``, ``multinomial``,
-  ``searchsorted``, a cast) and that a later forward operation uses to select or route. Pooling indices, which only the
-  pooling's own backward reads, are no decision;
+- host syncs and selections, by the one predicate that counters and eager scopes go by too
+  (:mod:`roundpipe_fx.host_sync`);
+- what only a whole graph shows: other whole numbers that an operation makes out of data (a cast) and that a later
+  forward operation uses to select or route;
 - operations with side effects, and those that the user registered.
 """
 
@@ -22,14 +19,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.host_sync import why_host_sync
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
     Phase,
     has_side_effect,
-    has_tag,
     input_nodes,
-    is_mask,
     is_seeded,
     is_symbolic_scalar,
     is_view,
@@ -68,58 +64,27 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
     target = node.target
     if node.op == "get_attr" or target is aten.sym_size.int:
         return None
-    if target in registered or getattr(target, "overloadpacket", None) in registered:
-        return "registered by the user"
-    if isinstance(target, torch._ops.OpOverload):
-        if has_tag(target, torch.Tag.data_dependent_output):
-            return "its result is read by the host"
-        if has_tag(target, torch.Tag.dynamic_output_shape) and not _is_plain_index(node):
-            return "its size depends on data"
-        if _copies_to_host(node):
-            return "copied from the device to the host"
-        if _is_decision(node):
-            return "decides a route"
-        if has_side_effect(node):
-            return "has a side effect"
-    elif node.meta.get("unbacked_bindings"):
-        return "its size depends on data"
-    return None
-
-
-def _is_plain_index(node: fx.Node) -> bool:
-    if node.target is not aten.index.Tensor:
-        return False
-    return not any(isinstance(index, fx.Node) and is_mask(index) for index in node.args[1])  # type: ignore[union-attr]
-
-
-def _copies_to_host(node: fx.Node) -> bool:
-    result = tensor_values(node)
-    sources = [value for source in input_nodes(node) for value in tensor_values(source)]
-    return (
-        bool(result)
-        and all(value.device.type == "cpu" for value in result)
-        and any(value.device.type not in ("cpu", "meta") for value in sources)
-    )
+    if not isinstance(target, torch._ops.OpOverload):
+        if target in registered:
+            return "registered by the user"
+        return "its size depends on data" if node.meta.get("unbacked_bindings") else None
+    operands = [value for source in input_nodes(node) for value in tensor_values(source)]
+    reason = why_host_sync(target, node.args, operands, tensor_values(node), registered)
+    if reason is not None:
+        return reason
+    if _is_decision(node):
+        return "decides a route"
+    return "has a side effect" if has_side_effect(node) else None
 
 
 def _is_decision(node: fx.Node) -> bool:
     """Whether whole numbers that ``node`` makes out of data select or route in the forward."""
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
     if node.meta.get(Mark.PHASE) is not Phase.FORWARD or not any(map(_is_whole, node_outputs(node))) or is_view(node):
         return False
-    reads_data = any(
-        value.is_floating_point() or _selects(target) for source in input_nodes(node) for value in tensor_values(source)
-    )
-    if not reads_data:
+    if not any(value.is_floating_point() for source in input_nodes(node) for value in tensor_values(source)):
         return False
     picked = [output for output in node_outputs(node) if _is_whole(output)]
     return any(_routes(output) for output in picked)
-
-
-def _selects(target: torch._ops.OpOverload) -> bool:
-    """Whether the operator's schema names a result ``indices`` (``topk``, ``sort``, ``max`` along a dimension)."""
-    return any(result.name == "indices" for result in target._schema.returns)
 
 
 def _is_whole(node: fx.Node) -> bool:

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from roundpipe_fx.host_sync import why_host_sync
 from roundpipe_fx.sync_ops import registered_sync_ops
 
 __all__ = ["count_questions"]
-
-aten = torch.ops.aten
-_INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 
 
 class count_questions(TorchDispatchMode):
@@ -27,8 +26,9 @@ class count_questions(TorchDispatchMode):
 
     Counted are operators that return a size or a number known only from data (``nonzero``, ``unique``, ``item``),
     indexing by a boolean mask, copies from an accelerator to the host, selections that return indices (``topk``,
-    ``sort``, ``argmax``), and operators given to :func:`roundpipe_fx.register_sync_op`. Operations inside a kernel or
-    a compiled stage (Inductor) are not seen.
+    ``sort``, ``max`` along a dimension, ``argmax``), and operators given to :func:`roundpipe_fx.register_sync_op`: what
+    a compiled model never repeats (:mod:`roundpipe_fx.host_sync`). Operations inside a kernel or a compiled stage
+    (Inductor) are not seen.
 
     Attributes:
         by_operator: how often each operator ran, by name.
@@ -53,24 +53,13 @@ class count_questions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload) and _asks(func, args, result):
+        if isinstance(func, torch._ops.OpOverload) and _asks(func, args, kwargs, result):
             self.by_operator[str(func.overloadpacket)] += 1
         return result
 
 
-def _asks(func: torch._ops.OpOverload, args: Any, result: Any) -> bool:
-    if func in _INDEXING:
-        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
-        return True
-    if any(output.name == "indices" for output in func._schema.returns):
-        return True
-    if func.overloadpacket in (aten.argmax, aten.argmin, aten.multinomial):
-        return True
-    if func in registered_sync_ops() or func.overloadpacket in registered_sync_ops():
-        return True
-    return (
-        isinstance(result, torch.Tensor)
-        and result.device.type == "cpu"
-        and any(isinstance(arg, torch.Tensor) and arg.device.type not in ("cpu", "meta") for arg in args)
+def _asks(func: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> bool:
+    operands, results = (
+        [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in ((args, kwargs), result)
     )
+    return why_host_sync(func, args, operands, results, registered_sync_ops()) is not None

@@ -23,7 +23,13 @@ __all__ = ["Form", "Snapshots", "makes_mask_alone", "repetition", "selection", "
 
 aten = torch.ops.aten
 
-_SELECTIONS = {aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: None}
+_SELECTIONS = {
+    aten.topk.default: 2,
+    aten.sort.default: 1,
+    aten.sort.stable: None,
+    aten.cummax.default: 1,
+    aten.cummin.default: 1,
+}
 """Operators that select along a dimension, and the position of the argument ``dim``."""
 
 

@@ -5,7 +5,7 @@ knows *storages*, not tensors: an operation is recorded with the storages it mak
 storage with sizes, strides and an offset, so views are never run again.
 
 - Random operations are recorded with the state of their generator, and leave the generator as it was.
-- What makes the host wait for the device, or makes a shape out of data, is kept, not recorded.
+- What must run once (:mod:`roundpipe_fx.host_sync`) is kept, not recorded.
 - A tensor from outside that the scope updates in place is copied before the first update; running again works on
   that copy.
 - Of all that was recorded only what leads to what is wanted runs again, and what it makes dies at its last use.
@@ -23,6 +23,8 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.host_sync import why_host_sync
+from roundpipe_fx.sync_ops import registered_sync_ops
 
 __all__ = ["Tape", "View", "storage_key", "view_of"]
 
@@ -133,7 +135,9 @@ class Tape:
         for tensor in results:
             if isinstance(tensor, torch.Tensor) and _is_plain(tensor) and storage_key(tensor) not in known:
                 made.setdefault(storage_key(tensor), None)
-        if (made or written) and not _is_question(operator, args):
+        made_here = [tensor for tensor in results if isinstance(tensor, torch.Tensor)]
+        asks = why_host_sync(operator, args, tensors, made_here, registered_sync_ops()) is not None
+        if (made or written) and not asks:
             places = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
             for tensor in results:
@@ -291,18 +295,6 @@ def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             found += tree_leaves(value)
     return [value for value in found if isinstance(value, torch.Tensor)]
-
-
-def _is_question(operator: Any, args: Sequence[Any]) -> bool:
-    """Whether the host waits for an operator's result, or its shape depends on data."""
-    if torch.Tag.data_dependent_output in operator.tags:
-        return True
-    if torch.Tag.dynamic_output_shape not in operator.tags:
-        return False
-    if operator is torch.ops.aten.index.Tensor:
-        indices = (index for index in args[1] if isinstance(index, torch.Tensor))
-        return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return True
 
 
 def _generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
