@@ -27,7 +27,7 @@ from roundpipe_fx.cost import COMPILED_STAGES
 from roundpipe_fx.graph_breaks import warn_of_graph_break
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
-from roundpipe_fx.opaque_backward import opaque_backwards
+from roundpipe_fx.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.options import Options
 from roundpipe_fx.outside_loss import expect_loss, lasting_bytes
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
@@ -67,6 +67,8 @@ class _Compilation:
     likeness: Likeness = field(default_factory=Likeness)
     graph: PipelinedGraph | None = None
     watched: WatchedStep | None = None
+    opaque: list[OpaqueCall] = field(default_factory=list)
+    """Held until all stages are compiled, which hold what they call."""
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -255,7 +257,7 @@ def capture(
         pipelining=pipelining,
         likeness=likeness,
     )
-    with torch_private.aot_flags(), opaque_backwards(module):
+    with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
         return torch_private.aot_autograd(
             fw_compiler=compilation.forward,
             bw_compiler=compilation.backward,

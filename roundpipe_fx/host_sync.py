@@ -4,7 +4,7 @@ An operation counts as a host sync here if the host has to wait for the device's
 decision out of data:
 
 - tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``);
-- reading and writing by a mask; ``index`` carries the first tag always and synchronizes only for boolean or byte indices;
+- reading and writing by a mask; ``index`` carries the first tag always, and synchronizes for boolean or byte indices;
 - copies from an accelerator to the host;
 - *selections*: operators that return ``indices`` (``topk``, ``sort``, ``max`` along a dimension), ``argmax``,
   ``multinomial``, ``searchsorted`` and their like. Their indices say where tokens go, and where gradients go: chosen

@@ -12,6 +12,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.opaque_backward import calls_in
 from roundpipe_fx.options import StageCompiler
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
@@ -53,7 +54,19 @@ def compile_stages(
 
 
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
-    """Make one stage module callable."""
+    """Make one stage module callable. It holds what its graph refers to beside itself."""
+    held = calls_in(graph_module.graph)
+    function = _compiled(graph_module, compiler)
+    if not held:
+        return function
+
+    def call(arguments: list[Any], _held: Any = held) -> tuple[Any, ...]:
+        return function(arguments)
+
+    return call
+
+
+def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     if compiler == "eager":
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]

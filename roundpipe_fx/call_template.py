@@ -1,0 +1,108 @@
+"""Call templates: a tree of arguments without what changes from call to call, to be filled in again.
+
+A graph hands tensors and sizes to an operator, and nothing else. Whatever else a Python function is given goes beside
+the graph as a template: the tree, with a slot in the place of each tensor and of each number that is a symbol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+__all__ = ["emptied", "filled", "same"]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """The place of something that a call is given.
+
+    Attributes:
+        kind: a tensor, a whole number, or a number that travels as a tensor of one.
+        place: which, of its kind.
+    """
+
+    kind: Literal["tensor", "size", "number"]
+    place: int
+
+
+@dataclass(frozen=True)
+class _Items:
+    """A sequence with slots; ``make`` turns a list of items into it."""
+
+    make: Callable[[list[Any]], Any]
+    items: tuple[Any, ...]
+
+
+def emptied(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
+    """A tree with slots for what changes.
+
+    Args:
+        tree: of lists, tuples, named tuples, shapes and dictionaries; all other objects are constants.
+        tensors: extended by those in the tree, and by its symbolic floats, as tensors.
+        sizes: extended by the symbolic whole numbers in the tree.
+    """
+    if isinstance(tree, torch.Tensor):
+        tensors.append(tree)
+        return _Slot("tensor", len(tensors) - 1)
+    if isinstance(tree, torch.SymInt):
+        sizes.append(tree)
+        return _Slot("size", len(sizes) - 1)
+    if isinstance(tree, torch.SymFloat):
+        tensors.append(torch.scalar_tensor(tree, dtype=torch.float64))  # type: ignore[arg-type]
+        return _Slot("number", len(tensors) - 1)
+    if isinstance(tree, torch.SymBool):
+        return bool(tree)
+    if isinstance(tree, (list, tuple)):
+        kind = type(tree)
+        make: Callable[[list[Any]], Any] = getattr(kind, "_make", kind)
+        return _Items(make, tuple(emptied(item, tensors, sizes) for item in tree))
+    if type(tree) is dict:
+        return {key: emptied(item, tensors, sizes) for key, item in tree.items()}
+    return tree
+
+
+def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
+    """The tree for a call.
+
+    Args:
+        template: of :func:`emptied`.
+        tensors: for its slots.
+        sizes: likewise.
+    """
+    if isinstance(template, _Slot):
+        if template.kind == "size":
+            return sizes[template.place]
+        value = tensors[template.place]
+        return value.item() if template.kind == "number" else value
+    if isinstance(template, _Items):
+        return template.make([filled(item, tensors, sizes) for item in template.items])
+    if type(template) is dict:
+        return {key: filled(item, tensors, sizes) for key, item in template.items()}
+    return template
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two templates are equal in type and value. An object of unknown kind equals itself alone."""
+    if left is right:
+        return True
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, _Items):
+        return left.make == right.make and same(left.items, right.items)
+    if type(left) is dict:
+        return list(left) == list(right) and all(same(item, right[key]) for key, item in left.items())
+    if isinstance(left, np.ndarray):
+        alike = left.dtype == right.dtype and left.shape == right.shape and not left.dtype.hasobject
+        return bool(alike and left.tobytes() == right.tobytes())
+    if isinstance(left, float):
+        return left.hex() == right.hex()  # not equal: zeros of both signs; equal: what is not a number
+    return isinstance(left, _COMPARED) and bool(left == right)
+
+
+_COMPARED = (int, str, bytes, complex, torch.dtype, torch.device, torch.layout, torch.memory_format, _Slot)
