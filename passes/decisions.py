@@ -83,6 +83,8 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
             return "has a side effect"
     elif node.meta.get("unbacked_bindings"):
         return "its size depends on data"
+    elif target is torch.ops.higher_order.with_effects:
+        return "has a side effect"
     return None
 
 

@@ -23,8 +23,8 @@ class Source:
     """Where an argument comes from.
 
     Attributes:
-        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step) or
-            ``"sum"`` (what gradients add up to so far).
+        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step),
+            ``"sum"`` (what gradients add up to so far) or ``"token"`` (``None``, with which a chain of effects begins).
         index: which; a value's number is the program's own, a sum's that of the gradient.
     """
 
@@ -37,7 +37,7 @@ class Gradient:
     """A gradient, or a part of one.
 
     Attributes:
-        primal: whose it is.
+        primal: whose it is; -1: there is none.
         source: where it comes from; ``None``: there is none.
     """
 

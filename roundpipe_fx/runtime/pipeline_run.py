@@ -287,6 +287,8 @@ class _Run:
     def _outside(self, source: Source, batch: int, device: int, lane: Lane) -> Any:
         if source.kind == "tangent":
             return lane.local(self._tangents[batch][source.index])
+        if source.kind == "token":
+            return None
         if source.kind == "sum":
             return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
