@@ -146,7 +146,9 @@ def instructions_of(
             places = tuple(where[batch].items())
             key = (device, id(programs[batch]), places, tuple(sequences[device][batch]), batch)
             if key not in known:
-                known[key] = _of_microbatch(device, batch, programs[batch], where[batch], sequences[device][batch], left)
+                known[key] = _of_microbatch(
+                    device, batch, programs[batch], where[batch], sequences[device][batch], left
+                )
             own.append(known[key][action.step])
         made.append(own)
     return made
