@@ -67,7 +67,9 @@ def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
     if not isinstance(target, torch._ops.OpOverload):
         if target in registered:
             return "registered by the user"
-        return "its size depends on data" if node.meta.get("unbacked_bindings") else None
+        if node.meta.get("unbacked_bindings"):
+            return "its size depends on data"
+        return "has a side effect" if target is torch.ops.higher_order.with_effects else None
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     reason = why_host_sync(target, node.args, operands, tensor_values(node), registered)
     if reason is not None:

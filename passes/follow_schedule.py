@@ -131,6 +131,8 @@ class _Follower:
         for user in list(original.users):
             if user.target is not operator.getitem or is_view(user) or user in self._placed:
                 continue
+            if user.args[1] >= len(made.meta["val"]):  # type: ignore[operator]
+                continue  # a batch norm that is made again without running statistics has no new ones
             if original is made:
                 self._place(user)
             else:

@@ -43,9 +43,25 @@ def start_early(joint: JointGraph) -> JointGraph:
             if node not in late:
                 node.meta[Mark.PHASE] = Phase.RECOMPUTE
     _place_views(joint)
+    _end_early(joint)
     if _widen_late(joint):
         _place_views(joint)
     return joint
+
+
+def _end_early(joint: JointGraph) -> None:
+    """A stage whose gradients depend on none that arrives has nothing to be ahead of: all of it is its backward."""
+    early = _by_stage(joint, Phase.RECOMPUTE)
+    for stage in early.keys() - _by_stage(joint, Phase.BACKWARD).keys():
+        for node in early[stage]:
+            node.meta[Mark.PHASE] = Phase.BACKWARD
+
+
+def _by_stage(joint: JointGraph, phase: Phase) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node in joint.in_phase(phase):
+        found.setdefault(node.meta[Mark.STAGE], []).append(node)
+    return found
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:

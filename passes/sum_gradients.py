@@ -42,9 +42,12 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
             holders[storage].append(node)
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
     primals = joint.primals
-    results: list[list[Any]] = [[] for _ in primals]
+    results: dict[int, list[Any]] = defaultdict(list)
     found: list[_Found] = []
-    for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
+    owners, gradients = joint.gradient_owners, joint.gradients
+    for owner, gradient in zip(owners, gradients, strict=True):
+        if owner is None:
+            continue
         storages = numbers.of(gradient) if isinstance(gradient, fx.Node) else []
         if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
@@ -70,8 +73,9 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
             sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
     for (owner, *_), total in sums.items():
         results[owner].append(total)
-    firsts = [own[0] for own in results]
-    parts = [(owner, part) for owner, own in enumerate(results) for part in own[1:]]
+    captured = list(zip(owners, gradients, strict=True))[: len(gradients) - len(joint.parts)]
+    firsts = [gradient if owner is None else results[owner].pop(0) for owner, gradient in captured]
+    parts = [(owner, part) for owner, own in sorted(results.items()) for part in own]
     forward = joint.forward_outputs
     joint.graph.output_node().args = ((*forward, *firsts, *(part for _, part in parts)),)
     return dataclasses.replace(joint, labels=labels, parts=tuple(owner for owner, _ in parts))

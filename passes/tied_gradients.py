@@ -28,11 +28,11 @@ def split_tied_gradients(joint: JointGraph) -> JointGraph:
     times = Counter(output for output in outputs if isinstance(output, fx.Node))
     further: list[fx.Node] = []
     owners: list[int] = []
-    for owner, gradient in enumerate(joint.gradients):
-        if not isinstance(gradient, fx.Node) or primals[owner] not in joint.parameters or times[gradient] > 1:
+    for place, (owner, gradient) in enumerate(zip(joint.gradient_owners, joint.gradients, strict=True)):
+        if owner is None or primals[owner] not in joint.parameters or times[gradient] > 1:
             continue
         first, *others = _addends(gradient)
-        outputs[joint.num_forward_outputs + owner] = first
+        outputs[joint.num_forward_outputs + place] = first
         further += others
         owners += [owner] * len(others)
     if not further:

@@ -200,7 +200,7 @@ class _Compilation:
         parameters = set()
         names: set[str] = set()
         for node in module.graph.find_nodes(op="placeholder"):
-            index = getattr(node.meta.get("desc"), "idx", None)
+            index = torch_private.plain_input(node)
             if index is not None and index < len(self.labels):
                 label, is_parameter = self.labels[index]
                 # Modules in a closure or a list all look like roots, with parameters of the same name.

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.torch_private import graph_module, input_mutations
+from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
 __all__ = [
     "JointGraph",
@@ -99,8 +99,8 @@ class JointGraph:
         parameters: graph inputs that are parameters or buffers of the model.
         mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
             statistics). Their value at backward time is not the one the forward read.
-        parts: for each gradient beyond one an input, the number of the input that it is one more part of
-            (tied_gradients).
+        parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
+            (tied_gradients, sum_gradients).
     """
 
     module: fx.GraphModule
@@ -147,7 +147,7 @@ class JointGraph:
 
     @property
     def outputs(self) -> list[Any]:
-        """All graph outputs (nodes, or constants and ``None``): the forward's, then one gradient an input."""
+        """All graph outputs (nodes, or constants and ``None``): the forward's, then the backward's."""
         return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
 
     @property
@@ -157,13 +157,20 @@ class JointGraph:
 
     @property
     def gradients(self) -> list[Any]:
-        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts."""
+        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts.
+
+        Tokens that order effects are inputs without a gradient, and are returned by a backward that has effects.
+        """
         return self.outputs[self.num_forward_outputs :]
 
     @property
-    def gradient_owners(self) -> list[int]:
-        """For each gradient the number of its input. The gradient of an input is the sum of all that are its own."""
-        return [*range(len(self.gradients) - len(self.parts)), *self.parts]
+    def gradient_owners(self) -> list[int | None]:
+        """For each of :attr:`gradients` the number of its input; ``None`` where there is no gradient.
+
+        The gradient of an input is the sum of all that are its own.
+        """
+        described = gradient_inputs(self.module, self.num_forward_outputs)
+        return [*described[: len(self.gradients) - len(self.parts)], *self.parts]
 
     @property
     def updates(self) -> dict[int, int]:

@@ -102,8 +102,8 @@ class Lowered:
         return self.setting.compiler
 
     @property
-    def gradient_owners(self) -> Sequence[int]:
-        """For each of the backward's results, the number of the input whose gradient it is, or a part of."""
+    def gradient_owners(self) -> Sequence[int | None]:
+        """For each of the backward's results, the number of the input whose gradient it is, or a part of, if any."""
         return self.joint.gradient_owners
 
     @property
@@ -120,8 +120,7 @@ class Lowered:
     def plan(self) -> Plan:
         """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
         joint, setting = self.joint, self.setting
-        made = zip(joint.gradient_owners, joint.gradients, strict=True)
-        trained = sorted(owner for owner, gradient in made if gradient is not None)
+        trained = sorted({owner for owner in joint.gradient_owners if owner is not None})
         granularity = allocation_granularity(setting.device)
         allocator = allocator_of(setting.device)
         peak = simulate_programs(

@@ -198,7 +198,7 @@ class HeldBytes:
 def simulate_calls(
     forward: Program,
     backward: Program | None,
-    owners: Sequence[int] = (),
+    owners: Sequence[int | None] = (),
     tangents: Collection[fx.Node] = (),
     granularity: int = 1,
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
@@ -206,7 +206,7 @@ def simulate_calls(
 
     Gradients of parameters are not held: they are added to those of earlier microbatches. The arguments are those of
     :func:`simulate_programs`, and ``owners``: for each of the backward's results, the number of the input that it is
-    the gradient of, or a part of it.
+    the gradient of, or a part of it, if any.
     """
     first, _ = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=False)
     later, held = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=True)
@@ -227,7 +227,7 @@ class _Call(NamedTuple):
 def _simulate_calls(
     forward: Program,
     backward: Program | None,
-    owners: Sequence[int],
+    owners: Sequence[int | None],
     tangents: Collection[fx.Node],
     granularity: int,
     are_sums: bool,
@@ -250,7 +250,7 @@ def _simulate_calls(
         arrived = set(range(before_backward, len(run.numbers.sizes)))
         items: Any = backward.module.graph.output_node().args[0]
         for item, owner, leaves in zip(items, owners, run.program(backward, inputs), strict=True):
-            if isinstance(item, fx.Node) and item.op == "call_function":
+            if isinstance(item, fx.Node) and item.op == "call_function" and owner is not None:
                 (giver, *_) = item.all_input_nodes
                 found = gradients.setdefault(str(giver.target), {})
                 found.update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))

@@ -26,6 +26,7 @@ from roundpipe_fx.runtime.seen_sizes import SeeSize, sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.runtime.watched_operators import watch_operators
 from roundpipe_fx.schedules import Kind, StageGraph, Step, with_transfers
+from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
 
@@ -149,12 +150,13 @@ def _numbers(lowered: Lowered) -> set[int]:
 
 
 def _tangents(lowered: Lowered) -> list[fx.Node]:
-    """Incoming gradients: what the backward gets that the forward does not return."""
+    """Incoming gradients: what the backward gets that the forward does not return, but for tokens of effects."""
     if lowered.backward is None:
         return []
     returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
     inputs = lowered.backward.inputs
-    return [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
+    found = [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
+    return [node for node in found if not is_effect_token(node)]
 
 
 def _program(
@@ -168,7 +170,8 @@ def _program(
     known = {node: Source("value", number) for node, number in numbers.items()}
     known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
-
+    given = lowered.backward.inputs if lowered.backward is not None else ()
+    known |= {node: Source("token", 0) for node in given if node.op == "placeholder" and is_effect_token(node)}
     backward = lowered.backward.results if lowered.backward is not None else ()
     known |= {
         _sum_before(node): Source("sum", number)
@@ -192,7 +195,8 @@ def _program(
         variant.steps.graph,
         tuple(known.get(node) for node in lowered.forward.results[: lowered.forward.outputs]),
         tuple(
-            Gradient(primal, known.get(node)) for primal, node in zip(lowered.gradient_owners, backward, strict=True)
+            Gradient(-1, None) if primal is None else Gradient(primal, known.get(node))
+            for primal, node in zip(lowered.gradient_owners, backward, strict=True)
         ),
         tuple(differentiated),
         lowered.updates,

@@ -268,7 +268,8 @@ class Pipeline:
                 check_together(whole, graph, [own.pipeline for own in taken.graphs])
             schedule = whole if kinds is None else whole.only(*kinds)
             # The programs are held, so that their identities stay theirs.
-            self._schedules[key] = instructions_of(schedule, taken.programs), taken.programs
+            left = kinds == (Kind.FORWARD,)
+            self._schedules[key] = instructions_of(schedule, taken.programs, left), taken.programs
         return self._schedules[key][0]
 
     def _home(self, taken: Taken) -> torch.device:

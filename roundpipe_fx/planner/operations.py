@@ -210,7 +210,7 @@ def read_operations(
     gradients = {
         storage
         for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
-        if isinstance(node, fx.Node) and primals[owner] not in added
+        if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
         for storage in reader.of(node)
     }
     values: dict[int, fx.Node] = {}

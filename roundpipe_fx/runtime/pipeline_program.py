@@ -23,8 +23,8 @@ class Source:
     """Where an argument comes from.
 
     Attributes:
-        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step) or
-            ``"sum"`` (what gradients add up to so far).
+        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step),
+            ``"sum"`` (what gradients add up to so far) or ``"token"`` (``None``, with which a chain of effects begins).
         index: which; a value's number is the program's own, a sum's that of the gradient.
     """
 
@@ -37,7 +37,7 @@ class Gradient:
     """A gradient, or a part of one.
 
     Attributes:
-        primal: whose it is.
+        primal: whose it is; -1: there is none.
         source: where it comes from; ``None``: there is none.
     """
 
@@ -116,13 +116,16 @@ class Instruction:
     sums: tuple[tuple[int, int], ...]
 
 
-def instructions_of(schedule: Schedule, programs: Sequence[PipelineProgram]) -> list[list[Instruction]]:
+def instructions_of(
+    schedule: Schedule, programs: Sequence[PipelineProgram], left: bool = False
+) -> list[list[Instruction]]:
     """What each device does.
 
     Args:
         schedule: a valid one, or the part of one that is of some kinds. What others read of its values is left for a
             later run.
         programs: of each microbatch. Actions whose step a microbatch's program has not are left out.
+        left: whether gradients that are made are left too, because the backward is a later run.
     """
     orders = [
         [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
@@ -143,14 +146,16 @@ def instructions_of(schedule: Schedule, programs: Sequence[PipelineProgram]) -> 
             places = tuple(where[batch].items())
             key = (device, id(programs[batch]), places, tuple(sequences[device][batch]), batch)
             if key not in known:
-                known[key] = _of_microbatch(device, batch, programs[batch], where[batch], sequences[device][batch])
+                known[key] = _of_microbatch(
+                    device, batch, programs[batch], where[batch], sequences[device][batch], left
+                )
             own.append(known[key][action.step])
         made.append(own)
     return made
 
 
 def _of_microbatch(
-    device: int, batch: int, program: PipelineProgram, where: Mapping[Step, int], sequence: Sequence[Step]
+    device: int, batch: int, program: PipelineProgram, where: Mapping[Step, int], sequence: Sequence[Step], left: bool
 ) -> dict[Step, Instruction]:
     last: dict[int, Step] = {}
     for step in sequence:
@@ -171,6 +176,9 @@ def _of_microbatch(
     }
     outputs = _places(program.outputs)
     gradients = _places([gradient.source for gradient in program.gradients])
+    if left:
+        later |= gradients.keys()
+        gradients = {}
     instructions: dict[Step, Instruction] = {}
     received: set[Step] = set()
     for step in sequence:

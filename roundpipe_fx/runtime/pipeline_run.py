@@ -80,7 +80,7 @@ def run_pipeline(
         instructions: of each device.
         programs: of each microbatch.
         primals: inputs of the forward, for each microbatch.
-        tangents: incoming gradients, for each microbatch.
+        tangents: incoming gradients, for each microbatch; none if the backward is a later run.
         streams: of random numbers, for each microbatch.
         given: values that an earlier run has left, for each microbatch, by number. Emptied, so that they die as they
             are read.
@@ -145,6 +145,7 @@ class _Run:
         self._mailboxes = [Mailbox() for _ in workers.lanes]
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.lanes]
         self._inherits = bool(given)
+        self._left_gradients = _gradients_among(given, programs, primals)
         if given:
             self._hand_out(given)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
@@ -287,6 +288,8 @@ class _Run:
     def _outside(self, source: Source, batch: int, device: int, lane: Lane) -> Any:
         if source.kind == "tangent":
             return lane.local(self._tangents[batch][source.index])
+        if source.kind == "token":
+            return None
         if source.kind == "sum":
             return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
@@ -304,10 +307,15 @@ class _Run:
         for owner, part in (found for parts in self._at_host for found in parts):
             total.add(owner, part, own=True)
         gradients = total.tensors
+        for key, value in self._left_gradients:
+            value = value.cpu() if key in self._on_host else self._lanes[0].home(value)
+            gradients[key] = gradients[key] + value if key in gradients else value
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
                 if source is not None and source.kind == "primal":
                     self._outputs[batch][place] = self._primals[batch][source.index]
+            if len(self._tangents[batch]) < len(program.tangents):
+                continue  # the backward is a later run
             for gradient in program.gradients:
                 source = gradient.source
                 if source is not None and source.kind != "value":
@@ -321,6 +329,18 @@ class _Run:
             for batch, values in enumerate(batches):
                 left[batch].update(values)
         return Finished(self._outputs, gradients, left, self._spans)
+
+
+def _gradients_among(
+    given: Sequence[Mapping[int, Any]], programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]
+) -> list[tuple[int, torch.Tensor]]:
+    """Gradients that forwards have made and left, with the identities of the tensors whose they are."""
+    return [
+        (id(own[gradient.primal]), values[gradient.source.index])
+        for values, program, own in zip(given, programs, primals, strict=False)
+        for gradient in program.gradients
+        if gradient.source is not None and gradient.source.kind == "value" and gradient.source.index in values
+    ]
 
 
 def _inherit(lane: Lane, own: dict[int, Any], sources: Sequence[Source]) -> None:

@@ -17,9 +17,12 @@ __all__ = [
     "checkpoint_policy",
     "default_partition",
     "differentiated_outputs",
+    "gradient_inputs",
     "input_mutations",
+    "is_effect_token",
     "leave_unused_gradients_out",
     "mutated_inputs",
+    "plain_input",
     "registered_backwards",
     "traces",
 ]
@@ -63,6 +66,46 @@ def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
     places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
     descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
     return [places[d.output] for d in descriptions if type(d).__name__ == "TangentAOTInput"]
+
+
+def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int | None]:
+    """For each output of a joint graph beyond the forward's the number of the input that it is the gradient of.
+
+    ``None``: it is no gradient (the token of an effect), or there is none. A graph that AOTAutograd has not described
+    has a gradient for each input.
+    """
+    outputs: Any = joint.graph.output_node().args[0]
+    gradients = list(outputs[num_forward_outputs:])
+    descriptions = joint.graph.output_node().meta.get("desc")
+    if descriptions is None:
+        return list(range(len(gradients)))
+    inputs = enumerate(joint.graph.find_nodes(op="placeholder"))
+    places = {node.meta["desc"]: place for place, node in inputs if "desc" in node.meta}
+    return [
+        None if gradient is None else places.get(_differentiated_input(description))
+        for gradient, description in zip(gradients, descriptions[num_forward_outputs:], strict=False)
+    ]
+
+
+def _differentiated_input(description: Any) -> Any:
+    """The description of the input whose gradient an output is; parts of tensor subclasses are described each."""
+    if type(description).__name__ == "SubclassGetAttrAOTOutput":
+        from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
+
+        base = _differentiated_input(description.base)
+        return None if base is None else SubclassGetAttrAOTInput(base, description.attr)
+    return description.grad_of if type(description).__name__ == "GradAOTOutput" else None
+
+
+def is_effect_token(placeholder: fx.Node) -> bool:
+    """Whether a graph input orders effects (assertions, printing) and carries nothing; its value is ``None``."""
+    return type(placeholder.meta.get("desc")).__name__ in ("ForwardTokenAOTInput", "BackwardTokenAOTInput")
+
+
+def plain_input(placeholder: fx.Node) -> int | None:
+    """Number of the input of Dynamo's graph that an input of AOTAutograd's graph is; ``None``: it is none, or part."""
+    description: Any = placeholder.meta.get("desc")
+    return description.idx if type(description).__name__ == "PlainAOTInput" else None
 
 
 def checkpoint_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:

@@ -43,10 +43,10 @@ def test_each_use_returns_what_it_adds(uses: int) -> None:
     assert joint.parts == (_tied(joint),) * (uses - 1)
     of_owner: dict[int, list[torch.Tensor]] = {}
     for owner, value in zip(joint.gradient_owners, after[first:], strict=True):
-        if value is None:
-            assert before[first + owner] is None
-        else:
+        assert (owner is None) == (value is None)
+        if owner is not None:
             of_owner.setdefault(owner, []).append(value)
+    assert sorted(of_owner) == [owner for owner, value in enumerate(before[first:]) if value is not None]
     for owner, parts in of_owner.items():
         found, wanted = functools.reduce(torch.add, parts), before[first + owner]
         if len(parts) > 2:

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,3 +84,50 @@ def test_a_failed_step_leaves_the_layers_as_they_were() -> None:
         compiled.forward_backward(torch.randn(8, 3, 6, 6), loss_fn=lambda output: output)
     assert "forward" not in model.norm1.__dict__
     assert model.norm1.num_batches_tracked == 0
+
+
+class _Twice(nn.Module):
+    """A batch norm that is used twice, and whose statistics are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.out = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(self.norm(self.linear(x)).relu())).relu()
+        return self.out(x * self.norm.running_var)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=not frozen).train(not frozen), nn.ReLU())
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Eager checkpoints update the statistics once more when they recompute.
+        inside = torch.compiler.is_compiling()
+        return self.out(roundpipe_fx.checkpoint(self.block, x) if inside else self.block(x))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_Twice, _Checkpointed, functools.partial(_Checkpointed, frozen=True)],
+    ids=["twice", "checkpointed", "frozen"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"schedule": "gpipe", "memory_budget": 0.0}, {"schedule": "zero_bubble", "checkpoint": "always"}],
+    ids=["budget", "always"],
+)
+def test_norms_that_are_computed_again(make: Callable[[], nn.Module], options: dict[str, Any]) -> None:
+    reference, x = make(), torch.randn(8, 4)
+    piped = copy.deepcopy(reference)
+    for rows in x.tensor_split(2):
+        reference(rows).square().sum().backward()
+    compiled = roundpipe_fx.compile(piped, devices=CPUS, num_microbatches=2, **options)
+    compiled.forward_backward(x, loss_fn=lambda output: output.square().sum())
+    for name, buffer in reference.named_buffers():
+        torch.testing.assert_close(piped.get_buffer(name), buffer)
+    for own, other in zip(reference.parameters(), piped.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, own.grad, rtol=1e-4, atol=1e-6)
