@@ -1,32 +1,43 @@
 """layouts: values lie in memory as the graph says.
 
-The graph notes the strides that fake kernels chose while it was traced, and views rely on them (``view`` fails where
-dimensions do not lie together, ``as_strided`` reads other elements). Two things make real strides differ:
+The graph notes the strides that fake kernels chose while it was traced, and much relies on them: views (``view``
+fails where dimensions do not lie together, ``as_strided`` reads other elements), operations that are to write over an
+operand (the next kernel goes through memory in its order, and so rounds), and what kernels are measured on. Two things
+make real strides differ:
 
-- *Operators whose fake kernel is a decomposition* (``softplus_backward``, ``native_dropout_backward``,
-  ``hardswish_backward`` and more): where operands lie differently, it may order the result's dimensions like another
-  operand than the real kernel does. Where a view would fail or read otherwise, a copy restores the order. Elsewhere the
-  graph is made to note how the value really lies: sums go through memory in its order, so a copy would change bits.
+- *Operators whose fake kernel says otherwise than the real one does* (:mod:`roundpipe_fx.cost.real_layout`). The graph
+  is made to note how values really lie, with all that follows from it. Where a view would fail then, or read otherwise,
+  it is given a copy in the order that was noted; nowhere else, since a copy would change the order in which sums go
+  through memory, and so their bits.
 - *Zeros in place of an incoming gradient that nobody made*: one zero that is seen at every place has no order of
   dimensions to hand on. Where results would lie differently for it, the gradient is marked
   (:attr:`roundpipe_fx.joint_graph.Mark.STRIDED`), and its zeros are made in full.
-
-Real strides are found by running an operator on small tensors that lie alike.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
+import operator
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
+from roundpipe_fx.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
 from roundpipe_fx.insertion import inherit_origin, insert_call
-from roundpipe_fx.joint_graph import JointGraph, Mark, input_nodes, is_seeded, is_tensor, is_view
-from roundpipe_fx.torch_private import size_hint, without_modes
+from roundpipe_fx.joint_graph import (
+    JointGraph,
+    Mark,
+    input_nodes,
+    is_seeded,
+    is_tensor,
+    is_view,
+    storages,
+    tensor_values,
+    viewed,
+)
 
 __all__ = ["mark_strided_gradients", "restore_layouts"]
 
@@ -35,31 +46,126 @@ aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
 
-class _Likeness(NamedTuple):
-    """A small tensor that lies like another."""
+def restore_layouts(joint: JointGraph, device: torch.device | None = None) -> JointGraph:
+    """Results that lie otherwise than the graph notes are noted as they lie. Runs before annotate.
 
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
-def restore_layouts(joint: JointGraph) -> JointGraph:
-    """Results that lie otherwise than the graph notes are noted as they lie, or copied. Runs before annotate."""
-    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
+    Args:
+        joint: the graph.
+        device: where kernels run, and can be tried; ``None``: it is not at hand, and pointwise operators alone are.
+    """
+    notes = _Notes(joint, device)
     for node in list(joint.computed()):
-        if not _may_lie_otherwise(node):
-            continue
-        noted, found = _likeness(node.meta["val"]), _kernel_strides(node)
-        if found is None or _same_order(noted.sizes, found, noted.strides):
-            continue
-        wanted = _order(noted.sizes, noted.strides)
-        really = _laid_out(node.meta["val"], _order(noted.sizes, found))
-        if _strides_matter(node, really, returned, {}):
-            _restore(node, really, _order(noted.sizes, found), wanted)
-        else:
-            _note(node, really)
+        notes.go_on_to(node)
+    notes.finish()
     return joint
+
+
+class _Notes:
+    """Goes through a graph and notes how values really lie."""
+
+    def __init__(self, joint: JointGraph, device: torch.device | None) -> None:
+        self._joint = joint
+        self._device = device
+        self._plain: dict[fx.Node, bool] = {}
+        self._before: dict[fx.Node, Any] = {}
+        """What was noted of values that are noted anew."""
+        self._bases: dict[fx.Node, fx.Node] | None = None
+        """What views are of; told by storages, so worked out before a value is noted anew."""
+        self._restored: dict[fx.Node, fx.Node] = {}
+
+    def go_on_to(self, node: fx.Node) -> None:
+        """Note how a node's value lies, those of all before it being noted rightly."""
+        changed = [source for source in input_nodes(node) if source in self._before]
+        if node.target is operator.getitem:
+            for source in changed:
+                self._note(node, source.meta["val"][node.args[1]])
+        elif not isinstance(node.target, torch._ops.OpOverload):
+            for source in changed:
+                self._restore(node, source)
+        elif self._shares(node):
+            if changed:
+                self._see_again(node, changed)
+        elif changed or not all(map(self._lies_plainly, input_nodes(node))):
+            self._try(node, changed)
+        if any(value.layout is not torch.strided for value in tensor_values(node)):
+            note_sparse_bytes(node, self._device)
+
+    def finish(self) -> None:
+        """Let the caller get what it was told of."""
+        output = self._joint.graph.output_node()
+        for value in dict.fromkeys(self._joint.forward_outputs):
+            if value in self._before and not _same_places(self._before[value], value.meta["val"]):
+                results = self._joint.outputs
+                copy = self._copy(value)
+                count = self._joint.num_forward_outputs
+                output.args = ([copy if item is value else item for item in results[:count]] + results[count:],)
+
+    def _lies_plainly(self, node: fx.Node) -> bool:
+        if node not in self._plain:
+            self._plain[node] = all(map(lies_plainly, tensor_values(node)))
+        return self._plain[node]
+
+    def _shares(self, node: fx.Node) -> bool:
+        """Whether a node's value is a view, or shares a storage with an operand otherwise."""
+        if self._bases is not None:
+            return node in self._bases
+        return _shares_storage(node)
+
+    def _see_again(self, node: fx.Node, changed: Sequence[fx.Node]) -> None:
+        """Note a view of something that is noted anew."""
+        if node.target is aten.as_strided.default and not self._same_places(changed[0]):
+            assert self._bases is not None
+            base = self._bases[node]
+            if base in self._before:
+                node.replace_input_with(changed[0], self._copy(base))
+                return
+        value = _faked(node)
+        if value is None:
+            for source in changed:
+                self._restore(node, source)
+            value = _faked(node)
+            assert value is not None, f"{node.format_node()} fails on what was noted"
+        self._note(node, value)
+
+    def _try(self, node: fx.Node, changed: Sequence[fx.Node]) -> None:
+        """Note what an operation that computes makes."""
+        noted = tensor_values(node)
+        values = real_values(node, self._device) if node.target.namespace == "aten" else None  # type: ignore[union-attr]
+        if values is None and changed:
+            again = _faked(node)
+            if again is None:
+                for source in changed:
+                    self._restore(node, source)
+                return
+            values = [value for value in _tensors(again)]
+            if [value.shape for value in values] != [value.shape for value in noted]:
+                return
+            values = [old if layout_of(old) == layout_of(new) else new for old, new in zip(noted, values, strict=True)]
+        if values is None or all(old is new for old, new in zip(noted, values, strict=True)):
+            return
+        found = iter(values)
+        self._note(node, tree_map_only(torch.Tensor, lambda _: next(found), node.meta["val"]))
+
+    def _note(self, node: fx.Node, value: Any) -> None:
+        if self._bases is None:
+            self._bases = {other: viewed(other) for other in self._joint.computed() if _shares_storage(other)}
+        self._before[node] = node.meta["val"]
+        self._plain.pop(node, None)
+        node.meta["val"] = value
+
+    def _same_places(self, node: fx.Node) -> bool:
+        return _same_places(self._before[node], node.meta["val"])
+
+    def _restore(self, node: fx.Node, source: fx.Node) -> None:
+        """Give a node a copy of an operand that lies as was noted, unless the difference is none in memory."""
+        if is_tensor(source) and not self._same_places(source):
+            node.replace_input_with(source, self._copy(source))
+
+    def _copy(self, node: fx.Node) -> fx.Node:
+        """A copy of a value, in the order that was noted; one for all."""
+        if node not in self._restored:
+            self._restored[node] = _copied(node, self._before[node])
+        return self._restored[node]
 
 
 def mark_strided_gradients(joint: JointGraph) -> JointGraph:
@@ -109,52 +215,42 @@ def _lying(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor 
     """A node's value as it would lie if a source had another than is noted; ``None``: it fails, or nothing is known."""
     if not is_tensor(node):
         return None
-    strides = _kernel_strides(node, source, value) if _can_be_tried(node) else None
-    if strides is not None:
-        noted: torch.Tensor = node.meta["val"]
-        return _laid_out(noted, _order(_likeness(noted).sizes, strides))
+    tried = _tried(node, source, value)
+    if tried is not None:
+        return tried
     found = _faked(node, source, value)
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _note(node: fx.Node, value: torch.Tensor) -> None:
-    """Note how a node's value really lies, and how what follows from it does."""
-    noted = node.meta["val"]
-    for user in list(node.users):
-        if user.op != "output" and is_tensor(user) and (is_view(user) or not _is_indifferent(user, node, value)):
-            lies = _lying(user, node, value)
-            if lies is not None:
-                _note(user, lies)
-    assert noted.shape == value.shape
-    node.meta["val"] = value
-
-
 def _is_indifferent(node: fx.Node, source: fx.Node, value: torch.Tensor) -> bool:
     """Whether a node's results lie as noted if it is given another value of a source."""
-    strides = _kernel_strides(node, source, value) if _can_be_tried(node) else None
-    if strides is not None:
-        noted = _likeness(node.meta["val"])
-        return _same_order(noted.sizes, strides, noted.strides)
+    tried = _tried(node, source, value)
+    if tried is not None:
+        return _same_places(node.meta["val"], tried)
     found, expected = _tensors(_faked(node, source, value)), _tensors(node.meta.get("val"))
-    if len(found) != len(expected):
-        return False
-    pairs = [(_likeness(left), _likeness(right)) for left, right in zip(found, expected, strict=True)]
-    return all(_same_order(left.sizes, left.strides, right.strides) for left, right in pairs)
+    return len(found) == len(expected) and all(map(_same_places, expected, found))
 
 
-def _faked(node: fx.Node, source: fx.Node, value: torch.Tensor) -> Any:
-    """A node's fake value if a source had another than is noted; ``None`` if it cannot be."""
+def _tried(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+    if not _can_be_tried(node):
+        return None
+    values = small_values(node, lambda operand: value if operand is source else operand.meta.get("val"))
+    return None if values is None else values[0]
+
+
+def _faked(node: fx.Node, source: fx.Node | None = None, value: torch.Tensor | None = None) -> Any:
+    """A node's fake value, a source's value replaced; ``None`` if it fails."""
 
     def given(operand: fx.Node) -> Any:
         return value if operand is source else operand.meta.get("val")
 
     assert isinstance(node.target, torch._ops.OpOverload)
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), given)
-    with value.fake_mode:  # type: ignore[attr-defined]
+    with tensor_values(node)[0].fake_mode:  # type: ignore[attr-defined]
         try:
             return node.target(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
-            log.info("%s cannot take one zero seen at every place: %s", node.target, error)
+            log.info("%s cannot take a value that lies otherwise: %s", node.target, error)
             return None
 
 
@@ -174,101 +270,26 @@ def _can_be_tried(node: fx.Node) -> bool:
     )
 
 
-def _may_lie_otherwise(node: fx.Node) -> bool:
-    """Not so in the usual case: operands of the result's shape all lie like the result, which every kernel keeps."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.layout is not torch.strided:
-        return False
-    shape, strides = str(value.shape), str(value.stride())  # as text: comparing symbols would add guards
-    operands = [source.meta["val"] for source in input_nodes(node) if is_tensor(source)]
-    same = [operand for operand in operands if operand.layout is torch.strided and str(operand.shape) == shape]
-    return any(str(operand.stride()) != strides for operand in same) and _can_be_tried(node)
+def _shares_storage(node: fx.Node) -> bool:
+    of_operands = {storage for source in input_nodes(node) for storage in storages(source)}
+    return node.target is not operator.getitem and not of_operands.isdisjoint(storages(node))
 
 
-def _likeness(value: torch.Tensor) -> _Likeness:
-    sizes = tuple(size_hint(size) for size in value.shape)
-    strides = tuple(size_hint(stride) for stride in value.stride())
-    small = tuple(min(size, 3) for size in sizes)
-    covered = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-    count = 1
-    for size in sizes:
-        count *= size
-    following = 1 if covered == count else 2  # kernels ask whether a tensor has gaps
-    found = [0] * len(sizes)
-    for dim in sorted(range(len(sizes)), key=lambda dim: (strides[dim], -dim)):
-        if strides[dim]:
-            found[dim] = following
-            following *= max(small[dim], 1)
-    return _Likeness(small, tuple(found), value.dtype, value.device.type)
-
-
-def _kernel_strides(
-    node: fx.Node, source: fx.Node | None = None, instead: torch.Tensor | None = None
-) -> tuple[int, ...] | None:
-    """Strides that the real kernel gives a small result, a source's value replaced; ``None``: it cannot be run."""
-
-    def argument(value: Any) -> Any:
-        if not isinstance(value, fx.Node):
-            return value
-        known = instead if value is source else value.meta.get("val")
-        if isinstance(known, torch.Tensor):
-            return _likeness(known) if known.layout is torch.strided else None
-        return size_hint(known) if isinstance(known, torch.SymInt) else known
-
-    args = tuple(argument(value) for value in node.args)
-    kwargs = tuple((name, argument(value)) for name, value in node.kwargs.items() if name != "device")
-    try:
-        strides = _run_small(node.target, args, kwargs)
-    except TypeError:  # sizes or dimensions in a list: of no use to small tensors
-        return None
-    return strides if strides is not None and len(strides) == node.meta["val"].dim() else None
-
-
-@functools.lru_cache(maxsize=4096)
-def _run_small(target: Any, args: tuple[Any, ...], kwargs: tuple[tuple[str, Any], ...]) -> tuple[int, ...] | None:
-    def real(value: Any) -> Any:
-        if not isinstance(value, _Likeness):
-            return value
-        reach = sum((size - 1) * stride for size, stride in zip(value.sizes, value.strides, strict=True)) + 1
-        numbers = torch.ones(max(reach, 1), dtype=value.dtype, device=value.device)
-        return numbers.as_strided(value.sizes, value.strides)
-
-    with without_modes(), torch.no_grad():
-        try:
-            result = target(*map(real, args), **{name: real(value) for name, value in kwargs})
-        except (RuntimeError, IndexError, NotImplementedError, AssertionError) as error:
-            # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
-            log.info("the layout of what %s returns cannot be tried: %s", target, error)
-            return None
-    return tuple(result.stride()) if isinstance(result, torch.Tensor) else None
-
-
-def _same_order(sizes: Sequence[int], left: Sequence[int], right: Sequence[int]) -> bool:
-    """Whether strides put dimensions into the same order; those of one element do not count."""
+def _same_places(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two fake tensors have their dimensions in the same order; those of one element do not count."""
+    (sizes, strides), (_, others) = layout_of(left), layout_of(right)
     dims = [dim for dim, size in enumerate(sizes) if size > 1]
-    return sorted(dims, key=lambda dim: -left[dim]) == sorted(dims, key=lambda dim: -right[dim])
+    return sorted(dims, key=lambda dim: -strides[dim]) == sorted(dims, key=lambda dim: -others[dim])
 
 
-def _order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dimensions from the outermost in memory to the innermost."""
-    return sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
-
-
-def _laid_out(value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """A fake tensor like another, without gaps, with its dimensions in an order, outermost first."""
-    with value.fake_mode:  # type: ignore[attr-defined]
-        outer_first = value.new_empty([value.shape[dim] for dim in order])
-        return outer_first.permute([list(order).index(dim) for dim in range(value.dim())])
-
-
-def _restore(node: fx.Node, really: torch.Tensor, found: Sequence[int], wanted: Sequence[int]) -> None:
-    users = list(node.users)
-    node.meta["val"] = really
+def _copied(node: fx.Node, noted: torch.Tensor) -> fx.Node:
+    """A copy of a node's value without gaps, with its dimensions in the order that was noted."""
+    sizes, strides = layout_of(noted)
+    wanted = sorted(range(len(sizes)), key=lambda dim: (-strides[dim] if sizes[dim] > 1 else 0, dim))
     following = node.next
-    turned = insert_call(following, aten.permute.default, node, list(wanted))
+    turned = insert_call(following, aten.permute.default, node, wanted)
     copied = insert_call(following, aten.clone.default, turned, memory_format=torch.contiguous_format)
-    restored = insert_call(following, aten.permute.default, copied, [wanted.index(dim) for dim in range(really.dim())])
+    restored = insert_call(following, aten.permute.default, copied, [wanted.index(dim) for dim in range(len(sizes))])
     for made in (turned, copied, restored):
         inherit_origin(made, node)
-    for user in users:
-        user.replace_input_with(node, restored)
+    return restored

@@ -204,7 +204,8 @@ def prepare(
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":
-        joint = mark_strided_gradients(restore_layouts(joint))
+        at_hand = device if options.device_name is None else None
+        joint = mark_strided_gradients(restore_layouts(joint, at_hand))
     joint = annotate(drop_repeated_views(joint), costs)
     if options.device_name is None:  # the device is at hand
         joint = mark_workspaces(joint, device, compiler != "eager", workspaces)

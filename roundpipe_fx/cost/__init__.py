@@ -7,6 +7,7 @@ import torch
 from roundpipe_fx.cost.measured import MeasuredCosts
 from roundpipe_fx.cost.model import CostModel
 from roundpipe_fx.cost.of_node import annotate_node, tensor_bytes
+from roundpipe_fx.cost.real_layout import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
 from roundpipe_fx.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
 from roundpipe_fx.cost.workspace import COMPILED_STAGES, depends_on_data, workspaces_of
 
@@ -20,7 +21,12 @@ __all__ = [
     "cost_model",
     "depends_on_data",
     "flops_of",
+    "layout_of",
+    "lies_plainly",
+    "note_sparse_bytes",
+    "real_values",
     "roofline_of",
+    "small_values",
     "tensor_bytes",
     "workspaces_of",
 ]

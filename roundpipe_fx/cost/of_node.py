@@ -12,7 +12,7 @@ from roundpipe_fx.cost.roofline import flops_of
 from roundpipe_fx.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["annotate_node", "tensor_bytes"]
+__all__ = ["annotate_node", "note_bytes", "tensor_bytes"]
 
 
 def annotate_node(node: fx.Node, costs: CostModel) -> None:
@@ -42,7 +42,7 @@ def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) ->
     total = 0
     for value in values:
         if value.layout is not torch.strided:
-            total += _dense_bytes(value)
+            total += _other_bytes(value)
             continue
         storage = value.untyped_storage()
         if storage._cdata in seen:
@@ -52,7 +52,18 @@ def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) ->
     return total
 
 
-def _dense_bytes(value: torch.Tensor) -> int:
+_NOTED = "roundpipe_fx_bytes"
+
+
+def note_bytes(value: torch.Tensor, size: int) -> None:
+    """Note what a fake tensor that is not strided takes; without, it counts as if it were dense."""
+    setattr(value, _NOTED, size)
+
+
+def _other_bytes(value: torch.Tensor) -> int:
+    noted: int | None = getattr(value, _NOTED, None)
+    if noted is not None:
+        return noted
     count = 1
     for size in value.shape:
         count *= size_hint(size)

@@ -10,20 +10,16 @@ beyond their plan that a compiler has ordered and fused as it likes.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import fx
 
-from roundpipe_fx.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.cost.signature import signature_of
+from roundpipe_fx.cost.trial import run_apart, try_alone
 from roundpipe_fx.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
-from roundpipe_fx.torch_private import WatchedMemory, rng_states, watch_memory
 
-__all__ = ["COMPILED_STAGES", "depends_on_data", "workspaces_of"]
-
-log = logging.getLogger(__name__)
+__all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "workspaces_of"]
 
 aten = torch.ops.aten
 
@@ -31,7 +27,6 @@ COMPILED_STAGES = "compiled stages"
 """Under this name it is learned what a step holds at most beyond its plan because a compiler made its stages."""
 
 _OWN = ("aten", "prims", "streams")
-_BY_DATA = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 
 
@@ -40,7 +35,7 @@ def workspaces_of(
 ) -> dict[fx.Node, int]:
     """Bytes that kernels need beside their operands and results, by node; absent where they need none.
 
-    PyTorch's own operators are measured, but for those whose results' sizes depend on data.
+    PyTorch's own operators are measured; where the numbers matter that they are given, the most that several need.
 
     Args:
         nodes: operations on fake tensors.
@@ -58,12 +53,9 @@ def workspaces_of(
         found[node] = beyond_plan
         if depends_on_data(node):
             found[node] += learned.get(str(node.target), 0)
-        elif _is_measured(node, device) and not (fused and _is_pointwise(node)):
+        elif is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
-    # A thread of its own: it has no modes, and no profiler of the user's.
-    with ThreadPoolExecutor(1, "roundpipe_fx workspaces") as thread:
-        work = thread.submit(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
-        measured = work.result()
+    measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         for node in same:
             found[node] += measured[signature]
@@ -91,14 +83,13 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
     return _is_pointwise(node) and len({v.dtype for source in input_nodes(node) for v in tensor_values(source)}) == 1
 
 
-def _is_measured(node: fx.Node, device: torch.device) -> bool:
+def is_measured(node: fx.Node, device: torch.device) -> bool:
+    """Whether what a node's kernel needs for itself is to be measured: it may be something, and it can be tried."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
-    if target is not aten.index.Tensor and any(has_tag(target, tag) for tag in _BY_DATA):
-        return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
-    if not operands or has_side_effect(node):
+    if not operands or not tensor_values(node) or has_side_effect(node):
         return False
     if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
         return False
@@ -116,18 +107,5 @@ def _is_matrix(value: torch.Tensor) -> bool:
 
 
 def _measure(node: fx.Node, device: torch.device) -> int:
-    try:
-        args, kwargs = made_up_arguments(node, device, torch.Tensor.zero_, _is_free_of_sizes(node))
-        with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
-            try:
-                if device.type != "cpu":  # the first time handles and kernels are loaded
-                    node.target(*args, **kwargs)  # type: ignore[operator]
-                seen: list[WatchedMemory] = []
-                watch_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
-            finally:
-                restore()
-    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        # Made-up operands do not suit every operator.
-        log.info("%s cannot be measured alone: %s", node.target, error)
-        return 0
-    return seen[0].peak - seen[0].left
+    trial = try_alone(node, device, _is_free_of_sizes(node))
+    return trial.workspace if trial is not None else 0
