@@ -1,0 +1,432 @@
+"""What is held against what.
+
+A program is run eagerly, by ``torch.compile(backend="aot_eager")``, and compiled here in several ways; up to three steps
+each: two with the same shapes, since buffers go on and what is learned in the first step shows in the second, and one
+with another batch. Of each step outputs, loss, gradients, buffers and the generator's state are one check each:
+
+- ``aot_eager`` is right where it agrees with eager within rounding: then every bit must be its bit.
+- Where it is not, and with microbatches, eager decides, within rounding. Numbers that a step draws are those that eager
+  draws; microbatches draw each from a stream of its own (:mod:`roundpipe_fx.runtime.random_streams`).
+- Peaks are measured (:mod:`benchmarks.fuzz.meter`) in the second step and later, and held against the budget.
+- Questions: no more than eager asks, and none in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import itertools
+import linecache
+import sys
+import traceback
+import types
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+import roundpipe_fx
+from benchmarks.fuzz.case import Case
+from benchmarks.fuzz.meter import AllocatorPeak, StoragePeak
+from benchmarks.fuzz.operations import KINDS
+from benchmarks.fuzz.options import compile_options, describe
+from benchmarks.fuzz.program import Program, write_program
+from benchmarks.fuzz.steps import Left, differences, eager_microbatches, left_by, loss_of, take_step
+from roundpipe_fx.settled_draws import keep_settled_draws
+from roundpipe_fx.torch_private import dynamo_flags
+
+__all__ = ["Failure", "Result", "check_case", "module_of"]
+
+_numbers = itertools.count()
+
+_ROUNDING = {"float64": 1e-7, "float32": 1e-3}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A check that failed.
+
+    Attributes:
+        kind: which check; for an exception its type.
+        way: how it was compiled.
+        text: what was found.
+    """
+
+    kind: str
+    way: Mapping[str, Any]
+    text: str
+
+
+@dataclass
+class Result:
+    """What became of a case.
+
+    Attributes:
+        checks: comparisons made, by kind.
+        failures: those that failed.
+        skipped: why the program, or a way, could not be tried.
+        kinds: of operations in the program.
+        reference_differs: whether ``aot_eager`` was held wrong.
+    """
+
+    checks: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    reference_differs: bool = False
+
+    def check(self, kind: str, way: Mapping[str, Any], wrong: str) -> None:
+        """Count a comparison; ``wrong``: what it found, empty where all is well."""
+        self.checks[kind] += 1
+        if wrong:
+            self.failures.append(Failure(kind, way, wrong))
+
+
+def module_of(program: Program) -> Callable[[], nn.Module]:
+    """Makes the program's module, always the same one."""
+    name = f"<case {program.case.seed} {program.case.number}>"
+    source = program.source
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    # Dynamo looks modules up by name, and keeps what it found where the caller's globals are: so each has its own.
+    module = types.ModuleType(f"fuzzed_program_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+
+    def make() -> nn.Module:
+        torch.manual_seed(program.case.number)
+        return module.Net().to(program.dtype)
+
+    return make
+
+
+def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Result:
+    """Run a case; ``say`` is told what runs next."""
+    result = Result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        say("writing")
+        program = write_program(case, KINDS)
+        result.kinds = program.kinds
+        try:
+            references = _References(program, say)
+        except _Skip as skip:
+            result.skipped.append(str(skip))
+            return result
+        finally:
+            torch._dynamo.reset()
+        result.reference_differs = references.aot_is_wrong
+        for way in case.ways:
+            say(describe(way))
+            if any(
+                failure.kind.startswith("exception") and failure.way["mode"] == way["mode"]
+                for failure in result.failures
+            ):
+                continue  # mostly the same one
+            try:
+                _CHECKS[way["mode"]](program, references, way, result)
+            except _Skip as skip:
+                result.skipped.append(str(skip))
+            except Exception as error:
+                result.checks["no exception"] += 1
+                result.failures.append(Failure(f"exception {type(error).__name__}", way, _text(error)))
+            else:
+                result.checks["no exception"] += 1
+            finally:
+                torch._dynamo.reset()
+                gc.collect()
+    return result
+
+
+class _Skip(Exception):
+    """The reference cannot do it."""
+
+
+def _text(error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    inner = [
+        f for f in traceback.extract_tb(error.__traceback__) if "roundpipe_fx" in f.filename or "/passes/" in f.filename
+    ]
+    where = inner[-1] if inner else last
+    return f"{type(error).__name__}: {str(error).strip()[:600]}\n  at {where.filename}:{where.lineno} in {where.name}"
+
+
+class _References:
+    """A program's steps as eager and ``aot_eager`` take them."""
+
+    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
+        self.program = program
+        self.make = module_of(program)
+        self.tolerance = _ROUNDING[program.case.dtype]
+        self.random = "random" in program.notes
+        self.batches = [(program.case.batch[0], 1), (program.case.batch[0], 2), (program.case.batch[1], 3)]
+        say("eager")
+        self.eager = self._steps(lambda net: net, count=True)
+        for left in self.eager:
+            tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
+            if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
+                raise _Skip("eager: not finite")
+        again = self._steps(lambda net: net)
+        if any(differences(one, other, self.tolerance * 1e-3) for one, other in zip(again, self.eager, strict=True)):
+            raise _Skip("eager: two runs differ")
+        if not any(g is not None for g in self.eager[0].gradients.values()):
+            raise _Skip("eager: no gradients")
+        say("aot_eager")
+        self.aot: list[Left] | None = None
+        with dynamo_flags(), torch._dynamo.config.patch(allow_rnn=True) if "rnn" in program.notes else _nothing():
+            try:
+                self.aot = self._steps(lambda net: torch.compile(net, backend=_aot_eager, fullgraph=True))
+            except Exception as error:
+                if "rnn" not in program.notes:
+                    raise _Skip(
+                        f"aot_eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}"
+                    ) from None
+        self.aot_is_wrong = self.aot is None or any(
+            differences(one, other, self.tolerance) for one, other in zip(self.aot, self.eager, strict=True)
+        )
+
+    def _steps(self, compiled: Callable[[nn.Module], Any], count: bool = False) -> list[Left]:
+        net = self.make()
+        run = compiled(net)
+        try:
+            return [
+                take_step(run, net, self.inputs(place), seed, count) for place, (_, seed) in enumerate(self.batches)
+            ]
+        except Exception as error:
+            if count:
+                raise _Skip(f"eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
+            raise
+
+    def inputs(self, place: int) -> list[torch.Tensor]:
+        rows, seed = self.batches[place]
+        return self.program.inputs(rows, seed)
+
+    def wrong(self, left: Left, place: int) -> dict[str, str]:
+        """How a step differs from what it is held against."""
+        eager = self.eager[place]
+        if self.aot is None:
+            return differences(left, eager, self.tolerance)
+        bits = differences(left, self.aot[place], None)
+        if not bits:
+            # Bits of a reference that is wrong in float64 are wrong.
+            sure = self.aot_is_wrong and not self.random and self.program.case.dtype == "float64"
+            return differences(left, eager, self.tolerance) if sure else {}
+        if self.aot_is_wrong:
+            return differences(left, eager, self.tolerance)
+        return bits
+
+
+def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    keep_settled_draws(module)
+    return aot_eager(module, inputs)
+
+
+@contextlib.contextmanager
+def _nothing() -> Any:
+    yield
+
+
+def _held(result: Result, way: Mapping[str, Any], wrong: dict[str, str], expected: Left, left: Left, step: str) -> None:
+    for kind in ("outputs", "loss", "gradients", "buffers"):
+        result.check(kind, way, wrong.get(kind, "") and f"{step}: {wrong[kind]}")
+    assert left.state is not None and expected.state is not None
+    same = torch.equal(left.state, expected.state)
+    result.check("generator", way, "" if same else f"{step}: the generator's state is another")
+
+
+def _check_step(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+    net = references.make()
+    options = compile_options(way, net)
+    if "between" in way:
+        options["memory_budget"] = _between(references, way)
+        torch._dynamo.reset()
+    model = roundpipe_fx.compile(net, fullgraph="rnn" not in program.notes, **options)
+    places = [0, 1, 2] if way.get("third") else [0, 1]
+    for place in places:
+        inputs, (_, seed) = references.inputs(place), references.batches[place]
+        try:
+            peak = StoragePeak() if place else None
+            left = take_step(model, net, inputs, seed, count=place == 1, meter=peak)
+        except roundpipe_fx.InfeasibleBudgetError:
+            if place == 2:
+                return  # another batch may need more than these bytes
+            raise
+        _held(result, way, references.wrong(left, place), references.eager[place], left, f"step {place + 1}")
+        if place == 1:
+            _check_questions(references, left, references.eager[place], way, result)
+        if place and model.plans:
+            assert peak is not None
+            _check_peak(model.plan, peak.peak, way, result, f"step {place + 1}", same=place < 2)
+        del left
+    if model.plans and model.plan.budget is not None and not way.get("third"):
+        net.zero_grad()
+        gc.collect()
+        inputs = references.inputs(1)
+        torch.manual_seed(0)
+        with AllocatorPeak() as allocated:
+            loss_of(model(*inputs)).backward()
+        _check_peak(model.plan, allocated.peak, way, result, "the allocator, in step 3", same=True)
+
+
+def _check_questions(references: _References, left: Left, eager: Left, way: Mapping[str, Any], result: Result) -> None:
+    assert left.asked is not None and eager.asked is not None
+    mine, theirs = (sum(map(lambda c: sum(c.values()), asked)) for asked in (left.asked, eager.asked))
+    result.check(
+        "questions", way, f"{mine} asked, eager {theirs}: {left.asked}, {eager.asked}" if mine > theirs else ""
+    )
+    again = {name: count for name, count in left.asked[1].items() if count}
+    result.check("questions in the backward", way, f"{again}" if again else "")
+
+
+def _check_peak(
+    plan: Any, peak: int, way: Mapping[str, Any], result: Result, step: str, same: bool, share: int = 1
+) -> None:
+    if plan.budget is None:
+        return
+    if not same and not plan.sizes and not plan.static:
+        return  # a share of other sizes
+    over = peak - plan.budget * share
+    text = f"{step}: {peak} bytes live, the budget is {plan.budget * share} and the plan says {plan.peak_bytes}"
+    result.check("budget", way, text if over > 0 else "")
+
+
+def _between(references: _References, way: Mapping[str, Any]) -> int:
+    least = _minimum(references, way)
+    torch._dynamo.reset()
+    net = references.make()
+    model = roundpipe_fx.compile(
+        net, memory_budget=1.0, stages=way.get("stages", "auto") if not isinstance(way.get("stages"), str) else "auto"
+    )
+    whole = model.trace(*references.inputs(0)).peak_bytes
+    return least + int(way["between"] * max(0, whole - least))
+
+
+def _minimum(references: _References, way: Mapping[str, Any], asked: int = 1) -> int:
+    net = references.make()
+    options = compile_options({**way, "memory_budget": None}, net)
+    torch._dynamo.reset()
+    try:
+        roundpipe_fx.compile(net, memory_budget=asked, **options).trace(*references.inputs(0))
+    except roundpipe_fx.InfeasibleBudgetError as error:
+        return error.minimum
+    raise _Skip("a budget of one byte could be met")
+
+
+def _check_minimum(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+    if "rnn" in program.notes:
+        raise _Skip("recurrence runs eagerly")
+    stated = _minimum(references, way, way["asked"])
+    net = references.make()
+    torch._dynamo.reset()
+    try:
+        model = roundpipe_fx.compile(net, memory_budget=stated)
+        left = take_step(model, net, references.inputs(0), references.batches[0][1])
+    except roundpipe_fx.InfeasibleBudgetError as error:
+        result.check(
+            "stated minimum", way, f"asked for {way['asked']}, told {stated}; asked for {stated}, told {error.minimum}"
+        )
+        return
+    result.check("stated minimum", way, "")
+    _held(result, way, references.wrong(left, 0), references.eager[0], left, "step 1 at the minimum")
+    del left
+    peak = StoragePeak()
+    left = take_step(model, net, references.inputs(1), references.batches[1][1], meter=peak)
+    _held(result, way, references.wrong(left, 1), references.eager[1], left, "step 2 at the minimum")
+    _check_peak(model.plan, peak.peak, way, result, "step 2 at the minimum", same=True)
+
+
+def _check_shares(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+    if "rnn" in program.notes:
+        raise _Skip("recurrence runs eagerly")
+    peaks = []
+    for share in way["shares"]:
+        torch._dynamo.reset()
+        net = references.make()
+        model = roundpipe_fx.compile(net, memory_budget=share)
+        take_step(model, net, references.inputs(0), references.batches[0][1])
+        peak = StoragePeak()
+        left = take_step(model, net, references.inputs(1), references.batches[1][1], meter=peak)
+        _held(result, way, references.wrong(left, 1), references.eager[1], left, f"step 2 with a share of {share}")
+        _check_peak(model.plan, peak.peak, way, result, f"step 2 with a share of {share}", same=True)
+        peaks.append(peak.peak)
+    result.check("smaller budget, lower peak", way, "" if peaks == sorted(peaks) else f"{way['shares']}: {peaks}")
+
+
+def _check_pipeline(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+    if "rnn" in program.notes:
+        raise _Skip("recurrence breaks the graph")
+    call = way["call"]
+    if "outputs without a batch" in program.notes and way["microbatches"] > 1:
+        call = "forward_backward"
+    mirror = references.make()
+    places = [0, 1, 2] if way.get("third") else [0, 1]
+    expected = []
+    for place in places:
+        _, seed = references.batches[place]
+        try:
+            expected.append(eager_microbatches(mirror, references.inputs(place), seed, way["microbatches"], call))
+        except Exception as error:
+            raise _Skip(f"microbatches: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
+        left = expected[-1]
+        tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
+        if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
+            raise _Skip("microbatches: not finite")
+    net = references.make()
+    try:
+        model = roundpipe_fx.compile(net, **compile_options(way, net))
+    except ValueError as error:
+        raise _Skip(f"refused: {str(error)[:80]}") from None
+    for place in places:
+        inputs, (_, seed) = references.inputs(place), references.batches[place]
+        peak = StoragePeak() if place else None
+        left = _pipelined(model, net, inputs, seed, call, peak)
+        if call == "forward_backward":
+            left.outputs, left.structure = expected[place].outputs, expected[place].structure
+        wrong = differences(left, expected[place], references.tolerance)
+        if way["microbatches"] == 1 and not references.aot_is_wrong and call == "autograd":
+            assert references.aot is not None
+            wrong = differences(left, references.aot[place], None)
+        _held(result, way, wrong, expected[place], left, f"step {place + 1}")
+        if peak is not None:
+            _check_peak(model.plan, peak.peak, way, result, f"step {place + 1}", place < 2, max(1, way["devices"]))
+        if place == 1:
+            _check_pipelined_questions(model, net, references, expected[place], way, call, result)
+        del left
+
+
+def _check_pipelined_questions(
+    model: Any, net: nn.Module, references: _References, eager: Left, way: Mapping[str, Any], call: str, result: Result
+) -> None:
+    state = copy.deepcopy(net.state_dict())
+    with roundpipe_fx.count_questions() as asked:
+        _pipelined(model, net, references.inputs(1), references.batches[1][1], call)
+    net.load_state_dict(state)
+    assert eager.asked is not None
+    theirs = sum(sum(asked_.values()) for asked_ in eager.asked)
+    text = f"{asked.by_operator} asked, eager {eager.asked}" if asked.total > theirs else ""
+    result.check("questions", way, text)
+
+
+def _pipelined(
+    model: Any, net: nn.Module, inputs: list[torch.Tensor], seed: int, call: str, meter: StoragePeak | None = None
+) -> Left:
+    if call == "autograd":
+        return take_step(model, net, inputs, seed, meter=meter)
+    net.zero_grad()
+    torch.manual_seed(seed)
+    with meter or _nothing():
+        loss = model.forward_backward(*inputs, loss_fn=loss_of)
+    return left_by(net, inputs, None, loss)
+
+
+_CHECKS: dict[str, Callable[[Program, _References, Mapping[str, Any], Result], None]] = {
+    "step": _check_step,
+    "pipeline": _check_pipeline,
+    "shares": _check_shares,
+    "minimum": _check_minimum,
+}

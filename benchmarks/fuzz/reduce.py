@@ -1,0 +1,176 @@
+"""Making a failing case smaller, and printing it as a program that fails by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from benchmarks.fuzz.case import Case, Element
+from benchmarks.fuzz.check import Failure, module_of
+from benchmarks.fuzz.operations import KINDS
+from benchmarks.fuzz.options import compile_options, describe, simpler
+from benchmarks.fuzz.program import write_program
+
+__all__ = ["reduced", "script"]
+
+
+def reduced(
+    case: Case, failure: Failure, fails: Callable[[Case], Failure | None], seconds: float = 120.0
+) -> tuple[Case, Failure]:
+    """The smallest case that is found to fail in the same way.
+
+    Args:
+        case: one that fails.
+        failure: how.
+        fails: runs a case of one way; returns a failure of the same kind, or ``None``.
+        seconds: how long to look.
+    """
+    until = time.monotonic() + seconds
+    best, found = dataclasses.replace(case, ways=(failure.way,)), failure
+    progress = True
+    while progress and time.monotonic() < until:
+        progress = False
+        for smaller in _smaller(best):
+            if time.monotonic() > until:
+                break
+            again = fails(smaller)
+            if again is not None:
+                best, found, progress = smaller, again, True
+                break
+    return best, found
+
+
+def _smaller(case: Case) -> Iterator[Case]:
+    """Cases that are a little less, the boldest first."""
+    elements = case.elements
+    size = len(elements) // 2
+    while size:
+        for start in range(len(elements) - size, -1, -size):
+            yield dataclasses.replace(case, elements=elements[:start] + elements[start + size :])
+        size //= 2
+    for place, element in enumerate(elements):
+        for less in _less_inside(element):
+            yield dataclasses.replace(case, elements=(*elements[:place], less, *elements[place + 1 :]))
+    for way in simpler(case.ways[0]):
+        yield dataclasses.replace(case, ways=(way,))
+    if len(case.inputs) > 1:
+        yield dataclasses.replace(case, inputs=case.inputs[:1])
+    if case.returns != "loss":
+        yield dataclasses.replace(case, returns="loss")
+    if case.differentiable_inputs:
+        yield dataclasses.replace(case, differentiable_inputs=False)
+    if case.dtype != "float32":
+        yield dataclasses.replace(case, dtype="float32")
+    for place, shape in enumerate(case.inputs):
+        for less in ((4,), (2, 4), (2, 2, 2)):
+            if len(less) == len(shape) and less != shape:
+                yield dataclasses.replace(case, inputs=(*case.inputs[:place], less, *case.inputs[place + 1 :]))
+
+
+def _less_inside(element: Element) -> Iterator[Element]:
+    for place, inner in enumerate(element.inside):
+        yield dataclasses.replace(element, inside=element.inside[:place] + element.inside[place + 1 :])
+        for less in _less_inside(inner):
+            yield dataclasses.replace(element, inside=(*element.inside[:place], less, *element.inside[place + 1 :]))
+
+
+def script(case: Case, failure: Failure) -> str:
+    """The case as a program that shows the failure."""
+    program = write_program(case, KINDS)
+    way = failure.way
+    net = module_of(program)()
+    options = compile_options(way, net)
+    steps = "\n".join(
+        f"    ([torch.randn({rows}, *shape, generator=torch.Generator().manual_seed({seed}), dtype=torch.float64)"
+        f".to(torch.{case.dtype}) for shape in {list(case.inputs)!r}], {seed}),"
+        for rows, seed in ((case.batch[0], 1), (case.batch[0], 2), *(((case.batch[1], 3),) if way.get("third") else ()))
+    )
+    lines = [
+        f"# {failure.kind}: " + failure.text.replace("\n", "\n# "),
+        f"# way: {describe(way)}",
+        f"# found by: python -m benchmarks.fuzz --seed {case.seed} --case {case.number}",
+        "# ruff: noqa",
+        "",
+        program.source,
+        "",
+        _LOSS,
+        "",
+        f"STEPS = [\n{steps}\n]",
+        "",
+        "",
+        "def train(compiled):",
+        f"    torch.manual_seed({case.number})",
+        f"    net = Net().to(torch.{case.dtype})",
+        "    run = compiled(net)",
+        "    for inputs, seed in STEPS:",
+        f"        inputs = [x.clone().requires_grad_({case.differentiable_inputs}) for x in inputs]",
+        "        net.zero_grad()",
+        "        torch.manual_seed(seed)",
+        *_call(way),
+        "        gradients = [p.grad for p in (*net.parameters(), *inputs)]",
+        "        yield run, loss.detach(), gradients, [b.clone() for b in net.buffers()]",
+        "",
+        "",
+        _COMPARE,
+        "",
+        f"options = {options!r}",
+        *([_BETWEEN] if "between" in way else []),
+        'if __name__ == "__main__":',
+        "    compare(train(lambda net: net), train(lambda net: roundpipe_fx.compile(net, **options)))",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _call(way: Any) -> list[str]:
+    if way["mode"] == "pipeline" and way["call"] == "forward_backward":
+        return [
+            "        if run is net:  # one microbatch after the other",
+            f"            pieces = zip(*(x.tensor_split({way['microbatches']}) for x in inputs))",
+            "            loss = sum(backward(net(*piece)) for piece in pieces)",
+            "        else:",
+            "            loss = run.forward_backward(*inputs, loss_fn=loss_of)",
+        ]
+    return ["        loss = loss_of(run(*inputs))", "        loss.backward()"]
+
+
+_BETWEEN = "# a budget in bytes between the stated minimum and what nothing recomputed needs: set memory_budget to it"
+
+_LOSS = '''
+def loss_of(output):
+    """A number for whatever is returned."""
+    from torch.utils._pytree import tree_leaves
+
+    if isinstance(output, torch.Tensor) and not output.dim() and not output.is_complex():
+        return output
+    total = 0
+    for place, part in enumerate(tree_leaves(output)):
+        if isinstance(part, torch.Tensor) and part.requires_grad:
+            real = part.abs() if part.is_complex() else part
+            total = total + (real.square().mean() if place % 2 == 0 else real.sum() * 0.01)
+    return total
+
+
+def backward(output):
+    loss = loss_of(output)
+    loss.backward()
+    return loss.detach()
+'''
+
+_COMPARE = """
+def compare(eager, ours):
+    for step, (expected, found) in enumerate(zip(eager, ours), 1):
+        print("step", step, "loss", expected[1].item(), found[1].item())
+        for name, left, right in (("gradient", expected[2], found[2]), ("buffer", expected[3], found[3])):
+            for i, (a, b) in enumerate(zip(left, right)):
+                if a is None or b is None:
+                    if not (a is None and b is None):
+                        print(f"  {name} {i}: eager {a}, compiled {b}")
+                elif not torch.equal(a, b):
+                    worst, top = (a.double() - b.double()).abs().max(), a.double().abs().max()
+                    print(f"  {name} {i} differs by {worst:.1e} of {top:.1e}")
+        if hasattr(found[0], "plan") and found[0].plan.budget is not None:
+            print("  budget", found[0].plan.budget, "planned", found[0].plan.peak_bytes)
+"""
