@@ -41,9 +41,10 @@ from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.plan import Plan
-from roundpipe_fx.planner.choose import Chosen, choose
+from roundpipe_fx.planner.choose import Chosen, choose, refusal
 from roundpipe_fx.planner.follow_sequence import fit_sequence
 from roundpipe_fx.planner.operations import read_operations
+from roundpipe_fx.planner.search import Candidate
 from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.settled_draws import release_settled_draws
@@ -282,6 +283,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
     in_place = setting.compiler == "eager"
     margin = 0
+    emitted: list[tuple[Candidate, int]] = []
     while True:
         spare = joint.copy()
         granularity = allocation_granularity(setting.device)
@@ -292,7 +294,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
             whole = None
             if shared is not None:
                 whole = read_operations(shared, len(setting.segments), granularity, in_place)
-            chosen = choose(operations, budget, setting.share, margin, whole)
+            chosen = choose(operations, budget, setting.share, margin, whole, emitted)
             if shared is not None and chosen.followed is whole:
                 joint = shared
         else:
@@ -305,6 +307,9 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         excess = lowered.plan.peak_bytes - chosen.limit
         if excess <= 0:
             return lowered
+        if not chosen.fits:
+            raise refusal(chosen, lowered.plan.peak_bytes, budget)
+        emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
         joint = spare
