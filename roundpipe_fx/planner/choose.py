@@ -11,6 +11,7 @@ from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
 from roundpipe_fx.planner.schedule import Choice, simulate
 from roundpipe_fx.planner.search import Candidate, Found, everything_kept, refine, search
+from roundpipe_fx.planner.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["Chosen", "choose", "refusal"]
@@ -67,7 +68,10 @@ def choose(
     else:
         fits = budget == 1.0
     # What fits as it is needs no search.
-    found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks, kept=kept)
+    if fits and share == 1.0 and not graph.regions:
+        found = Found([kept], [])
+    else:
+        found = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
     candidates = found.candidates
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
     candidates = refine(blocks, found, limit - margin)
