@@ -5,7 +5,7 @@ upper bounds; the first step shows real sizes; the next plan takes those with he
 assumed runs all the same, and the plan is made anew before the next one, with more headroom each time: sizes that
 hardly vary are predicted closely, and those that do cost few plans. Running out of memory makes the budget smaller in
 the same way. So does what operators that are not PyTorch's own allocate for themselves: nobody knows it before a step
-shows it.
+shows it. And so do calls that are alive at once (:mod:`roundpipe_fx.learned_steps`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from roundpipe_fx.learned_steps import LearnedSteps
+from roundpipe_fx.runtime.step_calls import StepCalls
 
 __all__ = ["Assumptions"]
 
@@ -33,6 +36,8 @@ class Assumptions:
         share: of the budget that plans may use; less than 1 after running out of memory.
         stale: whether steps have shown what plans do not know.
         headroom: how much larger than the largest seen a size is taken to be, as a share of it.
+        steps: what steps are made of.
+        calls: notes it.
     """
 
     largest: dict[str, int] = field(default_factory=dict)
@@ -40,6 +45,11 @@ class Assumptions:
     share: float = 1.0
     stale: bool = False
     headroom: float = _FIRST_HEADROOM / 2
+    steps: LearnedSteps = field(default_factory=LearnedSteps)
+    calls: StepCalls = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.calls = StepCalls(self.steps.see)
 
     def see(self, name: str, size: int) -> None:
         """Note a size that a step had. May be called from several threads."""

@@ -11,7 +11,15 @@ import torch
 
 from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["InfeasibleBudgetError", "available_memory", "bytes_text", "default_budget", "limit_of", "parse_budget"]
+__all__ = [
+    "InfeasibleBudgetError",
+    "available_memory",
+    "bytes_text",
+    "default_budget",
+    "limit_of",
+    "parse_budget",
+    "share_hint",
+]
 
 _UNITS = {
     "": 1,
@@ -102,6 +110,12 @@ def limit_of(budget: int | float, lowest: int, highest: int) -> int:
         highest: the peak with nothing recomputed.
     """
     return budget if isinstance(budget, int) else lowest + math.floor(budget * (highest - lowest))
+
+
+def share_hint(budget: int | float) -> str:
+    """What to say of a budget that is refused and may have been meant as a share; a sentence with a space before it."""
+    meant = isinstance(budget, int) and budget == 1
+    return " An int is a number of bytes: the share that recomputes nothing is written 1.0." if meant else ""
 
 
 def bytes_text(count: int) -> str:

@@ -26,7 +26,7 @@ from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.cost import COMPILED_STAGES
 from roundpipe_fx.graph_breaks import warn_of_graph_break
 from roundpipe_fx.joint_graph import JointGraph, is_tensor
-from roundpipe_fx.lower import Lowered, bounded_in_bytes, lower
+from roundpipe_fx.lower import Lowered, asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.options import Options
 from roundpipe_fx.outside_loss import expect_loss, lasting_bytes
@@ -39,6 +39,7 @@ from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.seen_sizes import sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+from roundpipe_fx.runtime.step_calls import NotedGraph
 from roundpipe_fx.runtime.watched_step import WatchedStep
 from roundpipe_fx.settled_draws import keep_settled_draws
 from roundpipe_fx.simulator import allocation_granularity
@@ -69,6 +70,8 @@ class _Compilation:
     watched: WatchedStep | None = None
     opaque: list[OpaqueCall] = field(default_factory=list)
     """Held until all stages are compiled, which hold what they call."""
+    call_name: str = ""
+    noted: NotedGraph | None = None
 
     def partition(
         self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
@@ -83,11 +86,28 @@ class _Compilation:
             registered_syncs=self.registered_syncs,
             share=self.assumptions.share,
             workspaces=self.assumptions.workspaces,
+            step=self.assumptions.steps.needs(self.call_name),
         )
+        differentiated = torch_private.differentiated_outputs(joint)
         self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
+        self.noted = self._noted(self.lowered, differentiated)
         return self.lowered.forward.module, self.lowered.backward.module
+
+    def _noted(self, lowered: Lowered, differentiated: Sequence[int]) -> NotedGraph | None:
+        """What the steps' calls of this graph are noted as; ``None`` where that would change no plan."""
+        if self.options.rotor is not None:
+            return None
+        training = lowered.backward is not None
+        asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
+        if asked is None or (isinstance(asked, float) and asked == 1.0):
+            return None
+        operations = lowered.chosen.graph if lowered.chosen is not None else None
+        name, footprint = self.call_name, lowered.footprint
+        self.assumptions.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
+        outputs = lowered.forward.outputs
+        return NotedGraph(name, footprint, outputs, lowered.parameters, frozenset(differentiated), training)
 
     def _for_sizes(
         self,
@@ -134,6 +154,8 @@ class _Compilation:
             return pipelined(self.graph, [_stand_in(node) for node in kept])
         plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
+        if self.noted is not None:
+            run = self.assumptions.calls.forward(run, self.noted)
         self.watched = self._watch(self.lowered)
         if self.watched is not None:
             run = self.watched.forward(run)
@@ -148,6 +170,8 @@ class _Compilation:
         if self.graph is not None:
             return _never_called  # the pipeline runs the backward
         run = self._load(self.lowered, self.lowered.backward)
+        if self.noted is not None:
+            run = self.assumptions.calls.backward(run, self.noted)
         return run if self.watched is None else self.watched.backward(run)
 
     def _watch(self, lowered: Lowered) -> WatchedStep | None:
@@ -188,7 +212,9 @@ class _Compilation:
         with torch_private.without_modes(), _without_gc():
             lowered = lower(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
-        return observed(self._load(lowered, lowered.forward))
+        run = self._load(lowered, lowered.forward)
+        noted = self._noted(lowered, ())
+        return observed(run if noted is None else self.assumptions.calls.forward(run, noted))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
         see = self.assumptions.see_workspace if lowered.plan.budget is not None else None
@@ -256,6 +282,7 @@ def capture(
         on_plan,
         pipelining=pipelining,
         likeness=likeness,
+        call_name=f"{name} {_shapes(example_inputs)}",
     )
     with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
         return torch_private.aot_autograd(
@@ -264,6 +291,13 @@ def capture(
             inference_compiler=compilation.inference,
             partition_fn=compilation.partition,
         )(module, example_inputs)
+
+
+def _shapes(inputs: Sequence[Any]) -> str:
+    """Tells graphs apart that differ in their inputs' sizes alone."""
+    kinds = [(str(tuple(value.shape)), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
+    modes = torch.is_grad_enabled()
+    return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 from roundpipe_fx.caching_allocator import CachingAllocator
 
-__all__ = ["Event", "LivePeak", "peak_of"]
+__all__ = ["Event", "LivePeak", "levels_of", "peak_of"]
 
 _SCRATCH = -2
 """Stands for what an event needs beside its results."""
@@ -124,6 +124,40 @@ def peak_of(
                 if allocator is not None:
                     allocator.give_back(storage)
     return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
+
+
+def levels_of(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    lasting: Collection[int] = (),
+    arriving: Mapping[int, Collection[int]] | None = None,
+) -> list[tuple[int, int]]:
+    """For each event the bytes that live while it runs, and when it is over; the arguments are those of ``peak_of``.
+
+    The largest of the first ones is the peak.
+    """
+    levels: list[tuple[int, int]] = []
+    arriving = arriving or {}
+    last: dict[int, int] = {}
+    for position, event in enumerate(events):
+        last.update(dict.fromkeys((*arriving.get(position, ()), *event.makes), position))
+        last.update((storage, position) for storage in event.reads if storage in last)
+    last.update((storage, len(events)) for storage in lasting if storage in last)
+    dying: list[list[int]] = [[] for _ in range(len(events) + 1)]
+    for storage, position in last.items():
+        dying[position].append(storage)
+    room: dict[int, Any] = {}
+    live = 0
+    for position, event in enumerate(events):
+        live += sum(sizes[storage] for storage in (*arriving.get(position, ()), *event.makes))
+        room.update(dict.fromkeys(event.makes, event.room))
+        over = (s for s in event.over if last.get(s) == position and s in room and room[s] == event.room)
+        written = next(over, None)
+        live -= sizes[written] if written is not None else 0
+        during = live + event.scratch
+        live -= sum(sizes[storage] for storage in dying[position] if storage != written)
+        levels.append((during, live))
+    return levels
 
 
 def _alive(

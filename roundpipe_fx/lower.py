@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +43,15 @@ from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.plan import Plan
-from roundpipe_fx.planner.choose import Chosen, choose
+from roundpipe_fx.planner.choose import Chosen, choose, refusal
 from roundpipe_fx.planner.follow_sequence import fit_sequence
 from roundpipe_fx.planner.operations import read_operations
+from roundpipe_fx.planner.search import Candidate
 from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.settled_draws import release_settled_draws
-from roundpipe_fx.simulator import allocation_granularity, simulate_programs
+from roundpipe_fx.simulator import PeakMoment, allocation_granularity, footprint_of_programs, simulate_programs
+from roundpipe_fx.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = [
@@ -120,12 +124,9 @@ class Lowered:
     def plan(self) -> Plan:
         """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
         joint, setting = self.joint, self.setting
-        trained = sorted({owner for owner in joint.gradient_owners if owner is not None})
-        granularity = allocation_granularity(setting.device)
-        allocator = allocator_of(setting.device)
-        peak = simulate_programs(
-            self.forward, self.backward, self.tangents, granularity, allocator, trained, self.updates
-        )
+        peak, step = self._peak, setting.step
+        if step is not None:
+            peak = dataclasses.replace(peak, bytes=step.peak(self.footprint))
         recompute = setting.options.recompute or "none"
         return make_plan(
             joint,
@@ -138,7 +139,29 @@ class Lowered:
             peak,
             self.chosen,
             setting.beyond_plan,
+            step.alive if step is not None else 1,
         )
+
+    @functools.cached_property
+    def _peak(self) -> PeakMoment:
+        """Of one call."""
+        joint, setting = self.joint, self.setting
+        trained = sorted({owner for owner in joint.gradient_owners if owner is not None})
+        granularity = allocation_granularity(setting.device)
+        allocator = allocator_of(setting.device)
+        return simulate_programs(
+            self.forward, self.backward, self.tangents, granularity, allocator, trained, self.updates
+        )
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        """What one call does to memory."""
+        granularity = allocation_granularity(self.setting.device)
+        programs = self.forward, self.backward, self.tangents, granularity
+        beyond = 0
+        if allocator_of(self.setting.device) is not None:
+            beyond = max(self._peak.bytes - simulate_programs(*programs, updates=self.updates).bytes, 0)
+        return footprint_of_programs(*programs, self.gradient_owners, self.updates, beyond)
 
 
 def lower(
@@ -148,6 +171,7 @@ def lower(
     training: bool = True,
     share: float = 1.0,
     workspaces: Mapping[str, int] | None = None,
+    step: StepNeeds | None = None,
 ) -> Lowered:
     """Run the passes and emit stage modules and programs.
 
@@ -159,6 +183,7 @@ def lower(
         share: of the budget that may be used.
         workspaces: what operators whose needs depend on data, and compiled stages, have been seen to allocate for
             themselves, by name.
+        step: what else the step holds, where it makes several calls.
 
     Raises:
         InfeasibleBudgetError: the budget is below what the step needs at the least.
@@ -167,8 +192,10 @@ def lower(
     prepared = prepare(joint, options, registered_syncs, workspaces)
     joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if prepared.compiler != "eager" else 0
-    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond)
     budget = asked_budget(joint, options, prepared.device) if training else None
+    if step is not None and step.limit is not None:
+        budget, share = step.limit, 1.0
+    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond, step)
     if budget is None:
         chooser = CHOOSERS[options.recompute or "none"] if training else None
         lowered = emit(joint, setting, chooser=chooser)
@@ -251,6 +278,8 @@ class Setting:
     share: float
     beyond_plan: int = 0
     """Bytes that compiled stages are taken to hold beyond what the graph says."""
+    step: StepNeeds | None = None
+    """What else the step holds, where it makes several calls."""
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
@@ -281,18 +310,22 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
     in_place = setting.compiler == "eager"
+    step = _with_gradients(setting.step, joint)
     margin = 0
+    emitted: list[tuple[Candidate, int]] = []
     while True:
         spare = joint.copy()
         granularity = allocation_granularity(setting.device)
         operations = read_operations(joint, len(setting.segments), granularity, in_place)
+        operations = dataclasses.replace(operations, step=step)
         rotor = setting.options.rotor
         if rotor is None:
             shared = _with_equal_values_shared(joint)
             whole = None
             if shared is not None:
                 whole = read_operations(shared, len(setting.segments), granularity, in_place)
-            chosen = choose(operations, budget, setting.share, margin, whole)
+                whole = dataclasses.replace(whole, step=step)
+            chosen = choose(operations, budget, setting.share, margin, whole, emitted)
             if shared is not None and chosen.followed is whole:
                 joint = shared
         else:
@@ -305,9 +338,23 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         excess = lowered.plan.peak_bytes - chosen.limit
         if excess <= 0:
             return lowered
+        if not chosen.fits:
+            raise refusal(chosen, lowered.plan.peak_bytes, budget)
+        emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
         joint = spare
+
+
+def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
+    """What a step needs, with the gradients of the graph that is planned: no plan changes them."""
+    if step is None:
+        return None
+    gradients: Counter[int] = Counter()
+    for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True):
+        if isinstance(node, fx.Node) and owner is not None:
+            gradients[owner] += tensor_bytes(tensor_values(node))
+    return dataclasses.replace(step, gradients=dict(gradients))
 
 
 def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:

@@ -43,10 +43,12 @@ def make_plan(
     peak: PeakMoment,
     chosen: Chosen | None = None,
     beyond_plan: int = 0,
+    alive: int = 1,
 ) -> Plan:
     """Read the plan off a finished graph.
 
     ``beyond_plan``: bytes, in the peak too, that compiled stages are taken to hold beyond what the graph says.
+    ``alive``: how many calls are taken to be alive at once, in the peak too.
     """
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     by_stage: dict[int, list[fx.Node]] = {cut.index: [] for cut in cuts}
@@ -100,6 +102,7 @@ def make_plan(
             **_assumed_of_data(joint),
             **_assumed_workspaces(joint),
             **({f"workspace of {COMPILED_STAGES}": beyond_plan} if beyond_plan else {}),
+            **({"calls alive at once": alive} if alive > 1 else {}),
         },
         _largest_inputs(joint),
         training=backward is not None,

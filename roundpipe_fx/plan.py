@@ -126,7 +126,8 @@ class Plan:
         segments: how many segments the forward was cut into, and how many structurally different ones.
         recompute: the option it was made with.
         budget: bytes that a step may allocate at most at one time; ``None``: no limit.
-        peak: when a step allocates most at one time, predicted by simulating the emitted programs.
+        peak: when a step allocates most at one time, predicted by simulating the emitted programs; if pipelined, when
+            one microbatch that runs alone does.
         trade_off: (peak bytes, modelled seconds of recomputation) of all plans that were considered; empty without a
             budget.
         assumed: what data-dependent sizes are taken to be, by symbol (the others count with their upper bounds), and
@@ -184,9 +185,11 @@ class Plan:
     def peak_bytes(self) -> int:
         """Predicted peak of a step: bytes allocated at most at one time beyond what was allocated when it began.
 
-        The forward's outputs count until the backward is over, since the caller may hold them.
+        The forward's outputs count until the backward is over, since the caller may hold them. Of a pipelined step, the
+        bytes of the device that needs most, with all its microbatches in flight: what a budget bounds. (That of one
+        microbatch which runs alone is ``peak.bytes``; all devices are in ``pipeline.peak_bytes``.)
         """
-        return self.peak.bytes
+        return self.peak.bytes if self.pipeline is None else max(self.pipeline.peak_bytes)
 
     @property
     def forward_seconds(self) -> float:
@@ -333,7 +336,7 @@ class Plan:
         where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"
         module = f" of {self.peak.module}" if self.peak.module else ""
         what = "predicted peak" if self.pipeline is None else "of one microbatch alone, predicted peak"
-        lines.append(f"{what}: {bytes_text(self.peak_bytes)} ({self.peak_bytes} bytes), {where}{module}")
+        lines.append(f"{what}: {bytes_text(self.peak.bytes)} ({self.peak.bytes} bytes), {where}{module}")
         if self.training:
             lines.append(
                 f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "

@@ -1,6 +1,7 @@
 """Planning anew: what a step shows that its plan did not know makes the next plan.
 
-Data-dependent sizes, and memory that operators take for themselves, are seen as steps run; that there is less memory
+Data-dependent sizes, memory that operators take for themselves, and calls that are alive at once are seen as steps run;
+that there is less memory
 than the budget says is seen where it runs out.
 """
 
@@ -47,8 +48,12 @@ def planning_anew(
         budgeted: whether the step has a memory budget, which can be made smaller.
 
     Raises:
+        InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out, and with a smaller budget too, or there is no smaller one.
     """
+    if assumptions.steps.stale and torch.is_grad_enabled():
+        assumptions.steps.plan_together(assumptions.share)
+        assumptions.stale = True
     if assumptions.stale:
         assumptions.renew()
         log.info("planning anew with what steps have shown: %s", assumptions.assumed)

@@ -29,6 +29,7 @@ from roundpipe_fx.cost import tensor_bytes
 from roundpipe_fx.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import module_path_text
 
@@ -38,6 +39,7 @@ __all__ = [
     "LiveValue",
     "PeakMoment",
     "allocation_granularity",
+    "footprint_of_programs",
     "simulate_calls",
     "simulate_programs",
 ]
@@ -111,12 +113,87 @@ def simulate_programs(
         owners: places of the inputs that get gradients, which were there before the others were.
         updates: numbers of the results that the caller copies into inputs, and drops, when the forward is over.
     """
+    course = _course_of(forward, backward, tangents, granularity, updates)
+    run, lasting, arriving = course.run, course.lasting, course.arriving
+    if allocator is not None:
+        for index in dict.fromkeys((*owners, *range(len(forward.inputs)))):
+            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(forward.inputs[index])))
+    peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+    if allocator is not None:
+        for storage in lasting:
+            allocator.give_back(storage)
+        later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
+        peak = max(peak, later, key=lambda peak: peak.bytes)
+    call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
+    live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
+    name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
+    workspace = run.events[peak.position].scratch if peak.position >= 0 else 0
+    if node is None and workspace:
+        name = "loss"
+        live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
+    elif workspace:
+        live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
+    return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
+
+
+def footprint_of_programs(
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node] = (),
+    granularity: int = 1,
+    owners: Sequence[int | None] = (),
+    updates: Collection[int] = (),
+    beyond: int = 0,
+) -> Footprint:
+    """What one call does to memory; the arguments are those of :func:`simulate_programs`.
+
+    ``owners``: for each of the backward's results, the number of the input whose gradient it is. ``beyond``: bytes that
+    the device's allocator counts beyond what is simulated here.
+    """
+    course = _course_of(forward, backward, tangents, granularity, updates)
+    gradients: Counter[int] = Counter()
+    for owner, node in zip(owners, backward.results if backward is not None else (), strict=False):
+        if isinstance(node, fx.Node) and owner is not None:
+            gradients[owner] += tensor_bytes(tensor_values(node))
+    sizes, events = course.run.numbers.sizes, course.run.events
+    return footprint_of(
+        events, course.ends, sizes, course.lasting, course.arriving, course.outputs, dict(gradients), beyond
+    )
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What happens when a forward and a backward program run, with a loss between them.
+
+    Attributes:
+        run: with the events.
+        ends: how many of them the forward has; the next one is the loss.
+        lasting: storages that live to the end.
+        arriving: storages that others make, by position.
+        outputs: bytes of what the forward returns.
+    """
+
+    run: _Run
+    ends: int
+    lasting: list[int]
+    arriving: dict[int, list[int]]
+    outputs: int
+
+
+def _course_of(
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node],
+    granularity: int,
+    updates: Collection[int],
+) -> _Course:
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
     lasting = [storage for leaves in kept for storage in leaves]
     copied = [storage for place in updates for storage in returned[place]]
     loss = 0 if backward is None else loss_bytes(tangents, granularity)
+    ends = len(run.events)
     run.events.append(Event((_CALLER, None), copied, (), scratch=loss))
     arriving: dict[int, list[int]] = {}
     if backward is not None:
@@ -137,25 +214,8 @@ def simulate_programs(
             for leaves in run.program(backward, [given.get(node, []) for node in backward.inputs])
             for storage in leaves
         ]
-    if allocator is not None:
-        for index in dict.fromkeys((*owners, *range(len(forward.inputs)))):
-            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(forward.inputs[index])))
-    peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
-    if allocator is not None:
-        for storage in lasting:
-            allocator.give_back(storage)
-        later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
-        peak = max(peak, later, key=lambda peak: peak.bytes)
-    call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
-    live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
-    name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
-    workspace = run.events[peak.position].scratch if peak.position >= 0 else 0
-    if node is None and workspace:
-        name = "loss"
-        live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
-    elif workspace:
-        live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
-    return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
+    outputs = {s for leaves in returned[: forward.outputs] for s in leaves if s != OUTSIDE} - set(copied)
+    return _Course(run, ends, lasting, arriving, sum(run.numbers.sizes[storage] for storage in outputs))
 
 
 @dataclass(frozen=True)

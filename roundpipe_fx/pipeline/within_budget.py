@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.joint_graph import JointGraph
 from roundpipe_fx.lower import Lowered, Setting, emit
 from roundpipe_fx.passes.follow_schedule import follow_schedule
@@ -92,7 +92,7 @@ def within_budget(
     first = attempt(kept.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     limit = int((first.peak if allowed is None else allowed) * setting.share)
-    if first.peak <= limit and (budget == 1.0 or isinstance(budget, int)):
+    if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return first.chosen(limit, allowed, [first])
     runs = runs_of(first.timing, setting.cuts)
     rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
@@ -117,7 +117,7 @@ def within_budget(
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         _each(at, level, pipelining.workers, limit)
     attempts = [*(own for _, own in made), *others]
-    if budget == 0.0:
+    if isinstance(budget, float) and budget == 0.0:
         limit = min(own.peak for own in attempts)
     fitting = [own for own in attempts if own.peak <= limit]
     if not fitting:
@@ -127,7 +127,8 @@ def within_budget(
                 f"memory_budget of {allowed} bytes ({bytes_text(allowed)}) a device cannot be met: with schedule "
                 f"{structure.name!r}, {pipelining.workers} devices and {pipelining.microbatches} microbatches, the "
                 f"device that needs most needs at least {least.peak} bytes ({bytes_text(least.peak)}). Use more and "
-                "smaller microbatches, more devices, another schedule, or a budget of at least the minimum.",
+                "smaller microbatches, more devices, another schedule, or a budget of at least the minimum."
+                f"{share_hint(allowed)}",
                 least.peak,
             )
         fitting = [least]

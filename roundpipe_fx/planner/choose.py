@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.joint_graph import module_path
 from roundpipe_fx.planner.blocks import Blocks
 from roundpipe_fx.planner.operations import OperationGraph
-from roundpipe_fx.planner.schedule import simulate
+from roundpipe_fx.planner.schedule import Choice, simulate
 from roundpipe_fx.planner.search import Candidate, Found, everything_kept, refine, search
+from roundpipe_fx.planner.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Chosen", "choose"]
+__all__ = ["Chosen", "choose", "refusal"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,8 @@ class Chosen:
         graph: the operations that plans are searched for.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
         followed: the operations of the schedule: the same, or those with equal values shared.
+        fits: whether it is taken to stay within the limit. Else it is the candidate with the lowest peak, and nothing
+            that was found stays within the limit.
     """
 
     candidate: Candidate
@@ -32,6 +36,7 @@ class Chosen:
     graph: OperationGraph
     frontier: tuple[tuple[int, float], ...]
     followed: OperationGraph
+    fits: bool = True
 
 
 def choose(
@@ -40,6 +45,7 @@ def choose(
     share: float = 1.0,
     margin: int = 0,
     whole: OperationGraph | None = None,
+    emitted: Sequence[tuple[Candidate, int]] = (),
 ) -> Chosen:
     """Choose a schedule for a budget.
 
@@ -49,9 +55,7 @@ def choose(
         share: of the budget that may be used, in (0, 1].
         margin: bytes that emitted programs were found to need beyond what was simulated here.
         whole: the same with equal values shared, for where everything is kept.
-
-    Raises:
-        InfeasibleBudgetError: the budget is below the least peak that can be reached.
+        emitted: candidates that were chosen before, with the peaks of the programs emitted for them.
     """
     blocks = Blocks(graph)
     kept, followed = everything_kept(blocks), graph
@@ -59,22 +63,53 @@ def choose(
         shared = everything_kept(Blocks(whole))
         if shared.peak.bytes < kept.peak.bytes:
             kept, followed = shared, whole
-    fits = budget == 1.0 or (isinstance(budget, int) and kept.peak.bytes + margin <= budget * share)
+    if isinstance(budget, int):
+        fits = kept.peak.bytes + margin <= budget * share
+    else:
+        fits = budget == 1.0
     # What fits as it is needs no search.
-    found = Found([kept], []) if fits and share == 1.0 and not graph.regions else search(blocks, kept=kept)
+    if fits and share == 1.0 and not graph.regions:
+        found = Found([kept], [])
+    else:
+        found = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
     candidates = found.candidates
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
     candidates = refine(blocks, found, limit - margin)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
+    lowest = candidates[-1]
+    known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
+
+    def expected(candidate: Candidate) -> int:
+        same = (peak for choice, size, peak in known if (choice, size) == _key(candidate))
+        return next(same, candidate.peak.bytes + margin)
+
+    def chosen(candidate: Candidate, limit: int, fits: bool = True) -> Chosen:
+        return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph, fits)
+
     for candidate in candidates:
-        if candidate.peak.bytes + margin <= limit or (isinstance(budget, float) and candidate is candidates[-1]):
-            limit = max(limit, candidate.peak.bytes + margin)
-            return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph)
-    raise _infeasible(graph, candidates[-1], limit, margin)
+        if expected(candidate) <= limit:
+            return chosen(candidate, limit)
+    if isinstance(budget, float):
+        return chosen(lowest, max(limit, expected(lowest)))
+    # The margin is other candidates'; what this one's programs need is known when they are emitted.
+    tried = any((choice, size) == _key(lowest) for choice, size, _ in known)
+    return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
 
 
-def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int, margin: int) -> InfeasibleBudgetError:
-    peak = simulate(graph, lowest.schedule, list_live=True)
+def _key(candidate: Candidate) -> tuple[Choice, int]:
+    return candidate.schedule.choice, candidate.peak.bytes
+
+
+def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudgetError:
+    """The error for a budget that nothing stays within.
+
+    Args:
+        chosen: the lowest that was found.
+        minimum: peak of the programs that were emitted for it.
+        budget: that was asked for.
+    """
+    graph = chosen.graph
+    peak = simulate(graph, chosen.candidate.schedule, list_live=True)
     if peak.operation is None:
         loss = "between its forward and its backward, while a loss is computed outside the model"
         where = loss if peak.backward else "at its beginning"
@@ -85,11 +120,10 @@ def _infeasible(graph: OperationGraph, lowest: Candidate, limit: int, margin: in
             f"in the {phase} of {module} (stage {graph.stages[peak.segment]}, segment {peak.segment}, at "
             f"{peak.operation.node.name})"
         )
-    minimum = peak.bytes + margin
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
     return InfeasibleBudgetError(
-        f"memory_budget of {limit} bytes ({bytes_text(limit)}) cannot be met: a step of this model on this batch needs "
+        f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model on this batch needs "
         f"at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where these are alive: "
-        f"{live}. Use a smaller batch, or a budget of at least the minimum.",
+        f"{live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
         minimum,
     )

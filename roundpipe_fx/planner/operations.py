@@ -33,6 +33,7 @@ from roundpipe_fx.passes.reinplace import operands_to_write_over
 from roundpipe_fx.passes.rng import state_bytes
 from roundpipe_fx.recomputation import Form, makes_mask_alone, selection, stand_in_of
 from roundpipe_fx.region import budget_of_region
+from roundpipe_fx.step_of_calls import StepNeeds
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 
 __all__ = ["OUTSIDE", "Operation", "OperationGraph", "Way", "read_operations"]
@@ -118,6 +119,7 @@ class OperationGraph:
         stages: by segment, its stage.
         regions: storages made in parts of the model with a budget of their own, with that budget.
         segments: how many segments there are.
+        step: what else the step holds, where it makes several calls; ``None``: nothing.
     """
 
     forward: tuple[Operation, ...]
@@ -144,6 +146,7 @@ class OperationGraph:
     stages: dict[int, int]
     regions: tuple[tuple[frozenset[int], int | float], ...]
     segments: int
+    step: StepNeeds | None = None
 
     @functools.cached_property
     def at_hand(self) -> frozenset[int]:

@@ -17,6 +17,7 @@ from torch import fx
 from roundpipe_fx.liveness import Event, peak_of
 from roundpipe_fx.planner.operations import Operation, OperationGraph, Way
 from roundpipe_fx.recomputation import Form
+from roundpipe_fx.step_of_calls import Footprint, footprint_of
 
 __all__ = [
     "Choice",
@@ -24,6 +25,7 @@ __all__ = [
     "Schedule",
     "Step",
     "backward_events",
+    "footprint",
     "just_in_time",
     "peak_of_forward",
     "simulate",
@@ -183,19 +185,67 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
     What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
-    which he may hold. What he copies into inputs dies when the forward is over.
+    which he may hold. What he copies into inputs dies when the forward is over. Where a step makes several calls, the
+    bytes are those of the whole step, and what is said of where they live is of this call alone.
 
     Args:
         graph: the operations.
         schedule: what runs.
         list_live: whether to say what lives at the peak.
     """
+    course = _course(graph, schedule)
+    events, sizes = course.events, course.sizes
+    peak = peak_of(events, sizes, (), course.lasting, course.arriving, list_live)
+    size = peak.bytes if graph.step is None else graph.step.peak(_footprint(graph, course))
+    if peak.position < 0:
+        return Peak(size, 0, False, None, ())
+    event = events[peak.position]
+    live = [(_name(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    if event.what is None:
+        live = sorted([*live, ("loss outside", event.scratch)], key=lambda value: -value[1])
+        return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
+    if event.scratch:
+        live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
+    return Peak(size, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))
+
+
+def footprint(graph: OperationGraph, schedule: Schedule) -> Footprint:
+    """What one call does to memory that runs a schedule, gradients left out."""
+    return _footprint(graph, _course(graph, schedule))
+
+
+def _footprint(graph: OperationGraph, course: _Course) -> Footprint:
+    outputs = sum(graph.sizes[storage] for storage in graph.outputs)
+    lasting = tuple(course.lasting)
+    return footprint_of(course.events, len(graph.forward), course.sizes, lasting, course.arriving, outputs, {})
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What happens when a schedule runs.
+
+    Attributes:
+        events: of the forward, the loss outside, and of the backward.
+        sizes: bytes by storage, copies among them.
+        arriving: storages that others make, by position.
+        lasting: storages that live to the end.
+        copied: by copy, the storage.
+    """
+
+    events: list[Event]
+    sizes: dict[int, int]
+    arriving: dict[int, Sequence[int]]
+    lasting: set[int]
+    copied: dict[int, int]
+
+
+def _course(graph: OperationGraph, schedule: Schedule) -> _Course:
     steps = [step for _, block in schedule.backward for step in block]
     sizes = dict(enumerate(graph.sizes))
     # A generator's state is saved by the forward operation that is replayed, and read by each replay.
     states: dict[int, int] = {}
     sizes[_LOSS] = graph.loss_lasts
-    arriving: dict[int, Collection[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
+    arriving: dict[int, Sequence[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
     for step in steps:
         index = step.operation.index
         if step.way is not None and index in graph.states and index not in states:
@@ -205,18 +255,7 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
-    events = [*graph.forward_events, loss, *backward]
-    peak = peak_of(events, sizes, (), lasting, arriving, list_live)
-    if peak.position < 0:
-        return Peak(peak.bytes, 0, False, None, ())
-    event = events[peak.position]
-    live = [(_name(graph, copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
-    if event is loss:
-        live = sorted([*live, ("loss outside", event.scratch)], key=lambda value: -value[1])
-        return Peak(peak.bytes, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
-    if event.scratch:
-        live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
-    return Peak(peak.bytes, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))
+    return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
 
 
 def _name(graph: OperationGraph, storage: int) -> str:

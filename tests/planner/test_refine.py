@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.planner.blocks import Blocks
-from roundpipe_fx.planner.choose import choose
+from roundpipe_fx.planner.choose import choose, refusal
 from roundpipe_fx.planner.search import refine, search
 from tests.planner.graphs import mlp, operations_of
 
@@ -45,13 +43,16 @@ def test_the_ends_are_not_refined() -> None:
     found = search(blocks)
     assert refine(blocks, found, found.candidates[0].peak.bytes) == found.candidates
     assert refine(blocks, found, found.candidates[-1].peak.bytes - 1) == found.candidates
-    with pytest.raises(InfeasibleBudgetError):
-        choose(GRAPH, found.candidates[-1].peak.bytes - 1)
+    assert not choose(GRAPH, found.candidates[-1].peak.bytes - 1).fits
 
 
-def test_what_programs_need_beyond_what_was_simulated_is_part_of_the_least_budget() -> None:
-    lowest = choose(GRAPH, 0.0).limit
-    assert choose(GRAPH, lowest + 100, margin=100).candidate.peak.bytes == lowest
-    with pytest.raises(InfeasibleBudgetError, match=f"at least {lowest + 100} bytes") as caught:
-        choose(GRAPH, lowest + 99, margin=100)
-    assert caught.value.minimum == lowest + 100
+def test_what_programs_need_beyond_what_was_simulated_counts_for_those_that_need_it() -> None:
+    lowest = choose(GRAPH, 0.0)
+    limit, item = lowest.limit, lowest.candidate
+    assert choose(GRAPH, limit + 100, margin=100).candidate.peak.bytes == limit
+    # What others need beyond does not refuse a plan whose own programs are not known.
+    assert choose(GRAPH, limit + 99, margin=100).fits
+    assert not choose(GRAPH, limit + 99, margin=100, emitted=[(item, limit + 100)]).fits
+    assert choose(GRAPH, limit + 100, margin=200, emitted=[(item, limit + 100)]).fits
+    refused = refusal(choose(GRAPH, limit - 1), limit + 100, limit - 1)
+    assert refused.minimum == limit + 100 and f"at least {limit + 100} bytes" in str(refused)

@@ -1,0 +1,205 @@
+"""Step calls: notes which calls of a model are alive at once.
+
+A call is alive from its forward until what it saved is gone: its backward has run, or nobody can run it any more. That
+is not counted but seen: autograd holds what the forward program returned to be saved, and a weak reference to one of
+these storages dies with it, whether a backward reads it, the output is dropped, or an exception ends the step. A step
+lasts from a forward that finds no call alive until none is.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.runtime.stage_compiler import Boxed
+from roundpipe_fx.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
+
+__all__ = ["NotedGraph", "StepCalls"]
+
+_MOST = 1000
+"""Of a step with more calls the first ones are noted."""
+
+
+@dataclass(frozen=True)
+class NotedGraph:
+    """A compiled graph whose calls are noted.
+
+    Attributes:
+        name: of the graph.
+        footprint: of its plan.
+        outputs: how many of its results the caller gets.
+        parameters: places of inputs that are there anyway.
+        differentiated: numbers of the outputs that have incoming gradients; of others no loss is computed.
+        training: whether it has a backward. Else its calls begin no step, and end none.
+    """
+
+    name: str
+    footprint: Footprint
+    outputs: int
+    parameters: frozenset[int]
+    differentiated: frozenset[int]
+    training: bool = True
+
+
+@dataclass
+class _Call:
+    graph: NotedGraph
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    brought: int
+    token: weakref.ref[Any] | None = None
+    returned: bool = False
+    """Whether nothing but outputs is held, so that the token is one of them."""
+    over: bool = False
+    """Whether it is alive no longer."""
+
+
+class StepCalls:
+    """The calls of the step at hand, of one model.
+
+    Args:
+        on_step: told of each step in which several calls were alive.
+    """
+
+    def __init__(self, on_step: Callable[[NotedStep], None]) -> None:
+        self._on_step = on_step
+        self._lock = threading.RLock()
+        self._clear()
+
+    def _clear(self) -> None:
+        self._calls: list[_Call] = []
+        self._events: list[tuple[NotedEvent, int]] = []
+
+    def forward(self, run: Boxed, graph: NotedGraph) -> Boxed:
+        """A forward program whose calls are noted."""
+        place: int | None = None
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            nonlocal place
+            inputs = tuple(map(_storage, arguments))
+            sizes = {
+                key: min(value.untyped_storage().nbytes(), value.nbytes)
+                for number, (key, value) in enumerate(zip(inputs, arguments, strict=True))
+                if key and number not in graph.parameters
+            }
+            with self._lock:
+                self._finish()
+                number = self._begin(graph, inputs, sizes)
+            if number is None:
+                return run(arguments)
+            try:
+                results = run(arguments)
+            except BaseException:
+                with self._lock:
+                    self._calls[number].over = True
+                raise
+            storages = tuple(map(_storage, results))
+            if place is None:
+                mine = [i for i, key in enumerate(storages) if key and key not in inputs]
+                kept = [i for i in mine if storages[i] not in storages[: graph.outputs]]
+                place = next(iter((*kept, *mine)), -1)
+            token = results[place].untyped_storage() if place >= 0 else None
+            returned = storages[place] in storages[: graph.outputs]
+            with self._lock:
+                self._ran(number, storages[: graph.outputs], token, returned)
+            return results
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def backward(self, run: Boxed, graph: NotedGraph) -> Boxed:
+        """The backward program of such a forward."""
+
+        def call(arguments: list[Any]) -> tuple[Any, ...]:
+            with self._lock:
+                number = self._call_of(graph, {_storage(value) for value in arguments})
+                if number is not None:
+                    self._events.append((NotedEvent.BACKWARD, number))
+            results = run(arguments)
+            with self._lock:
+                if number is not None:
+                    self._went_back(number)
+                self._finish()
+            return results
+
+        call._boxed_call = True  # type: ignore[attr-defined]
+        return call
+
+    def _begin(self, graph: NotedGraph, inputs: tuple[int, ...], sizes: dict[int, int]) -> int | None:
+        if len(self._calls) == _MOST or not (graph.training or self._calls):
+            return None
+        known = {storage for own in self._calls for storage in (*own.inputs, *own.outputs)}
+        brought = sum(size for key, size in sizes.items() if key not in known) if self._calls else 0
+        number = len(self._calls)
+        self._calls.append(_Call(graph, inputs, (), brought))
+        self._events.append((NotedEvent.FORWARD, number))
+        return number
+
+    def _ran(self, number: int, outputs: tuple[int, ...], token: Any, returned: bool) -> None:
+        call = self._calls[number]
+        call.outputs, call.returned = outputs, returned
+        if token is None:
+            call.over = True  # it holds nothing
+            return
+        step = self._calls
+
+        def freed(_: Any) -> None:
+            with self._lock:
+                if step is self._calls:
+                    self._freed(number)
+
+        call.token = weakref.ref(token, freed)
+
+    def _call_of(self, graph: NotedGraph, storages: set[int]) -> int | None:
+        """The latest call of a graph that a backward belongs to."""
+        for number in range(len(self._calls) - 1, -1, -1):
+            call = self._calls[number]
+            if call.graph is graph and not call.over:
+                token = call.token() if call.token is not None else None
+                if call.returned or (token is not None and token._cdata in storages):
+                    return number
+        return None
+
+    def _went_back(self, number: int) -> None:
+        call = self._calls[number]
+        if call.returned or call.token is None or call.token() is None:  # else ``retain_graph``: it is held on
+            self._freed(number)
+
+    def _freed(self, number: int) -> None:
+        call = self._calls[number]
+        if not call.over:
+            call.over = True
+            self._events.append((NotedEvent.FREED, number))
+
+    def _finish(self) -> None:
+        """Tell of the step, and begin a new one, if no call is alive."""
+        if not all(call.over for call in self._calls if call.graph.training):
+            return
+        calls, events = self._calls, self._events
+        self._clear()
+        if len(calls) > 1:
+            self._on_step(NotedStep(tuple(_noted(calls)), tuple(events)))
+
+
+def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
+    read = [set(call.inputs) for call in calls]
+    noted = []
+    for number, call in enumerate(calls):
+        later = set().union(*read[number + 1 :])
+        differentiated = [call.outputs[place] for place in call.graph.differentiated if place < len(call.outputs)]
+        consumed = bool(differentiated) and later.issuperset(differentiated)
+        graph = call.graph
+        noted.append(NotedCall(graph.name, call.inputs, call.outputs, call.brought, consumed, graph.footprint))
+    return noted
+
+
+def _storage(value: Any) -> int:
+    """A number for a tensor's storage; 0 for what has none."""
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        return int(value.untyped_storage()._cdata)
+    return 0
