@@ -386,3 +386,16 @@ def test_the_number_of_threads_stays_the_callers() -> None:
     thread.start()
     thread.join()
     assert seen == [threads]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_cannot_be_differentiated_twice(microbatches: int) -> None:
+    compiled = roundpipe_fx.compile(Blocks(depth=2), devices=CPUS, num_microbatches=microbatches)
+    x, other = torch.randn(4, 16, requires_grad=True), torch.ones(1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
+        (other.sum() + gradient.square().sum()).backward()
+    compiled(x).sum().backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in compiled.parameters())
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        penalty.backward()
