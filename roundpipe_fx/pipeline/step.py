@@ -148,14 +148,14 @@ class Pipeline:
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
             self._take(self._calls_of_step(args, given, labels, loss_fn, "loss"), in_halves=False)
 
-    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], Any]]:
+    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[functools.partial[Any]]:
         """A call for each microbatch."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         return [functools.partial(self.compiled["model"], *piece) for piece in pieces]
 
     def _calls_of_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
-    ) -> list[Callable[[], Any]]:
+    ) -> list[functools.partial[Any]]:
         """A call for each microbatch of a step with its loss."""
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
@@ -192,10 +192,13 @@ class Pipeline:
     def _looking_moved(self, updated: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
 
-    def _take(self, calls: list[Callable[[], Any]], in_halves: bool) -> Taken:
+    def _take(self, calls: list[functools.partial[Any]], in_halves: bool) -> Taken:
         self._likeness.offloaded = self._offloaded is not None or self.settings.offloaded
         with self._looking_moved():
-            return take_all(calls, self._likeness, in_halves)
+            modules = [*self._model.modules()]
+            keep = torch_private.keep_users_exceptions
+            own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
+            return take_all(own, self._likeness, in_halves)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
