@@ -35,7 +35,7 @@ from roundpipe_fx.pipeline.unequal import check_together
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import answering
+from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, answering
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Kind
 
@@ -127,7 +127,12 @@ class Pipeline:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs))
-            taken = self._take(self._calls_of_model(args, kwargs), in_halves=True)
+            calls = self._calls_of_model(args, kwargs)
+            try:
+                taken = self._take(calls, in_halves=True)
+            except NothingCompiled as uncomputed:
+                outputs = [uncomputed.output, *(call() for call in calls[1:])]
+                return self._returned(merge(outputs, self._splitting.outputs))
             training = any(program.tangents for program in taken.programs)
             if not training:
                 finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])

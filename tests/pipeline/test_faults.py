@@ -413,19 +413,20 @@ class _Refusing(torch.nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.seen = how, 0
-        self.linear, self.register_later = torch.nn.Linear(2, 2), None
+        self.linear, self.latest = torch.nn.Linear(2, 2), None
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count.add_(1)
-        self.register_later = self.linear(x[:, :2])
+        y = self.linear(x[:, :2])
+        self.latest = y.detach()
         if self.how == "assert":
             assert x.shape[-1] == 2, "two columns, please"
         elif x.shape[-1] != 2 and self.how == "raise":
             raise Refusal(2, x.shape[-1])
         elif x.shape[-1] != 2:
             return {}["missing"]
-        return self.register_later
+        return y
 
 
 @pytest.mark.parametrize(
@@ -452,7 +453,7 @@ def test_exceptions_of_the_users_reach_him_as_they_are(how: str, error: type[Exc
         assert raised.value.__cause__ is None
         assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "forward"
     assert model[0].count == 0
-    assert model[0].register_later is None
+    assert model[0].latest is None
     compiled.forward_backward(torch.randn(4, 2), loss_fn=torch.sum)
     assert model[0].count == 2
 
