@@ -316,7 +316,7 @@ class CompiledModule(nn.Module):
             return self.plan
         try:
             with trace_only():
-                self._run(*args, **kwargs)
+                _call(self, args, kwargs)
         except TraceOnly:
             pass
         return self.plan
@@ -478,13 +478,19 @@ def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
 
 def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     with outputs_of_programs() as returned:
-        outputs = model._run(*args, **kwargs)
+        outputs = _call(model, args, kwargs)
     # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
     # their size and keep them until the backward has read them.
     for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():
         if output in returned:
             torch_private.leave_unused_gradients_out(output)
     return outputs
+
+
+def _call(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not model._fullgraph:
+        return model._run(*args, **kwargs)
+    return torch_private.keep_users_exceptions(model._run, [*model._original.modules()], *args, **kwargs)
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

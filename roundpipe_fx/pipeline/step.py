@@ -35,7 +35,7 @@ from roundpipe_fx.pipeline.unequal import check_together
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import answering
+from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, answering
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Kind
 
@@ -127,7 +127,12 @@ class Pipeline:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs))
-            taken = self._take(self._calls_of_model(args, kwargs), in_halves=True)
+            calls = self._calls_of_model(args, kwargs)
+            try:
+                taken = self._take(calls, in_halves=True)
+            except NothingCompiled as uncomputed:
+                outputs = [uncomputed.output, *(call() for call in calls[1:])]
+                return self._returned(merge(outputs, self._splitting.outputs))
             training = any(program.tangents for program in taken.programs)
             if not training:
                 finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
@@ -148,14 +153,14 @@ class Pipeline:
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
             self._take(self._calls_of_step(args, given, labels, loss_fn, "loss"), in_halves=False)
 
-    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Callable[[], Any]]:
+    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[functools.partial[Any]]:
         """A call for each microbatch."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         return [functools.partial(self.compiled["model"], *piece) for piece in pieces]
 
     def _calls_of_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
-    ) -> list[Callable[[], Any]]:
+    ) -> list[functools.partial[Any]]:
         """A call for each microbatch of a step with its loss."""
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
@@ -192,10 +197,13 @@ class Pipeline:
     def _looking_moved(self, updated: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
 
-    def _take(self, calls: list[Callable[[], Any]], in_halves: bool) -> Taken:
+    def _take(self, calls: list[functools.partial[Any]], in_halves: bool) -> Taken:
         self._likeness.offloaded = self._offloaded is not None or self.settings.offloaded
         with self._looking_moved():
-            return take_all(calls, self._likeness, in_halves)
+            modules = [*self._model.modules()]
+            keep = torch_private.keep_users_exceptions
+            own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
+            return take_all(own, self._likeness, in_halves)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()

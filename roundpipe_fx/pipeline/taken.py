@@ -29,13 +29,13 @@ class Taken:
         primals: the inputs of the compiled graph.
     """
 
-    calls: list[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]]
     graphs: list[PipelinedGraph]
     programs: list[PipelineProgram]
     primals: list[list[Any]]
 
 
-def take_all(calls: list[Callable[[], Any]], likeness: Likeness, in_halves: bool) -> Taken:
+def take_all(calls: Sequence[Callable[[], Any]], likeness: Likeness, in_halves: bool) -> Taken:
     """Take each microbatch; those of other shapes are cut like the first.
 
     Args:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.pipeline.taken import Taken
@@ -102,10 +101,36 @@ class _PipelinedStep(torch.autograd.Function):
         )
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        found = ctx.step.backward(gradients)
-        return (None, *(found.get(key) for key in ctx.keys))
+        with torch.no_grad():
+            found = ctx.step.backward(gradients)
+        results = [found.get(key) for key in ctx.keys]
+        if torch.is_grad_enabled():  # create_graph=True
+            given = [value for value in gradients if value is not None and value.requires_grad]
+            results = list(
+                _OnceDifferentiable.apply(len(results), *results, *given, *_differentiable(ctx.step.taken.primals))
+            )
+        return (None, *results)
+
+
+class _OnceDifferentiable(torch.autograd.Function):
+    """Gradients that depend on what a step was given, but whose own gradients nobody knows.
+
+    ``torch.autograd.function.once_differentiable`` looks at incoming gradients alone: the gradient of a sum, which is
+    ones, would have no graph at all, and what is differentiated again would be lost without a word.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, count: int, *values: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if value is None else value.detach() for value in values[:count])
+
+    @staticmethod
+    def backward(_ctx: Any, *_: Any) -> None:
+        raise RuntimeError(
+            "a pipelined step cannot be differentiated twice (create_graph=True): its gradients are computed by "
+            "compiled stages, which have no gradients themselves. For gradient penalties and Hessian-vector products "
+            "call the model itself, uncompiled."
+        )
 
 
 def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["Taken", "answering", "pipelined", "take"]
+__all__ = ["NothingCompiled", "Taken", "answering", "pipelined", "take"]
 
 _local = threading.local()
 
@@ -26,20 +26,32 @@ class Taken(BaseException):
         self.arguments = arguments
 
 
+class NothingCompiled(RuntimeError):
+    """A call ran no compiled graph: it returned what it was given.
+
+    Attributes:
+        output: what it returned.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__("the model computes nothing that could be compiled.")
+        self.output = output
+
+
 def take(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """The compiled graph behind a call, and its arguments; nothing runs.
 
     Raises:
-        RuntimeError: the call ran no compiled graph.
+        NothingCompiled: the call ran no compiled graph.
     """
     _local.taking = True
     try:
-        call()
+        output = call()
     except Taken as taken:
         return taken.graph, taken.arguments
     finally:
         _local.taking = False
-    raise RuntimeError("the model computes nothing that could be compiled.")
+    raise NothingCompiled(output)
 
 
 class answering:

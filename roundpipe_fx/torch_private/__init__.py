@@ -79,6 +79,7 @@ from roundpipe_fx.torch_private.sizes import (
     size_binding,
     size_hint,
 )
+from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
     "InputSize",
@@ -115,6 +116,7 @@ __all__ = [
     "input_path",
     "input_sizes",
     "is_effect_token",
+    "keep_users_exceptions",
     "leave_unused_gradients_out",
     "line_of_break",
     "log_metrics_with_functions",

@@ -386,3 +386,91 @@ def test_the_number_of_threads_stays_the_callers() -> None:
     thread.start()
     thread.join()
     assert seen == [threads]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_step_cannot_be_differentiated_twice(microbatches: int) -> None:
+    compiled = roundpipe_fx.compile(Blocks(depth=2), devices=CPUS, num_microbatches=microbatches)
+    x, other = torch.randn(4, 16, requires_grad=True), torch.ones(1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"cannot be differentiated twice \(create_graph=True\)"):
+        (other.sum() + gradient.square().sum()).backward()
+    compiled(x).sum().backward(create_graph=True)
+    penalty = sum(parameter.grad.square().sum() for parameter in compiled.parameters())
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        penalty.backward()
+
+
+class Refusal(Exception):
+    def __init__(self, wanted: int, found: int) -> None:
+        super().__init__(f"{wanted} columns, please, not {found}")
+        self.wanted = wanted
+
+
+class _Refusing(torch.nn.Module):
+    """Raises in a submodule, after it has written to a buffer and an attribute."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.seen = how, 0
+        self.linear, self.latest = torch.nn.Linear(2, 2), None
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y = self.linear(x[:, :2])
+        self.latest = y.detach()
+        if self.how == "assert":
+            assert x.shape[-1] == 2, "two columns, please"
+        elif x.shape[-1] != 2 and self.how == "raise":
+            raise Refusal(2, x.shape[-1])
+        elif x.shape[-1] != 2:
+            return {}["missing"]
+        return y
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "text"),
+    [
+        ("raise", Refusal, "2 columns, please, not 3"),
+        ("assert", AssertionError, "two columns, please"),
+        ("missing", KeyError, "'missing'"),
+    ],
+)
+def test_exceptions_of_the_users_reach_him_as_they_are(how: str, error: type[Exception], text: str) -> None:
+    model = torch.nn.Sequential(_Refusing(how))
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)
+    calls = (
+        lambda x: compiled(x),
+        lambda x: compiled.forward_backward(x, loss_fn=torch.sum),
+        lambda x: roundpipe_fx.compile(model, fullgraph=True)(x),
+        lambda x: roundpipe_fx.plan(model, x, device="cpu"),
+    )
+    for call in calls:
+        with pytest.raises(error) as raised:
+            call(torch.randn(4, 3))
+        assert str(raised.value).splitlines()[0] == text  # pytest explains assertions
+        assert raised.value.__cause__ is None
+        assert traceback.extract_tb(raised.value.__traceback__)[-1].name == "forward"
+    assert model[0].count == 0
+    assert model[0].latest is None
+    compiled.forward_backward(torch.randn(4, 2), loss_fn=torch.sum)
+    assert model[0].count == 2
+
+
+def test_exceptions_of_a_loss_function_too() -> None:
+    def refuse(output: torch.Tensor) -> torch.Tensor:
+        raise Refusal(1, output.shape[-1])
+
+    compiled = roundpipe_fx.compile(Blocks(depth=1), num_microbatches=2)
+    with pytest.raises(Refusal, match="1 columns"):
+        compiled.forward_backward(batch_of()[0], loss_fn=refuse)
+
+
+def test_what_cannot_be_traced_is_still_dynamos_error() -> None:
+    class Branching(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
+        roundpipe_fx.compile(Branching(), num_microbatches=2)(torch.randn(4, 4))
