@@ -8,6 +8,7 @@ masks              indexing by a mask becomes one ``nonzero`` and integer indexi
 batch_norm         its gradient reads no running statistics, so none are kept for it
 dropout            on the CPU, the drawing of a mask and two products
 interpolation      indexing that repeats the nearest neighbour becomes the kernel that does it
+storage_copies     operators that would copy a whole storage copy what is theirs
 layouts            values lie in memory as the graph says
 repeated_views     views that show what an earlier value shows already are dropped
 annotate           phase, bytes and modelled seconds of each node

@@ -85,7 +85,7 @@ class _Notes:
         elif self._shares(node):
             if changed:
                 self._see_again(node, changed)
-        elif changed or not all(map(self._lies_plainly, input_nodes(node))):
+        elif changed or not (is_tensor(node) and all(map(self._lies_plainly, input_nodes(node)))):
             self._try(node, changed)
         if any(value.layout is not torch.strided for value in tensor_values(node)):
             note_sparse_bytes(node, self._device)

@@ -5,8 +5,9 @@ stage module an operation may write over an operand if that was made in this mod
 shape, strides and dtype, and nothing else that is still needed shares its storage. The values are the same bit for
 bit; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory themselves.
 
-Two forms: the in-place one (``mul_``) writes over the first operand; the one with an output (``mul.out``) over any. The
-latter is taken only where the device has a kernel for it; elsewhere it would compute beside and copy. Pointwise
+Three forms: the in-place one (``mul_``) writes over the first operand; that with an output (``mul.out``) over any; and
+functions that write a part of the first operand (:mod:`roundpipe_fx.partial_writes`), where there is no such operator.
+The second is taken only where the device has a kernel for it; elsewhere it would compute beside and copy. Pointwise
 operations read and write place by place, so any operand will do; softmax and its backward along the last dimension go
 row by row on the CPU, reading a row before they write it.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.joint_graph import has_tag, input_nodes, is_tensor, tensor_values
+from roundpipe_fx.partial_writes import PARTIAL_WRITES
 from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
 from roundpipe_fx.torch_private import has_kernel
 
@@ -30,6 +32,7 @@ aten = torch.ops.aten
 
 # Beside pointwise operations: those that change part of their first operand.
 _PARTIAL = (
+    aten.copy,
     aten.index_put,
     aten.index_add,
     aten.index_copy,
@@ -98,12 +101,12 @@ class _Form:
     """A form of an operation that writes over one of its operands.
 
     Attributes:
-        target: the operator.
+        target: the operator, or a function.
         operand: what is written over.
         output: name of the argument that takes it; ``None``: it is the first one.
     """
 
-    target: torch._ops.OpOverload
+    target: torch._ops.OpOverload | Callable[..., torch.Tensor]
     operand: fx.Node
     output: str | None
 
@@ -140,8 +143,11 @@ def _forms(node: fx.Node, dies: Callable[[fx.Node, fx.Node], bool] = lambda oper
     return found
 
 
-def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | None:
+def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | Callable[..., torch.Tensor] | None:
     assert isinstance(node.target, torch._ops.OpOverload)
+    writing = PARTIAL_WRITES.get(node.target)
+    if writing is not None:
+        return writing
     return None if node.kwargs.keys() & {"dtype", "memory_format"} else _in_place_kernel(node.target)
 
 

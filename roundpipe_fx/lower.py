@@ -39,6 +39,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.start_early import start_early
+from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
@@ -231,6 +232,7 @@ def prepare(
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":
+        joint = copy_parts_alone(joint)
         at_hand = device if options.device_name is None else None
         joint = mark_strided_gradients(restore_layouts(joint, at_hand))
     joint = annotate(drop_repeated_views(joint), costs)

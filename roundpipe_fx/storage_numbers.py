@@ -15,6 +15,7 @@ from torch import fx
 from roundpipe_fx.cost.of_node import tensor_bytes
 from roundpipe_fx.gradient_sums import SUMMING, add_to
 from roundpipe_fx.joint_graph import input_nodes, tensor_values
+from roundpipe_fx.partial_writes import PARTIAL_WRITES
 
 __all__ = ["OUTSIDE", "StorageNumbers"]
 
@@ -114,6 +115,8 @@ def _total(node: fx.Node) -> fx.Node:
 
 def _written(node: fx.Node) -> fx.Node | None:
     """The argument that a node writes its result into, if it does."""
+    if node.target in PARTIAL_WRITES.values():
+        return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for position, argument in enumerate(node.target._schema.arguments):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -70,7 +69,13 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
         trial = run_apart(lambda: try_alone(node, device))
         operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
         if trial is not None:
-            return _values(node, trial.layouts, lambda noted, layout: _as_it_lies(noted, layout, operands))
+            kept = zip(trial.layouts, trial.storages, strict=True)
+            storages = iter([size for layout, size in kept if layout is not None])
+
+            def value(noted: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+                return _in_storage(_as_it_lies(noted, layout, operands), next(storages))
+
+            return _values(node, trial.layouts, value)
     return None if is_seeded(node) or _has_known_order(node) else small_values(node)
 
 
@@ -130,10 +135,10 @@ def _values(
     for tensor, layout in zip(noted, found, strict=True):
         if tensor.layout is not torch.strided or len(layout.sizes) != tensor.dim():
             return None
-        made = tensor if 0 in layout.sizes else value(tensor, layout)
+        made = value(tensor, layout)
         if made is None:
             return None
-        values.append(made)
+        values.append(tensor if 0 in layout.sizes else made)
     return values
 
 
@@ -156,15 +161,17 @@ class _Scale:
         """The small tensor for an operand."""
         sizes, strides = layout_of(value)
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
-        covered = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
-        following = 1 if covered == math.prod(sizes) else 2  # kernels ask whether a tensor has gaps
         found = [0] * len(sizes)
         known = {0: 0}
+        following, small_following = 1, 1
         for dim in _inner_first(sizes, strides):
-            if strides[dim]:
-                known[strides[dim]] = found[dim] = following
-                following *= max(small[dim], 1)
-                known.setdefault(strides[dim] * sizes[dim], following)
+            if not strides[dim]:
+                continue
+            if strides[dim] > following:  # kernels ask whether a tensor has gaps
+                small_following *= 2
+            known[strides[dim]] = found[dim] = small_following
+            following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
+            known.setdefault(following, small_following)
         known.setdefault(1, 1)
         for dim, size in enumerate(sizes):
             if size == 1:
@@ -265,3 +272,15 @@ def _lying(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
         return noted
     with noted.fake_mode:  # type: ignore[attr-defined]
         return torch.empty_strided(noted.shape, tuple(strides), dtype=noted.dtype, device=noted.device)
+
+
+def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    """A fake tensor in a larger storage, if it is in one: some kernels make more than they return."""
+    if value is None:
+        return None
+    more = size - size_hint(value.untyped_storage().nbytes())
+    if more <= 0 or not lies_plainly(value):
+        return value
+    with value.fake_mode:  # type: ignore[attr-defined]
+        whole = torch.empty(value.numel() + -(-more // value.dtype.itemsize), dtype=value.dtype, device=value.device)
+        return whole.as_strided(value.shape, value.stride())

@@ -46,11 +46,13 @@ class Trial:
         left: bytes that it allocates and does not, and those of a copy of a result that is sparse: autograd makes one
             for the leaf.
         layouts: of its results, flattened; ``None`` for those that are no strided tensors.
+        storages: bytes behind its results, flattened.
     """
 
     workspace: int
     left: int
     layouts: tuple[Layout | None, ...]
+    storages: tuple[int, ...]
 
 
 _tried: dict[Any, Trial | None] = {}
@@ -124,7 +126,7 @@ def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
     if not known:
         return None
     most = max(trial.workspace for trial in known)
-    return Trial(most, max(trial.left for trial in known), known[0].layouts)
+    return Trial(most, max(trial.left for trial in known), known[0].layouts, known[0].storages)
 
 
 def _ones(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,8 +163,13 @@ def _run_on(
         # Made-up operands do not suit every operator.
         log.info("%s cannot be tried alone: %s", node.target, error)
         return None
-    copied = sum(map(_sparse_bytes, tree_leaves(result)))
-    return Trial(seen[0].peak - seen[0].left, seen[0].left + copied, tuple(map(_layout, tree_leaves(result))))
+    results = tree_leaves(result)
+    return Trial(
+        seen[0].peak - seen[0].left,
+        seen[0].left + sum(map(_sparse_bytes, results)),
+        tuple(map(_layout, results)),
+        tuple(0 if _layout(result) is None else result.untyped_storage().nbytes() for result in results),
+    )
 
 
 def _layout(value: Any) -> Layout | None:

@@ -1,0 +1,110 @@
+"""storage_copies: operators that would copy a whole storage copy what is theirs.
+
+``slice_scatter``, ``select_scatter``, ``diagonal_scatter``, ``as_strided_scatter`` and ``copy`` return their first
+operand with something written into it, and keep its strides. For that they copy all of the storage that it lies in: the
+data set of which a batch is a slice, for a batch. How large that is is not even known, since a graph may be run with
+slices of other data sets. Here such an operand is copied first, with its strides and without what lies around it; then
+the copy is written over (:mod:`roundpipe_fx.passes.reinplace`). The values are the same bit for bit.
+
+In-place writes into a part of a buffer are traced as these operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.cost import layout_of
+from roundpipe_fx.insertion import insert_call
+from roundpipe_fx.joint_graph import JointGraph, is_tensor, viewed
+from roundpipe_fx.partial_writes import PARTIAL_WRITES
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["copy_parts_alone"]
+
+aten = torch.ops.aten
+
+
+def copy_parts_alone(joint: JointGraph) -> JointGraph:
+    """Rewrite operators that would copy a whole storage. Runs before layouts are restored."""
+    changed = False
+    for node in list(joint.computed()):
+        if node.target is aten.copy.default:
+            changed |= _drop_copy(node)
+    for node in list(joint.computed()):
+        if node.target in PARTIAL_WRITES or node.target is aten.copy.default:
+            changed |= _copy_operand(node)
+    if changed:
+        joint.drop_unread()
+    return joint
+
+
+def _drop_copy(node: fx.Node) -> bool:
+    """Let a value be written where it is needed at once, not into a copy of that place first."""
+    source = node.args[1]
+    if not isinstance(source, fx.Node) or not is_tensor(source):
+        return False
+    same = str(tuple(source.meta["val"].shape)) == str(tuple(node.meta["val"].shape))
+    if not same or source.meta["val"].device != node.meta["val"].device:
+        return False
+    if source.meta["val"].dtype != node.meta["val"].dtype:
+        return False
+    found = False
+    for user in list(node.users):
+        if user.target in PARTIAL_WRITES and user.args[1] is node and user.args[0] is not node:
+            user.update_arg(1, source)
+            found = True
+    return found
+
+
+def _copy_operand(node: fx.Node) -> bool:
+    operand: Any = node.args[0]
+    value: torch.Tensor = operand.meta["val"]
+    if value.layout is not torch.strided or not _may_lie_in_more(operand) or not _reaches_no_further(node, value):
+        return False
+    sizes, strides = layout_of(value)
+    if _is_dense(sizes, strides):
+        fresh = insert_call(node, aten.clone.default, operand)
+    elif 0 in strides or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+        return False  # what is seen at several places is copied as a whole of its own
+    else:
+        lying = insert_call(node, aten.as_strided.default, operand, [_extent(sizes, strides)], [1])
+        copied = insert_call(node, aten.clone.default, lying)
+        fresh = insert_call(node, aten.as_strided.default, copied, list(sizes), list(strides), 0)
+    node.update_arg(0, fresh)
+    return True
+
+
+def _may_lie_in_more(node: fx.Node) -> bool:
+    """Whether a value's storage may hold more than the value: it is given, or a part of something."""
+    if viewed(node).op == "placeholder":
+        return True
+    value = node.meta["val"]
+    return size_hint(value.untyped_storage().nbytes()) > size_hint(value.numel()) * value.dtype.itemsize
+
+
+def _reaches_no_further(node: fx.Node, value: torch.Tensor) -> bool:
+    """Whether what is written lies within the operand; ``as_strided_scatter`` says places in the whole storage."""
+    if node.target is not aten.as_strided_scatter.default:
+        return True
+    size, stride, offset = (*node.args[2:5], None)[:3]
+    numbers: list[Any] = [*size, *stride, offset or 0, value.storage_offset()]  # type: ignore[misc]
+    if not all(isinstance(number, int) for number in numbers) or value.storage_offset():
+        return False
+    return (offset or 0) + _extent(size, stride) <= _extent(*layout_of(value))  # type: ignore[operator, arg-type]
+
+
+def _extent(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+
+
+def _is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    following = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(sizes, strides, strict=True) if size != 1):
+        if stride != following:
+            return False
+        following *= size
+    return True
