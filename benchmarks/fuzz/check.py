@@ -1,6 +1,6 @@
 """What is held against what.
 
-A program is run eagerly, by ``torch.compile(backend="aot_eager")``, and compiled here in several ways; up to three steps
+A program runs eagerly, by ``torch.compile(backend="aot_eager")``, and compiled here in several ways; two or three steps
 each: two with the same shapes, since buffers go on and what is learned in the first step shows in the second, and one
 with another batch. Of each step outputs, loss, gradients, buffers and the generator's state are one check each:
 
