@@ -5,6 +5,6 @@ python -m benchmarks.fuzz --cases 1 --seed 0 --case 17      # one of them again
 python -m benchmarks.fuzz --cases 9999 --minutes 30 --jobs 2
 
 A case is a module, drawn from the kinds of operations in :mod:`benchmarks.fuzz.operations`, and several ways of
-compiling it. What is compared with what says :mod:`benchmarks.fuzz.check`. A case that fails is made smaller and printed
-as a program that fails by itself.
+compiling it. What is compared with what says :mod:`benchmarks.fuzz.check`. A case that fails is made smaller and is
+printed as a program that fails by itself.
 """

@@ -94,10 +94,11 @@ def main() -> int:
 
 
 def _distinct(failures: list[Failure]) -> list[Failure]:
-    """One for each way: what else is wrong with it mostly follows."""
+    """The first of each kind: other ways mostly fail for the same reason, and where outputs differ so does the rest."""
     found: dict[str, Failure] = {}
     for failure in failures:
-        found.setdefault(describe(failure.way), failure)
+        kind = "values" if failure.kind in ("outputs", "loss", "gradients", "buffers") else failure.kind
+        found.setdefault(kind, failure)
     return list(found.values())
 
 

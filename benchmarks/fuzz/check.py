@@ -1,9 +1,10 @@
 """What is held against what.
 
-A program is run eagerly, by ``torch.compile(backend="aot_eager")``, and compiled here in several ways; up to three steps
+A program runs eagerly, by ``torch.compile(backend="aot_eager")``, and compiled here in several ways; two or three steps
 each: two with the same shapes, since buffers go on and what is learned in the first step shows in the second, and one
 with another batch. Of each step outputs, loss, gradients, buffers and the generator's state are one check each:
 
+- Eager runs without checkpoints: those read in the backward what buffers are by then, and update them twice.
 - ``aot_eager`` is right where it agrees with eager within rounding: then every bit must be its bit.
 - Where it is not, and with microbatches, eager decides, within rounding. Numbers that a step draws are those that eager
   draws; microbatches draw each from a stream of its own (:mod:`roundpipe_fx.runtime.random_streams`).
@@ -88,8 +89,13 @@ class Result:
             self.failures.append(Failure(kind, way, wrong))
 
 
-def module_of(program: Program) -> Callable[[], nn.Module]:
-    """Makes the program's module, always the same one."""
+def module_of(program: Program, plain: bool = False) -> Callable[[], nn.Module]:
+    """Makes the program's module, always the same one.
+
+    Args:
+        program: what was written.
+        plain: without checkpoints and scopes, which run twice what updates buffers, and read these as they are by then.
+    """
     name = f"<case {program.case.seed} {program.case.number}>"
     source = program.source
     linecache.cache[name] = (len(source), None, source.splitlines(True), name)
@@ -97,12 +103,25 @@ def module_of(program: Program) -> Callable[[], nn.Module]:
     module = types.ModuleType(f"fuzzed_program_{next(_numbers)}")
     sys.modules[module.__name__] = module
     exec(compile(source, name, "exec"), module.__dict__)
+    if plain:
+        module.__dict__.update(torch_checkpoint=_called, roundpipe_fx=_PLAIN)
 
     def make() -> nn.Module:
         torch.manual_seed(program.case.number)
         return module.Net().to(program.dtype)
 
     return make
+
+
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args)
+
+
+_PLAIN = types.SimpleNamespace(
+    checkpoint=_called,
+    gradient_checkpoint_scope=contextlib.nullcontext,
+    memory_budget=contextlib.nullcontext,
+)
 
 
 def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Result:
@@ -161,7 +180,7 @@ class _References:
 
     def __init__(self, program: Program, say: Callable[[str], None]) -> None:
         self.program = program
-        self.make = module_of(program)
+        self.make, self.make_plain = module_of(program), module_of(program, plain=True)
         self.tolerance = _ROUNDING[program.case.dtype]
         self.random = "random" in program.notes
         self.batches = [(program.case.batch[0], 1), (program.case.batch[0], 2), (program.case.batch[1], 3)]
@@ -171,7 +190,7 @@ class _References:
             tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
             if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
                 raise _Skip("eager: not finite")
-        again = self._steps(lambda net: net)
+        again = self._steps(lambda net: net, count=True)
         if any(differences(one, other, self.tolerance * 1e-3) for one, other in zip(again, self.eager, strict=True)):
             raise _Skip("eager: two runs differ")
         if not any(g is not None for g in self.eager[0].gradients.values()):
@@ -191,7 +210,7 @@ class _References:
         )
 
     def _steps(self, compiled: Callable[[nn.Module], Any], count: bool = False) -> list[Left]:
-        net = self.make()
+        net = self.make_plain() if count else self.make()
         run = compiled(net)
         try:
             return [
@@ -363,7 +382,7 @@ def _check_pipeline(program: Program, references: _References, way: Mapping[str,
     call = way["call"]
     if "outputs without a batch" in program.notes and way["microbatches"] > 1:
         call = "forward_backward"
-    mirror = references.make()
+    mirror = references.make_plain()
     places = [0, 1, 2] if way.get("third") else [0, 1]
     expected = []
     for place in places:

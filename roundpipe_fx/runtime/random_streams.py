@@ -104,7 +104,8 @@ def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
                 return operation(*args, **kwargs)
             finally:
                 after = _get(device)
-                stream.drawn = stream.drawn or not torch.equal(after, stream.state)
+                # As bytes: comparing tensors is an operation, which whoever counts questions would see.
+                stream.drawn = stream.drawn or after.numpy().tobytes() != stream.state.numpy().tobytes()
                 stream.state = after
                 _set(device, before)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 
 __all__ = ["dynamo_flags", "log_metrics_with_functions"]
@@ -28,6 +29,7 @@ class _Local(threading.local):
 
 _local = _Local()
 install_known_branches(lambda: _local.flags_are_set)
+keep_float_updates(lambda: _local.flags_are_set)
 
 
 @contextlib.contextmanager

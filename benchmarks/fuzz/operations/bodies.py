@@ -72,11 +72,7 @@ def own_checkpoint(b: Builder) -> None:
 
 @kind(0.3, body=True)
 def checkpoint_without_state(b: Builder) -> None:
-    # Eager recomputation draws other numbers then, so only where none are drawn.
-    before = set(b.program.notes)
     _called(b, "roundpipe_fx.checkpoint({body}, ", ", preserve_rng_state=False)")
-    if "random" in b.program.notes and "random" not in before:
-        b.program.notes.add("eager draws anew")
 
 
 @kind(0.8, body=True)

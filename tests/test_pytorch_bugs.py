@@ -1,0 +1,237 @@
+"""Programs that ``torch.compile(backend="aot_eager")`` gets wrong, or got (torch 2.13), held against eager in float64.
+
+Of all of them docs/pytorch-bugs.md says what PyTorch does and what is done here. Nothing is asserted of PyTorch: it may
+be mended in any release.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from tests.comparison import Step, train_step
+
+Update = Callable[["Updating", torch.Tensor], torch.Tensor]
+
+
+class Updating(nn.Module):
+    """A weight and buffers of each kind; what is done with them is a function."""
+
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.register_buffer("count", torch.ones((), dtype=torch.long))
+        self.register_buffer("number", torch.ones(()))
+        self.register_buffer("mean", torch.linspace(0.1, 0.4, 4))
+        self.register_buffer("seen", torch.zeros(4, dtype=torch.bool))
+        self.register_buffer("ring", torch.zeros(6, 4))
+        self.update = update
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.update(self, torch.sin(x * self.weight))
+
+
+def _counter_after(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count.add_(1)
+    return x * x.detach() + m.count * 0.01 * x
+
+
+def _counter_before_and_after(m: Any, x: torch.Tensor) -> torch.Tensor:
+    before = x.tanh() * (m.count * 0.5)
+    m.count += 1
+    return before + (x * (m.count * 0.25)).sin()
+
+
+def _counter_in_a_power(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count.add_(1)
+    return x / (1 - 0.9**m.count) * x
+
+
+def _several_updates(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.count.add_(1)
+    first = x * (m.count + 1)
+    m.count.mul_(3)
+    second = first.sin() * (m.count - 1)
+    m.count.copy_(m.count // 2)
+    return second + x.cos() * (m.count * 0.1)
+
+
+def _number_in_float64(m: Any, x: torch.Tensor) -> torch.Tensor:
+    m.number.add_(1)
+    y = x * (m.number * 0.5)
+    with torch.no_grad():
+        m.number.copy_(torch.maximum(m.number, x.abs().max()))
+    return y.sin() * (m.number + 1)
+
+
+def _moving_average(m: Any, x: torch.Tensor) -> torch.Tensor:
+    centred = (x - m.mean).sin() * (m.mean * 2)
+    with torch.no_grad():
+        m.mean.lerp_(x.mean(0), 0.1)
+    return centred * (x - m.mean * 0.5).exp()
+
+
+def _mask(m: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.where(m.seen.logical_not(), x, x * 0.5)
+    m.seen.logical_or_(x.detach().amax(0) > 0.3)
+    return y.sin() * torch.where(m.seen.logical_not(), x, 2 * x)
+
+
+def _ring(m: Any, x: torch.Tensor) -> torch.Tensor:
+    scores = x @ (m.ring + 0.1).t()
+    m.ring[(m.count + torch.arange(3)) % 6] = x.detach()
+    m.count.add_(3)
+    return scores.sin() @ (m.ring * 2) * m.count
+
+
+def _in_a_checkpoint(m: Any, x: torch.Tensor) -> torch.Tensor:
+    def body(v: torch.Tensor) -> torch.Tensor:
+        return (v * (m.count * 0.1)).sin() * (m.count + 1)
+
+    m.count.add_(1)
+    # An eager checkpoint reads in the backward what the buffer is by then, so eager it is none.
+    y = roundpipe_fx.checkpoint(body, x) if torch.compiler.is_compiling() else body(x)
+    m.count.mul_(2)
+    return y * m.count + x
+
+
+UPDATES = {
+    update.__name__.strip("_"): update
+    for update in (
+        _counter_after,
+        _counter_before_and_after,
+        _counter_in_a_power,
+        _several_updates,
+        _number_in_float64,
+        _moving_average,
+        _mask,
+        _ring,
+        _in_a_checkpoint,
+    )
+}
+
+
+class All(nn.Module):
+    """All of them, each with its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Updating(update) for update in UPDATES.values())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([part(x).square().sum() for part in self.parts]).sum()
+
+
+class Alone(nn.Module):
+    def __init__(self, update: Update) -> None:
+        super().__init__()
+        self.part = Updating(update)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x).square().sum()
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "none": {"recompute": "none", "stages": 2},
+    "full": {"recompute": "full", "stages": 3},
+    "share": {"memory_budget": 0.0},
+    "some": {"memory_budget": 0.5, "stages": 2},
+    "pipeline": {"stages": 2, "devices": ["cpu", "cpu"], "num_microbatches": 1, "checkpoint": "always"},
+}
+
+
+def _steps(model: nn.Module, run: Any, count: int = 3) -> list[Step]:
+    """Several, with other numbers each: buffers go on."""
+    batches = [{"x": torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4) * (1 + i)} for i in range(count)]
+    return [train_step(run, model, batch) for batch in batches]
+
+
+def _assert_as_eager(found: list[Step], expected: list[Step]) -> None:
+    for mine, eager in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.loss, eager.loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(mine.gradients, eager.gradients, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(mine.buffers, eager.buffers, rtol=1e-12, atol=1e-12)
+    assert any(not torch.equal(a, b) for a, b in zip(found[0].buffers.values(), found[1].buffers.values(), strict=True))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_buffers_that_are_updated_and_read(way: str) -> None:
+    model = All().double()
+    eager = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, **WAYS[way])
+    _assert_as_eager(_steps(model, compiled), _steps(eager, eager))
+
+
+@pytest.mark.parametrize("update", UPDATES)
+def test_recomputation_reads_buffers_as_they_were(update: str) -> None:
+    model = Alone(UPDATES[update]).double()
+    eager = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(model, recompute="full")
+    _assert_as_eager(_steps(model, compiled, 2), _steps(eager, eager, 2))
+
+
+def test_microbatches_update_one_after_the_other() -> None:
+    model = All().double()
+    eager = copy.deepcopy(model)
+    piped = roundpipe_fx.compile(model, stages=2, devices=["cpu", "cpu"], num_microbatches=2, memory_budget=0.0)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    for _ in range(2):
+        model.zero_grad()
+        eager.zero_grad()
+        loss = piped.forward_backward(x)
+        expected = sum(_backward(eager(half)) for half in x.chunk(2))
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+        for (name, mine), other in zip(model.named_parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-12, atol=1e-12, msg=name)
+        torch.testing.assert_close(dict(model.named_buffers()), dict(eager.named_buffers()), rtol=1e-12, atol=1e-12)
+
+
+def _backward(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+_ON_NUMBERS = {
+    "add_": lambda b, x: b.add_(1),
+    "mul_": lambda b, x: b.mul_(2),
+    "fill_": lambda b, x: b.fill_(3),
+    "zero_": lambda b, x: b.zero_(),
+    "copy_": lambda b, x: b.copy_(x.detach().abs().max()),
+    "lerp_": lambda b, x: b.lerp_(x.detach().mean(), 0.5),
+    "out": lambda b, x: torch.add(b, 1, out=b),
+}
+
+
+class Number(nn.Module):
+    """A number in float64 that is updated in every way; nobody reads what an update returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in _ON_NUMBERS:
+            self.register_buffer(f"of_{name}", torch.ones(()))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x)
+        for name, update in _ON_NUMBERS.items():
+            buffer = getattr(self, f"of_{name}")
+            y = y * (buffer + 1)
+            update(buffer, y)
+            y = y / (buffer + 2)
+        return y.square().sum()
+
+
+@pytest.mark.parametrize("through", ["compile", "backend"])
+def test_updates_of_numbers_in_float64_are_not_lost(through: str) -> None:
+    model = Number().double()
+    eager = copy.deepcopy(model)
+    compiled: Any = (
+        roundpipe_fx.compile(model) if through == "compile" else torch.compile(model, backend="roundpipe_fx")
+    )
+    _assert_as_eager(_steps(model, compiled, 2), _steps(eager, eager, 2))
