@@ -262,7 +262,8 @@ def capture(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         likeness: how the first graph of the step at hand was cut.
     """
-    warn_of_graph_break(module, warned, options.memory_budget is not None)
+    assumptions = assumptions or Assumptions()
+    warn_of_graph_break(module, warned, options.memory_budget is not None, assumptions.steps.runs_eagerly)
     mark_checkpoints(module)
     keep_settled_draws(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
@@ -273,7 +274,7 @@ def capture(
     compilation = _Compilation(
         options,
         registered_syncs,
-        assumptions or Assumptions(),
+        assumptions,
         name,
         labels,
         frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
