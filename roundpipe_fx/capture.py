@@ -265,6 +265,7 @@ def capture(
     assumptions = assumptions or Assumptions()
     warn_of_graph_break(module, warned, options.memory_budget is not None, assumptions.steps.runs_eagerly)
     mark_checkpoints(module)
+    torch_private.spell_out_lstm(module)
     keep_settled_draws(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]

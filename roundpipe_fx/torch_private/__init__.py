@@ -60,6 +60,7 @@ from roundpipe_fx.torch_private.modes import (
     without_modes,
 )
 from roundpipe_fx.torch_private.random_branches import settled_draw
+from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
     draws_on_own_device,
     rng_states,
@@ -130,6 +131,7 @@ __all__ = [
     "size_hint",
     "top_saved_tensor_hooks",
     "traced_forward_call",
+    "spell_out_lstm",
     "traces",
     "tracing_inside_checkpoint",
     "try_again",
