@@ -40,6 +40,7 @@ class LearnedSteps:
 
     Attributes:
         stale: whether steps have shown what plans do not know.
+        outside: lines that run eagerly, with the reasons.
     """
 
     def __init__(self, again: bool = True) -> None:
@@ -50,7 +51,7 @@ class LearnedSteps:
         self._footprints: dict[str, Footprint] = {}
         self._asked: int | float = 0
         self._limit: int | None = None
-        self._outside: list[str] = []
+        self.outside: dict[str, str] = {}
         self._warned = False
         self._told_of_outside = False
 
@@ -70,10 +71,10 @@ class LearnedSteps:
         self._footprints[graph] = footprint
         self._asked = asked
 
-    def runs_eagerly(self, line: object) -> None:
-        """Note where code runs that is part of no graph."""
-        if str(line) not in self._outside:
-            self._outside.append(str(line))
+    def runs_eagerly(self, line: object, why: str) -> None:
+        """Note where code runs that is part of no graph, and why."""
+        if str(line) not in self.outside:
+            self.outside[str(line)] = why.partition("\n")[0]
             self._told_of_outside = False
 
     def see(self, calls: int, noted: Callable[[], NotedStep]) -> None:
@@ -83,7 +84,7 @@ class LearnedSteps:
             calls: how many it had.
             noted: what it was made of; of the usual step with one call nobody asks.
         """
-        outside = bool(self._outside) and not self._told_of_outside
+        outside = bool(self.outside) and not self._told_of_outside
         if calls == 1 and not outside:
             return
         step = noted()
@@ -115,8 +116,8 @@ class LearnedSteps:
                 " Each was planned as if it were alone, and torch.compile plans nothing anew: use "
                 "roundpipe_fx.compile, which plans the next step for all of them, or give a smaller budget."
             )
-        if self._outside:
-            text += f" Not in any graph, and not counted, is what runs eagerly: {'; '.join(self._outside)}."
+        if self.outside:
+            text += f" Not in any graph, and not counted, is what runs eagerly: {', '.join(self.outside)}."
         return text
 
     def needs(self, graph: str) -> StepNeeds | None:

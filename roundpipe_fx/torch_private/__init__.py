@@ -41,6 +41,7 @@ from roundpipe_fx.torch_private.dynamo import (
     forget_compiled,
     forward_backend_context,
     graph_break,
+    graph_breaks,
     input_path,
     line_of_break,
     module_path_text,
@@ -48,6 +49,7 @@ from roundpipe_fx.torch_private.dynamo import (
     tracing_inside_checkpoint,
     try_again,
     untraced_functions,
+    why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
 from roundpipe_fx.torch_private.memory import WatchedMemory, memory_is_watched, profiler_runs, watch_memory
@@ -104,6 +106,7 @@ __all__ = [
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
+    "graph_breaks",
     "graph_module",
     "has_kernel",
     "in_backward",
@@ -129,15 +132,16 @@ __all__ = [
     "shape_env_of",
     "size_binding",
     "size_hint",
+    "spell_out_lstm",
     "top_saved_tensor_hooks",
     "traced_forward_call",
-    "spell_out_lstm",
     "traces",
     "tracing_inside_checkpoint",
     "try_again",
     "untraced_functions",
     "watch_memory",
     "when_backward_ends",
+    "why_disabled",
     "without_modes",
     "without_wrapper",
 ]
