@@ -11,6 +11,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.capture import capture
 from roundpipe_fx.graph_breaks import around_calls
+from roundpipe_fx.learned_steps import LearnedSteps
 from roundpipe_fx.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.plan import Plan
@@ -39,6 +40,7 @@ def make_backend(
         likeness: how the first graph of the step at hand was cut.
     """
     warned: set[UserLine] = set()
+    assumptions = assumptions or Assumptions()
 
     def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return capture(
@@ -46,8 +48,9 @@ def make_backend(
         )
 
     budgeted = options.memory_budget is not None
+    outside = assumptions.steps.runs_eagerly
     # Pipelines are of one graph, so nothing breaks, and they are called for each microbatch.
-    around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted)
+    around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted, outside)
     roundpipe_fx.backend_ctx_ctor = around  # type: ignore[attr-defined]
     return roundpipe_fx
 
@@ -66,7 +69,24 @@ def roundpipe_fx_backend(
         ValueError: an unknown option or value.
     """
     parsed = Options.parse(options or {})
-    return capture(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned)
+    assumptions = _assumptions_of(options or {})
+    return capture(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned, assumptions)
+
+
+_MOST = 64
+_shared: dict[int, tuple[Mapping[str, Any], Assumptions]] = {}
+
+
+def _assumptions_of(options: Mapping[str, Any]) -> Assumptions:
+    """One for all graphs of a ``torch.compile``: it gives each the very same options.
+
+    Nothing is planned anew there. But who compiles is told where the graphs of a step hold more than the budget.
+    """
+    if id(options) not in _shared:
+        while len(_shared) >= _MOST:
+            del _shared[next(iter(_shared))]
+        _shared[id(options)] = options, Assumptions(steps=LearnedSteps(again=False))
+    return _shared[id(options)][1]
 
 
 roundpipe_fx_backend.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]

@@ -264,8 +264,10 @@ def capture(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         likeness: how the first graph of the step at hand was cut.
     """
-    warn_of_graph_break(module, warned, options.memory_budget is not None)
+    assumptions = assumptions or Assumptions()
+    warn_of_graph_break(module, warned, options.memory_budget is not None, assumptions.steps.runs_eagerly)
     mark_checkpoints(module)
+    torch_private.spell_out_lstm(module)
     keep_settled_draws(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
@@ -275,7 +277,7 @@ def capture(
     compilation = _Compilation(
         options,
         registered_syncs,
-        assumptions or Assumptions(),
+        assumptions,
         name,
         labels,
         frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),

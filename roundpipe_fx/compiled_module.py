@@ -148,6 +148,7 @@ _OWN = (
     "_run",
     "_unused",
     "_replaced_forward",
+    "_called",
 )
 
 
@@ -178,6 +179,7 @@ class CompiledModule(nn.Module):
         own["_fullgraph"] = fullgraph
         own["_dynamic"] = dynamic
         own["_plans"] = []
+        own["_called"] = False
         # The very dictionaries of the model: parameters, buffers and submodules are the model's, now and later.
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[name] = getattr(original, name)
@@ -289,14 +291,31 @@ class CompiledModule(nn.Module):
         """The latest plan; of training where there is one.
 
         Raises:
-            RuntimeError: nothing has been compiled yet.
+            RuntimeError: nothing has been compiled: there was no call yet, or the model ran eagerly; the message says
+                why.
         """
         if not self._plans:
-            raise RuntimeError(
-                "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
-            )
+            raise RuntimeError(self._why_no_plan())
         trained = [plan for plan in self._plans if plan.training]
         return (trained or self._plans)[-1]
+
+    def _why_no_plan(self) -> str:
+        if not self._called:
+            return (
+                "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
+            )
+        outside = self._assumptions.steps.outside
+        disabled = torch_private.why_disabled(self._original.forward)
+        if disabled is not None:
+            why = f"its forward is not to be compiled ({disabled})"
+        elif outside:
+            why = "; ".join(f"{reason.rstrip('.')} ({line})" for line, reason in outside.items())
+        else:
+            why = (
+                "there was nothing that Dynamo could compile: the model computes nothing, or all of it is kept from "
+                "being compiled (torch.compiler.disable, TORCHDYNAMO_DISABLE, a dispatch mode that is active)"
+            )
+        return f"there is no plan: the model was called and ran eagerly, because {why}."
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -319,6 +338,7 @@ class CompiledModule(nn.Module):
                 _call(self, args, kwargs)
         except TraceOnly:
             pass
+        self.__dict__["_called"] = True
         return self.plan
 
     def __getattr__(self, name: str) -> Any:
@@ -477,6 +497,7 @@ def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
 
 
 def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    model.__dict__["_called"] = True
     with outputs_of_programs() as returned:
         outputs = _call(model, args, kwargs)
     # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of

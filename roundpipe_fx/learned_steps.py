@@ -7,7 +7,7 @@ budget, the user is told so, once, and the next plans are made for steps like th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
@@ -40,6 +40,7 @@ class LearnedSteps:
 
     Attributes:
         stale: whether steps have shown what plans do not know.
+        outside: lines that run eagerly, with the reasons.
     """
 
     def __init__(self, again: bool = True) -> None:
@@ -50,8 +51,9 @@ class LearnedSteps:
         self._footprints: dict[str, Footprint] = {}
         self._asked: int | float = 0
         self._limit: int | None = None
-        self._outside: list[str] = []
+        self.outside: dict[str, str] = {}
         self._warned = False
+        self._told_of_outside = False
 
     def plan(
         self, graph: str, footprint: Footprint, operations: OperationGraph | None, budget: int, asked: int | float
@@ -69,41 +71,54 @@ class LearnedSteps:
         self._footprints[graph] = footprint
         self._asked = asked
 
-    def runs_eagerly(self, line: str) -> None:
-        """Note a line where code runs that is part of no graph."""
-        if line not in self._outside:
-            self._outside.append(line)
+    def runs_eagerly(self, line: object, why: str) -> None:
+        """Note where code runs that is part of no graph, and why."""
+        if str(line) not in self.outside:
+            self.outside[str(line)] = why.partition("\n")[0]
+            self._told_of_outside = False
 
-    def see(self, step: NotedStep) -> None:
-        """Note a step in which several calls were alive. May be called from several threads."""
+    def see(self, calls: int, noted: Callable[[], NotedStep]) -> None:
+        """Note a step that is over. May be called from several threads.
+
+        Args:
+            calls: how many it had.
+            noted: what it was made of; of the usual step with one call nobody asks.
+        """
+        outside = bool(self.outside) and not self._told_of_outside
+        if calls == 1 and not outside:
+            return
+        step = noted()
         budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
         budget = max(budgets, default=0)
         peak = peak_of_step(step, {})
-        if not budgets or peak <= budget or step.kind in self._steps or len(self._steps) == _MOST:
+        over = peak > budget and step.kind not in self._steps and len(self._steps) < _MOST
+        if not budgets or not (over or outside):
             return
-        self._steps[step.kind] = step
-        self.stale = self._again
-        if not self._warned:
-            self._warned = True
+        if over:
+            self._steps[step.kind] = step
+            self.stale = self._again
+        if outside or not self._warned:
+            self._warned |= over
+            self._told_of_outside |= outside
             warnings.warn(self._news(step, peak, budget), StepBudgetWarning, stacklevel=2)
 
     def _news(self, step: NotedStep, peak: int, budget: int) -> str:
         graphs = sorted({call.graph for call in step.calls})
         alive = sum(most_alive(step, graph) for graph in graphs)
-        outside = f" Code that no graph has runs at {', '.join(self._outside)}, and is not counted." * bool(
-            self._outside
-        )
-        then = (
-            "The next step is planned for that."
-            if self._again
-            else "torch.compile does not plan anew: give the graphs a smaller budget, or use roundpipe_fx.compile, which "
-            "plans the next step for such steps."
-        )
-        return (
-            f"roundpipe_fx: a step had up to {alive} calls alive at once (of {len(graphs)} graphs), and each was planned "
-            f"as if it were alone: together they hold {peak} bytes ({bytes_text(peak)}) by their plans, and the budget is "
-            f"{budget} bytes ({bytes_text(budget)}).{outside} {then}"
-        )
+        calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
+        held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
+        allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
+        text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
+        if peak > budget and self._again:
+            text += " Each was planned as if it were alone. The next step is planned for all of them."
+        elif peak > budget:
+            text += (
+                " Each was planned as if it were alone, and torch.compile plans nothing anew: use "
+                "roundpipe_fx.compile, which plans the next step for all of them, or give a smaller budget."
+            )
+        if self.outside:
+            text += f" Not in any graph, and not counted, is what runs eagerly: {', '.join(self.outside)}."
+        return text
 
     def needs(self, graph: str) -> StepNeeds | None:
         """What is to be left for other calls where a graph is planned."""
@@ -140,8 +155,8 @@ class LearnedSteps:
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
             raise InfeasibleBudgetError(
-                f"memory_budget of {fitted.limit} bytes ({bytes_text(fitted.limit)}) cannot be met: a step of this model "
-                f"is made of {len(graphs)} graphs, which together need at least {fitted.peak} bytes "
+                f"memory_budget of {fitted.limit} bytes ({bytes_text(fitted.limit)}) cannot be met: a step of this "
+                f"model is made of {len(graphs)} graphs, which together need at least {fitted.peak} bytes "
                 f"({bytes_text(fitted.peak)}). Use a smaller batch, fewer calls before a backward, or a budget of at "
                 "least the minimum.",
                 fitted.peak,

@@ -63,10 +63,7 @@ def choose(
         shared = everything_kept(Blocks(whole))
         if shared.peak.bytes < kept.peak.bytes:
             kept, followed = shared, whole
-    if isinstance(budget, int):
-        fits = kept.peak.bytes + margin <= budget * share
-    else:
-        fits = budget == 1.0
+    fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
     # What fits as it is needs no search.
     if fits and share == 1.0 and not graph.regions:
         found = Found([kept], [])
@@ -120,10 +117,11 @@ def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudg
             f"in the {phase} of {module} (stage {graph.stages[peak.segment]}, segment {peak.segment}, at "
             f"{peak.operation.node.name})"
         )
+    calls = f", with {graph.step.alive} calls alive at once," if graph.step is not None and graph.step.alive > 1 else ""
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
     return InfeasibleBudgetError(
-        f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model on this batch needs "
-        f"at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where these are alive: "
-        f"{live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
+        f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model "
+        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where "
+        f"these are alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
         minimum,
     )

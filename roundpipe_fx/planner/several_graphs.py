@@ -90,25 +90,25 @@ def fit_graphs(
     """
     graphs = list(ladders)
 
-    def footprints(levels: Sequence[int]) -> dict[str, Footprint]:
+    def footprints(levels: list[int]) -> dict[str, Footprint]:
         own = {graph: ladders[graph][level].footprint for graph, level in zip(graphs, levels, strict=True)}
         return {**fixed, **own}
 
-    def peak(levels: Sequence[int]) -> int:
+    def peak(levels: list[int]) -> int:
         return max(peak_of_step(step, footprints(levels)) for step in steps)
 
     last = [len(ladders[graph]) - 1 for graph in graphs]
     alike = [[round(level * own / _LEVELS) for own in last] for level in range(_LEVELS + 1)]
-    lowest = list(min(reversed(alike), key=peak))
+    lowest = min(reversed(alike), key=peak)
     for _ in range(_ROUNDS):
         for place, own in enumerate(last):
-            tried = ([*lowest[:place], level, *lowest[place + 1 :]] for level in range(own + 1))
+            tried = [[*lowest[:place], level, *lowest[place + 1 :]] for level in range(own + 1)]
             lowest = min(tried, key=peak)
     limit = int(limit_of(budget, peak(lowest), max(peak(alike[0]), peak(lowest))) * share)
     if isinstance(budget, float):
         limit = max(limit, peak(lowest))
-    levels = list(next((own for own in alike if peak(own) <= limit), lowest))
+    levels = next((own for own in alike if peak(own) <= limit), lowest)
     for place in sorted(range(len(graphs)), key=lambda place: -ladders[graphs[place]][levels[place]].seconds):
-        tried = ([*levels[:place], level, *levels[place + 1 :]] for level in range(levels[place] + 1))
+        tried = [[*levels[:place], level, *levels[place + 1 :]] for level in range(levels[place] + 1)]
         levels = next((own for own in tried if peak(own) <= limit), levels)
     return FittedGraphs(footprints(levels), limit, peak(levels))

@@ -63,10 +63,10 @@ class StepCalls:
     """The calls of the step at hand, of one model.
 
     Args:
-        on_step: told of each step in which several calls were alive.
+        on_step: told of each step, when it is over: how many calls it had, and what returns the step.
     """
 
-    def __init__(self, on_step: Callable[[NotedStep], None]) -> None:
+    def __init__(self, on_step: Callable[[int, Callable[[], NotedStep]], None]) -> None:
         self._on_step = on_step
         self._lock = threading.RLock()
         self._clear()
@@ -182,8 +182,8 @@ class StepCalls:
             return
         calls, events = self._calls, self._events
         self._clear()
-        if len(calls) > 1:
-            self._on_step(NotedStep(tuple(_noted(calls)), tuple(events)))
+        if calls:
+            self._on_step(len(calls), lambda: NotedStep(tuple(_noted(calls)), tuple(events)))
 
 
 def _noted(calls: Sequence[_Call]) -> list[NotedCall]:

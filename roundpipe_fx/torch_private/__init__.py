@@ -44,6 +44,7 @@ from roundpipe_fx.torch_private.dynamo import (
     forget_compiled,
     forward_backend_context,
     graph_break,
+    graph_breaks,
     input_path,
     line_of_break,
     module_path_text,
@@ -51,6 +52,7 @@ from roundpipe_fx.torch_private.dynamo import (
     tracing_inside_checkpoint,
     try_again,
     untraced_functions,
+    why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
 from roundpipe_fx.torch_private.memory import WatchedMemory, memory_is_watched, profiler_runs, watch_memory
@@ -63,6 +65,7 @@ from roundpipe_fx.torch_private.modes import (
     without_modes,
 )
 from roundpipe_fx.torch_private.random_branches import settled_draw
+from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
     draws_on_own_device,
     rng_states,
@@ -108,6 +111,7 @@ __all__ = [
     "forward_backend_context",
     "gradient_inputs",
     "graph_break",
+    "graph_breaks",
     "graph_module",
     "has_kernel",
     "in_backward",
@@ -136,6 +140,7 @@ __all__ = [
     "shape_env_of",
     "size_binding",
     "size_hint",
+    "spell_out_lstm",
     "top_saved_tensor_hooks",
     "traced_forward_call",
     "traces",
@@ -144,6 +149,7 @@ __all__ = [
     "untraced_functions",
     "watch_memory",
     "when_backward_ends",
+    "why_disabled",
     "without_modes",
     "without_wrapper",
 ]

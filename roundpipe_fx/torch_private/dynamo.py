@@ -22,6 +22,7 @@ __all__ = [
     "forget_compiled",
     "forward_backend_context",
     "graph_break",
+    "graph_breaks",
     "input_path",
     "line_of_break",
     "module_path_text",
@@ -29,6 +30,7 @@ __all__ = [
     "tracing_inside_checkpoint",
     "try_again",
     "untraced_functions",
+    "why_disabled",
 ]
 
 
@@ -117,6 +119,24 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
             line = known if known.file else _UNKNOWN
             _given_up.extend(_codes_at(attempt.co_filename, attempt.co_firstlineno))
             found.append(UntracedFunction(line, attempt.fail_reason or ""))
+
+
+@contextlib.contextmanager
+def graph_breaks() -> Iterator[list[Any]]:
+    """Dynamo's records of the graph breaks while entered, those before or after which there is no graph among them."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    found: list[Any] = []
+    before = len(graph_break_reasons)
+    yield found
+    found.extend(reason for reason in graph_break_reasons[before:] if reason.graph_break)
+
+
+def why_disabled(function: Any) -> str | None:
+    """Why a function is kept from being compiled (``torch.compiler.disable``); ``None``: it is not."""
+    if not getattr(function, "_torchdynamo_disable", False):
+        return None
+    return getattr(function, "_torchdynamo_disable_msg", None) or "torch.compiler.disable"
 
 
 def _codes_at(file: str | None, line: int | None) -> list[weakref.ref[CodeType]]:

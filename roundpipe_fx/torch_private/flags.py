@@ -37,7 +37,8 @@ def dynamo_flags() -> Iterator[None]:
     """Dynamo's flags for our compilation only, restored on exit.
 
     Data-dependent shapes and scalars are captured into the graph instead of breaking it, as are branches on random
-    numbers that can go one way only; loggers are skipped, and hooks that are added to a submodule later are noticed.
+    numbers that can go one way only; ``nn.LSTM`` and its like are traced, loggers are skipped, and hooks that are added
+    to a submodule later are noticed.
     A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
     is a plan for each range of sizes, and eagerly there is none.
 
@@ -66,6 +67,7 @@ def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Calla
         capture_scalar_outputs=True,
         skip_nnmodule_hook_guards=False,
         ignore_logging_functions=set(ignored),
+        allow_rnn=True,
     )
 
 
