@@ -37,6 +37,8 @@ _BY_INDEX = (
     aten._unsafe_index.Tensor,
     aten._unsafe_index_put.default,
 )
+_MASKED_INSIDE = (aten.masked_scatter_backward.default,)
+"""Kernels that select by a mask inside, although their results have a known size."""
 _SELECTING = (aten.argmax, aten.argmin, aten.multinomial, aten.searchsorted, aten.bucketize)
 
 
@@ -62,7 +64,7 @@ def why_host_sync(
         return "its size depends on data" if any(map(_is_mask, args[1])) else None
     if has_tag(operator, torch.Tag.data_dependent_output):
         return "its result is read by the host"
-    if has_tag(operator, torch.Tag.dynamic_output_shape):
+    if has_tag(operator, torch.Tag.dynamic_output_shape) or operator in _MASKED_INSIDE:
         return "its size depends on data"
     if _copies_to_host(operands, results):
         return "copied from the device to the host"

@@ -129,7 +129,7 @@ def _values(
 ) -> list[torch.Tensor] | None:
     noted = tensor_values(node)
     found = [layout for layout in layouts if layout is not None]
-    if len(found) != len(noted) or len(layouts) != len(tree_leaves(node.meta["val"])):
+    if len(found) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
         return None
     values = []
     for tensor, layout in zip(noted, found, strict=True):
