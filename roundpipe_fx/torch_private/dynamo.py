@@ -25,6 +25,7 @@ __all__ = [
     "input_path",
     "line_of_break",
     "module_path_text",
+    "passed_through",
     "traced_forward_call",
     "tracing_inside_checkpoint",
     "try_again",
@@ -37,6 +38,26 @@ class PassedThrough(torch._dynamo.exc.ShortenTraceback):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """As of any exception. That Dynamo sets them, to add advice on finding errors in PyTorch, has no effect."""
+        return BaseException.args.__get__(self)  # type: ignore[attr-defined]
+
+    @args.setter
+    def args(self, _value: Any) -> None:
+        pass
+
+
+def passed_through(error: Exception) -> PassedThrough:
+    """An error of the same type and text that Dynamo does not wrap.
+
+    Args:
+        error: of a built-in type that takes a message.
+    """
+    kind = type(error)
+    made: Any = type(kind.__name__, (PassedThrough, kind), {"__module__": kind.__module__})
+    return made(str(error)).with_traceback(error.__traceback__)
 
 
 def forward_backend_context() -> None:
