@@ -15,6 +15,8 @@ import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
 
+from roundpipe_fx.torch_private.data_dependent import was_retried
+
 __all__ = [
     "PassedThrough",
     "UserLine",
@@ -132,6 +134,8 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
     last = next(reversed(get_compilation_metrics()), None)
     yield found
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
+        if was_retried(attempt.co_filename, attempt.co_firstlineno):
+            continue
         if attempt.fail_type in ("Unsupported", "UserError"):
             file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
             known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
