@@ -106,7 +106,7 @@ def test_a_stage_may_begin_where_nothing_is_computed() -> None:
     for name in ("0.1", "1", "2"):
         plan = roundpipe_fx.compile(model, stages=[name]).trace(torch.randn(2, 4))
         first, last = (stage.modules for stage in plan.stages)
-        assert first == "0.0"
+        assert first.startswith("0.0")
         assert last.endswith("2")
     with pytest.raises(ValueError, match="the module '3' has no operations in this model's forward"):
         roundpipe_fx.compile(model, stages=["3"])(torch.randn(2, 4))
