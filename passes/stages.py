@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from roundpipe_fx.balance import add_stage, partition
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, module_paths
 from roundpipe_fx.segment import Segment, StageCut
+from roundpipe_fx.torch_private import PassedThrough
 
-__all__ = ["cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]
+__all__ = ["InvalidStageError", "cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]
 
 _AUTO_SLACK = 1.1
+
+
+class InvalidStageError(PassedThrough, ValueError):
+    """A stage is to begin at a module that does not run in the model's forward. Raised before anything runs."""
 
 
 def cut_stages(
@@ -61,16 +66,23 @@ def stages_at_positions(
     return stages_of_starts(joint, starts, len(segments))
 
 
-def positions_of_names(joint: JointGraph, names: Sequence[str], clean: Callable[[str], str]) -> list[int]:
+def positions_of_names(
+    joint: JointGraph,
+    names: Sequence[str],
+    clean: Callable[[str], str],
+    following: Mapping[str, Sequence[str]] | None = None,
+) -> list[int]:
     """Forward positions at which the named modules begin.
 
     Args:
         joint: an annotated graph.
         names: module paths as in ``model.named_modules()``.
         clean: turns the tracer's spelling of a module path into the user's.
+        following: for each of the model's modules those that run after it, as far as known: a stage that is to begin
+            at a module without operations (``nn.Identity``, dropout in evaluation) begins at the first that has some.
 
     Raises:
-        ValueError: a name that no forward node was made in; close matches are listed.
+        InvalidStageError: a name that no forward node was made in; close matches are listed.
     """
     first: dict[str, int] = {}
     for position, node in enumerate(joint.in_phase(Phase.FORWARD)):
@@ -80,10 +92,19 @@ def positions_of_names(joint: JointGraph, names: Sequence[str], clean: Callable[
                 first.setdefault(".".join(parts[:depth]), position)
     found = []
     for name in names:
+        if following is not None and name in following:
+            running = [path for path in (name, *following[name]) if path in first]
+            if not running:
+                raise InvalidStageError(
+                    f"stages: the module {name!r} has no operations in this model's forward, so no stage can begin "
+                    "there. Name the module that runs after it."
+                )
+            found.append(first[running[0]])
+            continue
         if name not in first:
             close = difflib.get_close_matches(name, list(first), n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(
+            raise InvalidStageError(
                 f"stages: no module named {name!r} runs in this model's forward.{hint} "
                 "Names are those of model.named_modules()."
             )

@@ -67,8 +67,12 @@ def roundpipe_fx_backend(
 
     Raises:
         ValueError: an unknown option or value.
+        TypeError: a value of a wrong type.
     """
-    parsed = Options.parse(options or {})
+    try:
+        parsed = Options.parse(options or {})
+    except (TypeError, ValueError) as error:
+        raise torch_private.passed_through(error) from None
     assumptions = _assumptions_of(options or {})
     return capture(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned, assumptions)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from typing import Any
 
+import psutil
 import torch
 
 from roundpipe_fx.torch_private import PassedThrough
@@ -98,7 +98,7 @@ def available_memory(device: torch.device) -> int:
     """90 % of the memory that is free on a device; of the CPU, of what the system has available."""
     if device.type == "cuda":
         return default_budget(device)
-    return int(_DEFAULT_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return int(_DEFAULT_SHARE * psutil.virtual_memory().available)
 
 
 def limit_of(budget: int | float, lowest: int, highest: int) -> int:

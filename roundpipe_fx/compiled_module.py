@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.assumptions import Assumptions
 from roundpipe_fx.backend import make_backend
 from roundpipe_fx.optimizer_parameters import OptimizerParameters, in_optimizer_context
-from roundpipe_fx.options import Options
+from roundpipe_fx.options import Options, names_checked
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining, parse_pipelining
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.plan import Plan
@@ -27,6 +28,7 @@ from roundpipe_fx.unused_compilations import drop_unused, when_unused
 __all__ = ["CompiledModule", "compile"]
 
 
+@names_checked
 def compile(
     model: nn.Module,
     *,
@@ -175,6 +177,8 @@ class CompiledModule(nn.Module):
         mode = original.training
         super().__init__()  # sets training, which is the model's own
         original.training = mode
+        if isinstance(options.stages, tuple):
+            options = dataclasses.replace(options, following=_following(original))
         own["_options"] = options
         own["_fullgraph"] = fullgraph
         own["_dynamic"] = dynamic
@@ -512,6 +516,23 @@ def _call(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if not model._fullgraph:
         return model._run(*args, **kwargs)
     return torch_private.keep_users_exceptions(model._run, [*model._original.modules()], *args, **kwargs)
+
+
+def _following(model: nn.Module) -> dict[str, list[str]]:
+    """For each module those that run after it: the later ones of the lists and sequences that it is in."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, list[str]] = {}
+    for name in modules:  # parents come before their children
+        parent, _, own = name.rpartition(".")
+        after = list(found.get(parent, ()))
+        if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
+            siblings = list(modules[parent]._modules)
+            later = siblings[siblings.index(own) + 1 :]
+            after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
+        elif name:
+            after = []
+        found[name] = after
+    return found
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

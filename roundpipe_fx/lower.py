@@ -258,7 +258,7 @@ def cut_as_asked(
     """
     bounds = region_bounds(joint)
     if isinstance(options.stages, tuple):
-        positions = positions_of_names(joint, options.stages, module_path_text)
+        positions = positions_of_names(joint, options.stages, module_path_text, options.following)
         joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole)
         joint, cuts = stages_at_positions(joint, segments, positions)
     else:

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
 from roundpipe_fx.budget import parse_budget
 
-__all__ = ["Options", "RotorOptions", "StageCompiler"]
+__all__ = ["Options", "RotorOptions", "StageCompiler", "meant", "names_checked"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
+_NOT_OF_THE_USER = ("device_name", "rotor", "following")
 _COSTS = ("roofline", "measured")
 _STAGE_COMPILERS = ("eager", "inductor")
 
@@ -57,6 +63,8 @@ class Options:
             ``None``: eager on the CPU, Inductor on CUDA.
         device_name: plan for a device of this name, not for the one at hand; not an option of the user's.
         rotor: follow a checkpointing sequence; not an option of the user's.
+        following: by name of a module of the model the names of those that run after it, as far as that is known; not
+            an option of the user's.
     """
 
     stages: int | str | tuple[str, ...] = "auto"
@@ -66,6 +74,7 @@ class Options:
     stage_compiler: StageCompiler | None = None
     device_name: str | None = None
     rotor: RotorOptions | None = None
+    following: Mapping[str, Sequence[str]] | None = None
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
         """The stage compiler on this device: the user's choice, or eager on the CPU and Inductor on CUDA."""
@@ -86,12 +95,10 @@ class Options:
             ValueError: an unknown option or value; the message lists the valid ones.
             TypeError: a value of a wrong type.
         """
-        known = [field.name for field in fields(cls) if field.name not in ("device_name", "rotor")]
+        known = [field.name for field in fields(cls) if field.name not in _NOT_OF_THE_USER]
         for name in options:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ValueError(f"unknown option {name!r}.{hint} Valid options: {', '.join(known)}.")
+                raise ValueError(f"unknown option {name!r}.{meant(name, known)} Valid options: {', '.join(known)}.")
         checked = dict(options)
         if "stages" in checked:
             checked["stages"] = _stages(checked["stages"])
@@ -112,6 +119,27 @@ class Options:
                 "(GraphModule, example_inputs) -> callable, or None."
             )
         return cls(**checked)
+
+
+def meant(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
+    """`` Did you mean …?``, for the end of a message about a name that is not known; empty if none is close."""
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def names_checked(function: Callable[P, T]) -> Callable[P, T]:
+    """A function that says which option was meant where it gets a keyword that it does not know."""
+    known = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                hint = meant(name, known)
+                raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}.{hint}")
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def _stages(stages: Any) -> int | str | tuple[str, ...]:

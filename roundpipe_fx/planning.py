@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
-from collections.abc import Callable
+import inspect
+import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.compiled_module import CompiledModule
 from roundpipe_fx.cost import DEVICES
-from roundpipe_fx.options import Options
+from roundpipe_fx.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.plan import Plan
 from roundpipe_fx.torch_private import fakes_on
@@ -67,8 +68,10 @@ def plan(
 
     Raises:
         InfeasibleBudgetError: it does not fit; the message says what binds and how many bytes it takes.
-        ValueError: a device of unknown name; the message lists the known ones.
+        ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value.
+        TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
+    _check_names(model, kwargs)
     name = _device_name(device)
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -91,7 +94,8 @@ def plan(
     # For these sizes, whatever others were planned or compiled for before.
     pipelining = None
     if offloaded or num_microbatches is not None:
-        parsed = parse_pipelining(None, num_microbatches or 2, None, None, options.stages, None, options.memory_budget)
+        count = 2 if num_microbatches is None else num_microbatches
+        parsed = parse_pipelining(None, count, None, None, options.stages, None, options.memory_budget)
         assert parsed is not None
         pipelining = dataclasses.replace(parsed, offloaded=offloaded)
     model = copy.deepcopy(model, stand_ins)
@@ -99,14 +103,33 @@ def plan(
     return planned.trace(*args, **kwargs)
 
 
+_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches")
+
+
+def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
+    """Look for misspelt options among the names of the model's inputs."""
+    accepted = inspect.signature(model.forward).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    for name in inputs:
+        hint = meant(name, _OPTIONS, cutoff=0.8)
+        if name in accepted or (takes_all and not hint):
+            continue
+        if takes_all:
+            warnings.warn(f"roundpipe_fx: plan() gives {name!r} to the model as an input.{hint}", stacklevel=3)
+        else:
+            raise TypeError(
+                f"plan() got an unexpected keyword argument {name!r}: neither it nor the model's forward knows "
+                f"it.{hint}"
+            )
+
+
 def _device_name(device: str | None) -> str:
     if device is None:
         reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")
     if device not in DEVICES:
-        close = difflib.get_close_matches(device, DEVICES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"no roofline for a device named {device!r}.{hint} Known: {', '.join(DEVICES)}.")
+        known = ", ".join(DEVICES)
+        raise ValueError(f"no roofline for a device named {device!r}.{meant(device, DEVICES)} Known: {known}.")
     return device
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.budget import parse_budget
+from roundpipe_fx.torch_private import passed_through
 
 __all__ = ["budget_of_region", "memory_budget"]
 
@@ -49,4 +50,7 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
 
 def budget_of_region(node: fx.Node) -> int | float | None:
     """The budget of the innermost region that a node was made in; ``None`` outside any."""
-    return parse_budget((node.meta.get("custom") or {}).get(_KEY))
+    try:
+        return parse_budget((node.meta.get("custom") or {}).get(_KEY))
+    except (TypeError, ValueError) as error:
+        raise passed_through(error) from None

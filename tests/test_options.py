@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,10 +37,12 @@ def test_unknown_values(options: dict, error: type[Exception], message: str) -> 
 
 
 def test_unknown_names() -> None:
-    with pytest.raises(TypeError, match="stagess"):
-        roundpipe_fx.compile(linear_chain(), stagess=2)
+    with pytest.raises(TypeError, match=r"keyword argument 'memory_bugdet'\. Did you mean 'memory_budget'\?"):
+        roundpipe_fx.compile(linear_chain(), memory_bugdet=2)
+    with pytest.raises(TypeError, match=r"'stagess': neither it nor the model's forward.*Did you mean 'stages'\?"):
+        roundpipe_fx.plan(linear_chain(), torch.randn(2, 4), stagess=2)
     step = torch.compile(linear_chain(), backend="roundpipe_fx", options={"stagess": 2})
-    with pytest.raises(Exception, match=r"unknown option 'stagess'. Did you mean 'stages'\? Valid options: stages"):
+    with pytest.raises(ValueError, match=r"^unknown option 'stagess'. Did you mean 'stages'\? Valid options: stages"):
         step(torch.randn(2, 4))
 
 
@@ -56,8 +61,55 @@ def test_more_stages_than_segments_are_clamped() -> None:
 def test_split_name_that_does_not_exist() -> None:
     compiled = roundpipe_fx.compile(TiedTransformer(), stages=["block.1"])
     tokens = torch.randint(16, (2, 4))
-    with pytest.raises(Exception, match=r"no module named 'block.1'.*'blocks.1'"):
+    with pytest.raises(ValueError, match=r"^stages: no module named 'block.1'.*'blocks.1'"):
         compiled(tokens, tokens)
+
+
+class _Region(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with roundpipe_fx.memory_budget("7 apples"):
+            return (x.sin() * x).sum()
+
+
+def _chain(**options: Any) -> Callable[[torch.Tensor], Any]:
+    return roundpipe_fx.compile(linear_chain(), **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: _chain(stages=["9"]), ValueError, "stages: no module"),
+        (lambda: _chain(memory_budget=1), roundpipe_fx.InfeasibleBudgetError, "memory_budget of 1 bytes"),
+        (lambda: _chain(memory_budget=1, num_microbatches=2), ValueError, "memory_budget of 1 bytes"),
+        (lambda: roundpipe_fx.compile(_Region()), ValueError, "memory_budget='7 apples' is no size"),
+        (
+            lambda: torch.compile(linear_chain(), backend="roundpipe_fx", options={"stages": True}),
+            TypeError,
+            "stages must be",
+        ),
+    ],
+    ids=["stage", "budget", "pipelined budget", "region", "backend"],
+)
+def test_errors_while_tracing_are_what_they_are(
+    make: Callable[[], Callable[[torch.Tensor], Any]], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{message}") as raised:
+        make()(torch.randn(2, 4, requires_grad=True))
+    assert not isinstance(raised.value, torch._dynamo.exc.BackendCompilerFailed)
+    assert "TORCHDYNAMO" not in "".join(traceback.format_exception_only(raised.value))
+
+
+def test_a_stage_may_begin_where_nothing_is_computed() -> None:
+    """At dropout in evaluation and at the identity: where the next module of the sequence begins."""
+    inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Identity())
+    model = torch.nn.Sequential(inner, torch.nn.Dropout(0.5), torch.nn.Linear(4, 4), torch.nn.Identity()).eval()
+    for name in ("0.1", "1", "2"):
+        plan = roundpipe_fx.compile(model, stages=[name]).trace(torch.randn(2, 4))
+        first, last = (stage.modules for stage in plan.stages)
+        assert first.startswith("0.0")
+        assert last.endswith("2")
+    with pytest.raises(ValueError, match="the module '3' has no operations in this model's forward"):
+        roundpipe_fx.compile(model, stages=["3"])(torch.randn(2, 4))
 
 
 def test_split_names_begin_stages() -> None:

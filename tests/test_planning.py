@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +111,19 @@ def test_a_plan_is_for_the_sizes_that_are_asked_whatever_was_planned_before() ->
     alone = planned(6)
     assert after_another.sources() == alone.sources()
     assert (after_another.peak_bytes, after_another.budget) == (alone.peak_bytes, alone.budget)
+
+
+@pytest.mark.parametrize("microbatches", [0, -1])
+def test_there_is_at_least_one_microbatch(microbatches: int) -> None:
+    with pytest.raises(ValueError, match=f"num_microbatches={microbatches}: there must be at least one"):
+        roundpipe_fx.plan(TiedTransformer(), torch.ones(2, 4).long(), device="cpu", num_microbatches=microbatches)
+
+
+def test_an_option_misspelt_for_a_model_that_takes_everything() -> None:
+    class Everything(torch.nn.Module):
+        def forward(self, x: torch.Tensor, **_: Any) -> torch.Tensor:
+            return x.exp().sum()
+
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match=r"gives 'memory_bugdet' to the model.*Did you mean 'memory_budget'\?"):
+        roundpipe_fx.plan(Everything(), x, device="cpu", memory_bugdet=1)

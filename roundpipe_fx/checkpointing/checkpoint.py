@@ -61,7 +61,7 @@ def checkpoint(
         context_fn: as in PyTorch, for selective checkpointing
             (``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
         determinism_check: ``"default"`` compares shapes, dtypes and devices of what is recomputed; ``"none"``.
-        debug: record the operations of both passes for the error message.
+        debug: record the operations of both passes for the error message. Compiled it does nothing.
         early_stop: stop recomputing when all that is needed is there.
         **kwargs: its keyword inputs.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
@@ -33,7 +33,8 @@ def split_inputs(
             ``(args, kwargs, count) -> (list of args, list of kwargs)``.
 
     Raises:
-        ValueError: inputs have different batch sizes (the message names two), or none has one.
+        ValueError: inputs have different batch sizes (the message names two), or none has one. Where the spec says of
+            both how they are split, one may be a multiple of the other: rows of tokens, flattened.
         TypeError: the callable's result is no pair of lists.
     """
     if callable(spec):
@@ -50,7 +51,7 @@ def split_inputs(
     args_spec, kwargs_spec = (None, None) if spec is None else spec
     args_leaves = _leaves(args, args_spec, "args")
     kwargs_leaves = _leaves(kwargs, kwargs_spec, "")
-    pieces = _split([*args_leaves, *kwargs_leaves], count)
+    pieces = _split([*args_leaves, *kwargs_leaves], count, _INPUTS)
     (_, args_tree), (_, kwargs_tree) = tree_flatten_with_path(args), tree_flatten_with_path(kwargs)
     return [
         (tree_unflatten(piece[: len(args_leaves)], args_tree), tree_unflatten(piece[len(args_leaves) :], kwargs_tree))
@@ -74,17 +75,28 @@ def split_labels(labels: Any, count: int, spec: Any = None) -> list[Any]:
     else:
         leaves = _leaves(labels, spec, "labels")
         _, tree = tree_flatten_with_path(labels)
-        if not any(dim is not None for _, _, dim in leaves):
+        if not any(leaf.dim is not None for leaf in leaves):
             return [labels] * count
-        pieces = [tree_unflatten(piece, tree) for piece in _split(leaves, count)]
+        pieces = [tree_unflatten(piece, tree) for piece in _split(leaves, count, _LABELS)]
     if len(pieces) != count:
         raise ValueError(f"labels were split into {len(pieces)} microbatches, but the inputs into {count}.")
     return pieces
 
 
-def check_batch_sizes(args: Any, kwargs: Any, labels: Any) -> None:
-    """Check that inputs and labels agree where both follow the convention."""
-    _sizes([*_leaves(args, None, "args"), *_leaves(kwargs, None, ""), *_leaves(labels, None, "labels")])
+def check_batch_sizes(
+    args: Any, kwargs: Any, labels: Any, count: int, inputs_spec: Any = None, labels_spec: Any = None
+) -> None:
+    """Check that inputs and labels agree where both follow the convention, or both a specification.
+
+    Raises:
+        ValueError: they do not.
+    """
+    if callable(inputs_spec) or callable(labels_spec) or (inputs_spec is None) != (labels_spec is None):
+        return
+    args_spec, kwargs_spec = (None, None) if inputs_spec is None else inputs_spec
+    inputs = [*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")]
+    of_labels = _leaves(labels, labels_spec, "labels")
+    _size([*inputs, *of_labels], count, _INPUTS if inputs_spec is None else _LABELS)
 
 
 def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
@@ -135,8 +147,28 @@ def _merged(values: list[Any], spec: Any) -> Any:
     return values[0] if len(values) == 1 else torch.cat(values, dim)
 
 
-def _leaves(value: Any, spec: Any, name: str) -> list[tuple[str, Any, int | None]]:
-    """Name, leaf, and dimension to split along (``None``: the same for all) of every leaf."""
+class _Leaf(NamedTuple):
+    """A part of what is split.
+
+    Attributes:
+        label: what the user calls it.
+        value: it.
+        dim: dimension to split along; ``None``: the same for all.
+        specified: whether a specification says so.
+    """
+
+    label: str
+    value: Any
+    dim: int | None
+    specified: bool
+
+
+_INPUTS = "split_input=(specs of args, specs of kwargs)"
+_LABELS = "split_label=a spec"
+
+
+def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
+    """Every leaf, with how it is split."""
     specs = _spread(spec, value)
     found = []
     for path, leaf in tree_flatten_with_path(value)[0]:
@@ -148,7 +180,7 @@ def _leaves(value: Any, spec: Any, name: str) -> list[tuple[str, Any, int | None
         if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
-        found.append((label, leaf, dim))
+        found.append(_Leaf(label, leaf, dim, given is not _CONVENTION))
     return found
 
 
@@ -187,31 +219,49 @@ def _dim(spec: Any) -> int | None:
     return dim
 
 
-def _sizes(leaves: Sequence[tuple[str, Any, int | None]]) -> int:
-    sizes = {label: int(leaf.shape[dim]) for label, leaf, dim in leaves if dim is not None}
-    if not sizes:
+def _size(leaves: Sequence[_Leaf], count: int, option: str) -> int:
+    """The batch size, the least where they may differ.
+
+    Args:
+        leaves: what is split.
+        count: into how many microbatches.
+        option: by which a user says how.
+    """
+    split = [leaf for leaf in leaves if leaf.dim is not None]
+    if not split:
         raise ValueError("no input is a tensor with a batch dimension, so there is nothing to split into microbatches.")
-    first = next(iter(sizes))
-    for label, size in sizes.items():
-        if size != sizes[first]:
+    sizes = [int(leaf.value.shape[leaf.dim]) for leaf in split]
+    first, least = split[0], min(sizes)
+    for leaf, size in zip(split, sizes, strict=True):
+        if not size:
+            raise ValueError(f"the batch is empty: {leaf.label} has no rows.")
+        if size == sizes[0]:
+            continue
+        if not (leaf.specified and first.specified):
             raise ValueError(
-                f"batch sizes differ: {first} has {sizes[first]}, {label} has {size}. What is the same for every "
-                "microbatch needs a specification: split_input=(specs of args, specs of kwargs), None meaning the same."
+                f"batch sizes differ: {first.label} has {sizes[0]}, {leaf.label} has {size}. What is the same for "
+                f"every microbatch needs a specification: {option}, None meaning the same."
             )
-    if not sizes[first]:
-        raise ValueError(f"the batch is empty: {first} has no rows.")
-    return sizes[first]
+        alike = size % least == 0 == sizes[0] % least and least % count == 0
+        if not alike:
+            raise ValueError(
+                f"{first.label} has {sizes[0]} along dimension {first.dim} and {leaf.label} {size} along dimension "
+                f"{leaf.dim}, so as specified they cannot be split alike into {count} microbatches: sizes must be "
+                "equal, or multiples of one that is divisible by the number of microbatches. A callable may split as "
+                "it likes."
+            )
+    return least
 
 
-def _split(leaves: Sequence[tuple[str, Any, int | None]], count: int) -> list[list[Any]]:
-    size = _sizes(leaves)
+def _split(leaves: Sequence[_Leaf], count: int, option: str) -> list[list[Any]]:
+    size = _size(leaves, count, option)
     if size < count:
         warnings.warn(
             f"roundpipe_fx: a batch of {size} cannot be split into {count} microbatches; using {size}.", stacklevel=4
         )
         count = size
     columns = [
-        list(leaf.tensor_split(count, dim)) if dim is not None and count > 1 else [leaf] * count
-        for _, leaf, dim in leaves
+        list(leaf.value.tensor_split(count, leaf.dim)) if leaf.dim is not None and count > 1 else [leaf.value] * count
+        for leaf in leaves
     ]
     return [[column[index] for column in columns] for index in range(count)]

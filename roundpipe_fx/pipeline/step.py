@@ -165,8 +165,8 @@ class Pipeline:
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-        if self._splitting.inputs is None and self._splitting.labels is None:
-            check_batch_sizes(args, kwargs, labels)
+        splitting = self._splitting
+        check_batch_sizes(args, kwargs, labels, self.settings.microbatches, splitting.inputs, splitting.labels)
         targets = split_labels(labels, len(pieces), self._splitting.labels)
         return [
             functools.partial(self.compiled[kind], loss_fn, labels is not None, own_args, own_kwargs, label)

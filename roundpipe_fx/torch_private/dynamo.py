@@ -15,6 +15,8 @@ import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
 
+from roundpipe_fx.torch_private.data_dependent import was_retried
+
 __all__ = [
     "PassedThrough",
     "UserLine",
@@ -26,6 +28,7 @@ __all__ = [
     "input_path",
     "line_of_break",
     "module_path_text",
+    "passed_through",
     "traced_forward_call",
     "tracing_inside_checkpoint",
     "try_again",
@@ -39,6 +42,26 @@ class PassedThrough(torch._dynamo.exc.ShortenTraceback):
 
     def __init__(self, message: str) -> None:
         super().__init__(message, first_useful_frame=None)
+
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """As of any exception. That Dynamo sets them, to add advice on finding errors in PyTorch, has no effect."""
+        return BaseException.args.__get__(self)  # type: ignore[attr-defined]
+
+    @args.setter
+    def args(self, _value: Any) -> None:
+        pass
+
+
+def passed_through(error: Exception) -> PassedThrough:
+    """An error of the same type and text that Dynamo does not wrap.
+
+    Args:
+        error: of a built-in type that takes a message.
+    """
+    kind = type(error)
+    made: Any = type(kind.__name__, (PassedThrough, kind), {"__module__": kind.__module__})
+    return made(str(error)).with_traceback(error.__traceback__)
 
 
 def forward_backend_context() -> None:
@@ -113,6 +136,8 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
     last = next(reversed(get_compilation_metrics()), None)
     yield found
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
+        if was_retried(attempt.co_filename, attempt.co_firstlineno):
+            continue
         if attempt.fail_type in ("Unsupported", "UserError"):
             file, number = attempt.fail_user_frame_filename, attempt.fail_user_frame_lineno
             known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")

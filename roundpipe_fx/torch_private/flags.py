@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from roundpipe_fx.torch_private.data_dependent import install_retries
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 
@@ -30,15 +31,16 @@ class _Local(threading.local):
 _local = _Local()
 install_known_branches(lambda: _local.flags_are_set)
 keep_float_updates(lambda: _local.flags_are_set)
+install_retries(lambda: _local.flags_are_set)
 
 
 @contextlib.contextmanager
 def dynamo_flags() -> Iterator[None]:
     """Dynamo's flags for our compilation only, restored on exit.
 
-    Data-dependent shapes and scalars are captured into the graph instead of breaking it, as are branches on random
-    numbers that can go one way only; ``nn.LSTM`` and its like are traced, loggers are skipped, and hooks that are added
-    to a submodule later are noticed.
+    Data-dependent shapes and scalars are captured into the graph instead of breaking it, where that can be, as are
+    branches on random numbers that can go one way only; ``nn.LSTM`` and its like are traced, loggers are skipped, and
+    hooks that are added to a submodule later are noticed.
     A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
     is a plan for each range of sizes, and eagerly there is none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from typing import Any
@@ -340,3 +341,27 @@ def test_a_hugging_face_model_with_its_own_checkpointing() -> None:
         assert compiled.plan.recompute_seconds > 0.3 * compiled.plan.forward_seconds
         kept = [value for stage in compiled.plan.stages for value in stage.saved]
         assert not [value for value in kept if value.name.startswith(("addmm", "tanh", "native_layer_norm"))]
+
+
+def test_debugging_a_checkpoint_changes_nothing_in_a_graph() -> None:
+    linear, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    class Net(nn.Module):
+        def __init__(self, call: Callable[..., torch.Tensor], **options: Any) -> None:
+            super().__init__()
+            self.linear, self.call, self.options = copy.deepcopy(linear), call, options
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.call(lambda v: torch.tanh(self.linear(v)), x, **self.options).sum()
+
+    gradients = []
+    for call, options in (
+        (roundpipe_fx.checkpoint, {}),
+        (roundpipe_fx.checkpoint, {"debug": True}),
+        (torch.utils.checkpoint.checkpoint, {"use_reentrant": False, "debug": True}),
+    ):
+        model = Net(call, **options)
+        roundpipe_fx.compile(model)(x).backward()
+        gradients.append(model.linear.weight.grad)
+    assert torch.equal(gradients[0], gradients[1])
+    assert torch.equal(gradients[0], gradients[2])

@@ -474,3 +474,16 @@ def test_what_cannot_be_traced_is_still_dynamos_error() -> None:
 
     with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
         roundpipe_fx.compile(Branching(), num_microbatches=2)(torch.randn(4, 4))
+
+
+def test_a_model_that_computes_nothing() -> None:
+    class Swap(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return y, x
+
+    x, y = torch.randn(3, 2, requires_grad=True), torch.randn(3, 2)
+    first, second = roundpipe_fx.compile(Swap(), devices=CPUS, num_microbatches=2)(x, y)
+    assert torch.equal(first, y)
+    assert torch.equal(second, x)
+    (2 * second).sum().backward()
+    assert torch.equal(x.grad, torch.full((3, 2), 2.0))

@@ -108,7 +108,26 @@ def test_batches_that_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="labels were split into 3 microbatches, but the inputs into 2"):
         split_labels(rows(3), 2, lambda label, count: list(label))
     with pytest.raises(ValueError, match="labels has 3"):
-        check_batch_sizes((rows(2),), {}, rows(3))
+        check_batch_sizes((rows(2),), {}, rows(3), 2)
+    with pytest.raises(ValueError, match=r"args\[1\] has 3.*needs a specification: split_input="):
+        split_inputs((rows(2), rows(3)), {}, 2, ((0,), None))
+
+
+def test_sizes_that_specifications_make_differ() -> None:
+    """Rows and their flattened tokens are split alike; what is not is an error that asks for no specification."""
+    tokens = torch.arange(12)
+    pieces = split_inputs((rows(4), tokens), {"k": rows(4)[None]}, 2, ((0, 0), {"k": 1}))
+    assert [piece[0][1].tolist() for piece in pieces] == [list(range(6)), list(range(6, 12))]
+    assert [piece[1]["k"].tolist() for piece in pieces] == [[[0, 1]], [[2, 3]]]
+    check_batch_sizes((rows(4),), {}, tokens, 2, ((0,), None), 0)
+    check_batch_sizes((rows(4),), {}, rows(5), 2, ((0,), None), None)  # labels follow the convention, for themselves
+    check_batch_sizes((rows(4),), {}, rows(5), 2, ((0,), None), lambda label, count: [label] * count)
+    for sizes, count in (((4, 6), 2), ((3, 6), 2)):
+        with pytest.raises(ValueError, match="as specified they cannot be split alike into 2") as raised:
+            split_inputs(tuple(map(rows, sizes)), {}, count, ((0, 0), None))
+        assert "needs a specification" not in str(raised.value)
+    with pytest.raises(ValueError, match="labels 6 along dimension 0, so as specified"):
+        check_batch_sizes((rows(4),), {}, rows(6), 2, ((0,), None), 0)
 
 
 def test_a_step_with_its_own_specifications() -> None:

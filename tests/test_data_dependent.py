@@ -1,0 +1,59 @@
+"""Numbers that Python itself reads from tensors: the graph breaks there, where without us it would too."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+
+
+class _Chosen(nn.Module):
+    """A size drawn at random, as of data augmentation; a momentum that depends on a counter; both after dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.dropout = nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Dropout(0.5)
+        self.last, self.sizes = nn.Linear(4, 4), [2.0, 3.0, 4.0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.dropout(self.first(x)))
+        number = int(torch.empty(1).uniform_(0.0, float(len(self.sizes))).item())
+        return (self.last(x) * self.sizes[number]).sum()
+
+
+def _flags() -> tuple[bool, bool]:
+    config = torch._dynamo.config
+    return config.capture_scalar_outputs, config.capture_dynamic_output_shape_ops
+
+
+@pytest.mark.filterwarnings("ignore::roundpipe_fx.GraphBreakWarning")
+def test_a_random_size_read_by_python() -> None:
+    base, x, before = _Chosen(), torch.randn(4, 4), _flags()
+
+    def steps(model: nn.Module, compiled: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        for _ in range(2):
+            compiled(x).backward()
+        return [*(p.grad for p in model.parameters()), *model.buffers(), torch.rand(1)]
+
+    reference = copy.deepcopy(base)
+    expected = steps(reference, torch.compile(reference, backend="aot_eager"))
+    for compile_with in (
+        roundpipe_fx.compile,
+        lambda model: roundpipe_fx.compile(model, memory_budget=0.0),
+        lambda model: torch.compile(model, backend="roundpipe_fx"),
+    ):
+        torch._dynamo.reset()
+        model = copy.deepcopy(base)
+        assert all(map(torch.equal, steps(model, compile_with(model)), expected))
+        assert _flags() == before
+    torch._dynamo.reset()
+    for options in ({"fullgraph": True}, {"num_microbatches": 2}):
+        with pytest.raises(torch._dynamo.exc.UserError, match="data-dependent expression"):
+            roundpipe_fx.compile(base, **options)(x)
+        assert _flags() == before
