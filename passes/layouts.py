@@ -30,6 +30,7 @@ from roundpipe_fx.insertion import inherit_origin, insert_call
 from roundpipe_fx.joint_graph import (
     JointGraph,
     Mark,
+    has_tag,
     input_nodes,
     is_seeded,
     is_tensor,
@@ -75,6 +76,8 @@ class _Notes:
 
     def go_on_to(self, node: fx.Node) -> None:
         """Note how a node's value lies, those of all before it being noted rightly."""
+        if not tensor_values(node):
+            return
         changed = [source for source in input_nodes(node) if source in self._before]
         if node.target is operator.getitem:
             for source in changed:
@@ -85,7 +88,7 @@ class _Notes:
         elif self._shares(node):
             if changed:
                 self._see_again(node, changed)
-        elif changed or not (is_tensor(node) and all(map(self._lies_plainly, input_nodes(node)))):
+        elif changed or not (self._is_simple(node) and all(map(self._lies_plainly, input_nodes(node)))):
             self._try(node, changed)
         if any(value.layout is not torch.strided for value in tensor_values(node)):
             note_sparse_bytes(node, self._device)
@@ -99,6 +102,10 @@ class _Notes:
                 copy = self._copy(value)
                 count = self._joint.num_forward_outputs
                 output.args = ([copy if item is value else item for item in results[:count]] + results[count:],)
+
+    def _is_simple(self, node: fx.Node) -> bool:
+        """Whether results of operands that lie plainly do so too, in storages of their own size."""
+        return self._device is None or (is_tensor(node) and has_tag(node.target, torch.Tag.pointwise))
 
     def _lies_plainly(self, node: fx.Node) -> bool:
         if node not in self._plain:

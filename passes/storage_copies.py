@@ -20,7 +20,7 @@ from torch import fx
 from roundpipe_fx.cost import layout_of
 from roundpipe_fx.insertion import insert_call
 from roundpipe_fx.joint_graph import JointGraph, is_tensor, viewed
-from roundpipe_fx.partial_writes import PARTIAL_WRITES
+from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["copy_parts_alone"]
@@ -35,7 +35,7 @@ def copy_parts_alone(joint: JointGraph) -> JointGraph:
         if node.target is aten.copy.default:
             changed |= _drop_copy(node)
     for node in list(joint.computed()):
-        if node.target in PARTIAL_WRITES or node.target is aten.copy.default:
+        if (node.target in PARTIAL_WRITES or node.target is aten.copy.default) and node.users:
             changed |= _copy_operand(node)
     if changed:
         joint.drop_unread()
@@ -43,20 +43,23 @@ def copy_parts_alone(joint: JointGraph) -> JointGraph:
 
 
 def _drop_copy(node: fx.Node) -> bool:
-    """Let a value be written where it is needed at once, not into a copy of that place first."""
+    """Let a value be read, or written where it is needed, itself, and not a copy that would take its place."""
     source = node.args[1]
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return False
-    same = str(tuple(source.meta["val"].shape)) == str(tuple(node.meta["val"].shape))
-    if not same or source.meta["val"].device != node.meta["val"].device:
+    old, new = source.meta["val"], node.meta["val"]
+    if old.layout is not torch.strided or old.dtype != new.dtype or old.device != new.device:
         return False
-    if source.meta["val"].dtype != node.meta["val"].dtype:
+    if str(tuple(old.shape)) != str(tuple(new.shape)):
         return False
     found = False
     for user in list(node.users):
         if user.target in PARTIAL_WRITES and user.args[1] is node and user.args[0] is not node:
             user.update_arg(1, source)
             found = True
+    if str(old.stride()) == str(new.stride()) and viewed(source).op != "placeholder":
+        node.replace_all_uses_with(source)
+        found = True
     return found
 
 
@@ -68,12 +71,10 @@ def _copy_operand(node: fx.Node) -> bool:
     sizes, strides = layout_of(value)
     if _is_dense(sizes, strides):
         fresh = insert_call(node, aten.clone.default, operand)
-    elif 0 in strides or not all(isinstance(number, int) for number in (*value.shape, *value.stride())):
+    elif 0 in strides:
         return False  # what is seen at several places is copied as a whole of its own
     else:
-        lying = insert_call(node, aten.as_strided.default, operand, [_extent(sizes, strides)], [1])
-        copied = insert_call(node, aten.clone.default, lying)
-        fresh = insert_call(node, aten.as_strided.default, copied, list(sizes), list(strides), 0)
+        fresh = insert_call(node, copy_alike, operand)
     node.update_arg(0, fresh)
     return True
 

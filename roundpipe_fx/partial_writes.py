@@ -9,9 +9,15 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["PARTIAL_WRITES", "write_diagonal", "write_select", "write_slice", "write_strided"]
+__all__ = ["PARTIAL_WRITES", "copy_alike", "write_diagonal", "write_select", "write_slice", "write_strided"]
 
 aten = torch.ops.aten
+
+
+def copy_alike(value: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, and without what lies around a value in its storage."""
+    alike = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return alike.copy_(value)
 
 
 def write_slice(

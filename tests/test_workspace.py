@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import fx, nn
+from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
@@ -159,3 +160,68 @@ def test_what_other_operators_need_is_seen_in_the_first_step() -> None:
     assert len(compiled.plans) == plans  # known now
     with profile(activities=[ProfilerActivity.CPU]):  # a profiler of the user's goes first
         assert_bitwise(train_step(compiled, model, batch), reference)
+
+
+def test_what_depends_on_numbers_is_the_most_that_several_need() -> None:
+    matrix = ((64, 64), torch.float32)
+    assert workspace_of(node_of(aten.linalg_matrix_exp.default, matrix)) >= 12 * 64 * 64 * 4
+
+
+class Squared(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
+
+
+class Codebook(nn.Module):
+    """Vector quantization: its codes follow a moving average."""
+
+    def __init__(self, width: int = 16, codes: int = 32) -> None:
+        super().__init__()
+        self.encode, self.decode, self.codes = nn.Linear(width, width), nn.Linear(width, width), codes
+        self.register_buffer("embed", torch.randn(codes, width))
+        self.register_buffer("count", torch.ones(codes))
+        self.register_buffer("total", self.embed.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.tanh(self.encode(x))
+        index = torch.cdist(z, self.embed).argmin(1)
+        chosen = nn.functional.embedding(index, self.embed)
+        with torch.no_grad():
+            self.count.mul_(0.9).add_(nn.functional.one_hot(index, self.codes).to(z.dtype).sum(0), alpha=0.1)
+            self.total.mul_(0.9).index_add_(0, index, z * 0.1)
+            self.embed.copy_(self.total / self.count.unsqueeze(1))
+        straight = self.decode(z + (chosen - z).detach())
+        return straight + 0.25 * nn.functional.mse_loss(z, chosen.detach())
+
+
+NETS = {
+    "orthogonal": lambda: (parametrizations.orthogonal(nn.Linear(32, 32)), torch.randn(5, 32)),
+    "sum": lambda: (nn.EmbeddingBag(200, 16, mode="sum"), torch.randint(0, 200, (64, 20))),
+    "sparse sum": lambda: (nn.EmbeddingBag(200, 16, mode="sum", sparse=True), torch.randint(0, 200, (64, 20))),
+    "max": lambda: (nn.EmbeddingBag(200, 16, mode="max"), torch.randint(0, 200, (64, 20))),
+    "codebook": lambda: (Codebook(), torch.randn(8, 16)),
+    "norm of columns": lambda: (Columns(nn.LayerNorm(48)), torch.randn(4, 48, 64)),
+    "convolution of columns": lambda: (Columns(nn.Conv1d(64, 8, 3)), torch.randn(4, 48, 64)),
+}
+
+
+class Columns(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(64, 64), layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.first(x).transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_step_takes_no_more_than_planned(name: str, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name]()
+    compiled = roundpipe_fx.compile(Squared(net), memory_budget=0.0, dynamic=dynamic)
+    assert peak_of_step(compiled, compiled, {"x": x}) <= compiled.plan.peak_bytes <= compiled.plan.budget

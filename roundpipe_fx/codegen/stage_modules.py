@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from roundpipe_fx.fingerprint import fingerprint
 from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
-from roundpipe_fx.partial_writes import PARTIAL_WRITES
+from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
 __all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]
@@ -59,7 +59,7 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
     return f"_{name}" if name[:1].isdigit() else name
 
 
-_OWN = (*SUMMING, *PARTIAL_WRITES.values())
+_OWN = (*SUMMING, *PARTIAL_WRITES.values(), copy_alike)
 _TAKEN = frozenset(
     {"aten", "args", "device", "inf", "nan", "operator", "streams", "torch", *(own.__name__ for own in _OWN)}
 )

@@ -11,6 +11,7 @@ beyond their plan that a compiler has ordered and fused as it likes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import fx
@@ -98,7 +99,13 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
         return target.overloadpacket not in _PRODUCTS and not _is_pointwise(node)
     if target.overloadpacket in _PRODUCTS:
         return not all(value.dtype in (torch.float32, torch.float64) and _is_matrix(value) for value in operands)
-    return not (_is_free_of_sizes(node) and not any(isinstance(value, int | float) for value in node.args))
+    return not (_is_free_of_sizes(node) and not any(map(_is_number, node.args)))
+
+
+def _is_number(given: Any) -> bool:
+    """Whether an argument is a number, which kernels make a tensor of; a size that is a symbol is one too."""
+    value = given.meta.get("val") if isinstance(given, fx.Node) else given
+    return isinstance(value, int | float | torch.SymInt)
 
 
 def _is_matrix(value: torch.Tensor) -> bool:

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from tests.capturing import capture_joint
+from tests.comparison import aot_eager_step, assert_bitwise, train_step
+
+
+class _Bank(nn.Module):
+    """Writes what it computes into places of a buffer that is much larger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+        self.register_buffer("bank", torch.randn(512, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        with torch.no_grad():
+            self.bank[: len(x)] = y
+            self.bank[:, 3].mul_(0.5)
+            self.bank.view(8, 64, 64)[0].diagonal().add_(1.0)
+        return (y @ self.bank.t()).square().mean()
+
+
+class _Scatters(nn.Module):
+    """Writes into parts of its input, and of parts of what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x))
+        w = torch.select_scatter(y[:, ::2], torch.ones(len(x)), 1, 3)
+        v = torch.slice_scatter(x[:, 5:40], y[:, :3], 1, 2, 5)
+        u = torch.diagonal_scatter(x.t(), torch.ones(len(x)))
+        return (w.sum(1) + v.square().sum(1)).square().mean() + (u.t() * y).mean()
+
+
+class _InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.layer(x)).clone()
+        y[:, 2:4] = x[:, :2] * y[:, 5:7]
+        y[1] = y[0] * 2
+        y.diagonal().mul_(3)
+        return (y * x).square().mean()
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}], ids=str)
+@pytest.mark.parametrize("kind", [_Bank, _Scatters, _InPlace])
+def test_no_storage_is_copied_whole(kind: type[nn.Module], options: dict[str, Any], dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model, batch = kind(), {"x": torch.randn(3000, 64)[7:23]}
+    reference = aot_eager_step(model, batch)
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), dynamic=dynamic, **options)
+    assert_bitwise(train_step(compiled, compiled, batch), reference)
+    compiled.zero_grad()
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        compiled(**batch).backward()
+    assert peak.bytes <= compiled.plan.peak_bytes < 2 * 512 * 64 * 4
+
+
+def test_a_bank_is_copied_once() -> None:
+    joint = copy_parts_alone(capture_joint(_Bank(), torch.randn(16, 64)))
+    copies = [node.meta["val"].numel() for node in joint.computed() if "clone" in node.name or "copy" in node.name]
+    assert copies == [512 * 64, 64 * 64], "the bank, and the part whose diagonal is written"
+
+
+def test_a_buffer_that_is_replaced_is_not_copied() -> None:
+    class Replacing(_Bank):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.layer(x)
+            self.bank.copy_(self.bank * 0.5 + 1)
+            return y.square().mean()
+
+    targets = [str(node.target) for node in copy_parts_alone(capture_joint(Replacing(), torch.ones(2, 64))).computed()]
+    assert "aten.copy.default" not in targets and "aten.clone.default" not in targets
