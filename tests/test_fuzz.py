@@ -58,7 +58,9 @@ def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         gradient = next(node for node in joint.gradients if isinstance(node, fx.Node))
         with joint.graph.inserting_before(joint.graph.output_node()):
             scaled = joint.graph.call_function(torch.ops.aten.mul.Tensor, (gradient, 1 + 1e-5))
-        scaled.meta = dict(gradient.meta)
+        value = gradient.meta["val"]
+        with value.fake_mode:
+            scaled.meta = {**gradient.meta, "val": torch.empty_like(value)}
         gradient.replace_all_uses_with(scaled, delete_user_cb=lambda user: user.op == "output")
         return joint
 
