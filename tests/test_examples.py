@@ -50,6 +50,10 @@ def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "operations (persistent for 1048576 bytes)" in printed and (tmp_path / "model.pt").exists()
 
 
+def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_page("docs/pytorch-bugs.md", tmp_path, monkeypatch)
+
+
 def test_coming_from_names_what_there_is() -> None:
     page = (ROOT / "docs/coming-from.md").read_text()
     for name in [*roundpipe_fx.checkpointing.__all__, "Chain", "Checkpointable", "OptimizerCtx", "Sequence"]:

@@ -37,7 +37,6 @@ _RANDOM = {
     "poisson": "{x} + torch.poisson({x}.detach().abs()) * 0.1",
     "cauchy": "{x} + torch.empty_like({x}).cauchy_().clamp(-1, 1) * 0.1",
     "geometric": "{x} * torch.empty_like({x}).geometric_(0.5).clamp(max=4)",
-    "random_unused": "({x} * 2, torch.rand(2))[0]",
     "reparametrize": "{x} + ({x} * 0.5).exp().clamp(max=2) * torch.randn_like({x})",
 }
 
