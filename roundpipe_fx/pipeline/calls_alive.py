@@ -37,8 +37,8 @@ class CallsAlive:
             warnings.warn(
                 f"roundpipe_fx: {alive} calls of a pipelined model were alive at once, before a backward. The "
                 f"memory_budget of {budget} bytes ({bytes_text(budget)}) a device was planned for one call with all "
-                "its microbatches, and does not hold for several together. Make them one batch, go backward after each, or "
-                "give a smaller budget.",
+                "its microbatches, and does not hold for several together. Make them one batch, go backward after "
+                "each, or give a smaller budget.",
                 StepBudgetWarning,
                 stacklevel=2,
             )
