@@ -18,6 +18,7 @@ from roundpipe_fx.checkpointing import (
 )
 from roundpipe_fx.compiled_module import CompiledModule, compile
 from roundpipe_fx.graph_breaks import GraphBreakWarning
+from roundpipe_fx.learned_steps import StepBudgetWarning
 from roundpipe_fx.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.peak_memory import measure_peak
 from roundpipe_fx.plan import Plan
@@ -48,6 +49,7 @@ __all__ = [
     "Plan",
     "Schedule",
     "Sequence",
+    "StepBudgetWarning",
     "Timeline",
     "checkpoint",
     "checkpoint_sequential",

@@ -94,7 +94,9 @@ def lower_pipeline(
         try:
             tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves, limit)
         except InfeasibleBudgetError as error:
-            refused = error if refused is None or error.minimum < refused.minimum else refused
+            # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
+            if limit is None:
+                refused = error if refused is None or error.minimum < refused.minimum else refused
             continue
         fits.add(name)
         timing = tried.predict(pipelining.microbatches)

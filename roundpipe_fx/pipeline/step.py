@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import hand_to_autograd
@@ -89,6 +90,7 @@ class Pipeline:
         self._offloaded: Offloaded | None = None
         self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
         self._lock = threading.RLock()
+        self._alive = CallsAlive()
 
     def _compiled(self) -> dict[str, Callable[..., Any]]:
         return {kind: self._compile_function(function) for kind, function in functions_of(self._model).items()}
@@ -137,7 +139,7 @@ class Pipeline:
             if not training:
                 finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
                 return self._returned(merge(self._answer(taken, finished.outputs), self._splitting.outputs))
-            results, own = through_autograd(taken, functools.partial(self._run_part, taken))
+            results, own = through_autograd(taken, functools.partial(self._run_part, taken), self._alive)
             outputs = self._answer(taken, results, own)
         return self._returned(merge(outputs, self._splitting.outputs))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.pipeline.taken import Taken
 from roundpipe_fx.runtime.pipeline_run import Finished
@@ -21,10 +22,19 @@ Run = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
 """Runs all forwards, or with what they have left, all backwards; gets the incoming gradients of each microbatch."""
 
 
-def through_autograd(taken: Taken, run: Run) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
-    """Each microbatch's results, and by number those that are differentiated, with the backwards behind them."""
+def through_autograd(
+    taken: Taken, run: Run, alive: CallsAlive
+) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
+    """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
+
+    Args:
+        taken: the microbatches.
+        run: runs them.
+        alive: notes the call.
+    """
     step = _Step(taken, run)
     flat = _PipelinedStep.apply(step, *_differentiable(taken.primals))
+    alive.add(step, taken.graphs[0].pipeline.budget)
     places = [program.tangents for program in taken.programs]
     own = _chunks(flat, [len(found) for found in places])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward

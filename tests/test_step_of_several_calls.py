@@ -1,0 +1,230 @@
+"""A budget is a promise about the step, of however many calls and graphs it is made."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.runtime.step_calls import NotedGraph, StepCalls
+from roundpipe_fx.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, most_alive, peak_of_step
+
+Step = Callable[[nn.Module], Any]
+
+X = torch.randn(128, 16)
+
+
+def _layers(depth: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(depth)))
+
+
+def _siamese(model: nn.Module) -> None:
+    (model(X) - model(X + 0.1)).square().mean().backward()
+
+
+def _triplet(model: nn.Module) -> None:
+    F.triplet_margin_loss(model(X), model(X + 1), model(X - 1)).backward()
+
+
+def _retained(model: nn.Module) -> None:
+    first = model(X).square().mean()
+    first.backward(retain_graph=True)
+    second = model(X - 1).square().mean()
+    first.backward()
+    second.backward()
+
+
+def _one_by_one(model: nn.Module) -> None:
+    first, second = model(X), model(-X)
+    first.square().mean().backward()
+    second.square().mean().backward()
+
+
+def _with_a_target(model: nn.Module) -> None:
+    output = model(X)
+    with torch.no_grad():
+        target = model(X.flip(0))
+    F.mse_loss(output, target).backward()
+
+
+class Broken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = _layers(2), _layers(2), _layers(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        x = self.second(x)
+        torch._dynamo.graph_break()
+        return self.third(x).square().mean()
+
+
+def _broken(model: nn.Module) -> None:
+    model(X).backward()
+
+
+STEPS: list[tuple[Step, Callable[[], nn.Module]]] = [
+    *((step, lambda: _layers(3)) for step in (_siamese, _triplet, _retained, _one_by_one, _with_a_target)),
+    (_broken, Broken),
+]
+
+
+def _measured(model: nn.Module, step: Step) -> tuple[int, list[str]]:
+    model.zero_grad()
+    with warnings.catch_warnings(record=True) as told, roundpipe_fx.measure_peak("cpu") as peak:
+        warnings.simplefilter("always")
+        step(model)
+    return peak.bytes, [str(own.message) for own in told if own.category is roundpipe_fx.StepBudgetWarning]
+
+
+@pytest.mark.parametrize(("step", "make"), STEPS, ids=[step.__name__ for step, _ in STEPS])
+def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.Module]) -> None:
+    """The least that can be planned for is kept, and refused by one byte less; gradients stay what they are."""
+    reference = make()
+    torch.compile(reference, backend="aot_eager")
+    model = copy.deepcopy(reference)
+    step(torch.compile(reference, backend="aot_eager"))
+    torch._dynamo.reset()
+    compiled = roundpipe_fx.compile(model, memory_budget=0.0)
+    told = _measured(compiled, step)[1]
+    assert len(told) == 1 and f"memory_budget is {compiled.plans[0].budget} bytes" in told[0]
+    second, told = _measured(compiled, step)
+    minimum = compiled.plan.budget
+    assert not told and second <= compiled.plan.peak_bytes <= minimum and minimum > compiled.plans[0].budget
+    for own, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(own.grad, theirs.grad)
+    plans = len(compiled.plans)
+    assert _measured(compiled, step) == (second, []) and len(compiled.plans) == plans
+
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=minimum)
+    _measured(compiled, step)
+    assert _measured(compiled, step)[0] <= minimum and compiled.plan.budget == minimum
+
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=minimum - 1)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        for _ in range(2):
+            _measured(compiled, step)
+    assert refused.value.minimum == minimum
+
+
+def test_a_share_is_one_of_the_whole_step() -> None:
+    budgets, recomputed = [], []
+    for share in (0.0, 0.5, 0.99):
+        compiled = roundpipe_fx.compile(_layers(6), memory_budget=share)
+        for _ in range(2):
+            peak, _told = _measured(compiled, _siamese)
+        assert peak <= compiled.plan.budget
+        assert compiled.plan.assumed["calls alive at once"] == 2
+        budgets.append(compiled.plan.budget)
+        recomputed.append(compiled.plan.recompute_seconds)
+    low, middle, high = budgets
+    assert abs(middle - (low + (high - low) * 0.5 / 0.99)) < 2
+    assert recomputed[0] > recomputed[1] >= recomputed[2]
+
+
+def test_calls_that_end_before_the_next_begins_are_no_step_of_several() -> None:
+    compiled = roundpipe_fx.compile(_layers(4), memory_budget=0.3)
+
+    def step(model: nn.Module) -> None:
+        for _ in range(2):  # accumulated
+            model(X).square().mean().backward()
+        model(X)  # dropped
+        with pytest.raises(RuntimeError):
+            model(torch.randn(3, 5))
+        with torch.no_grad():
+            model(X)
+        model(X).square().mean().backward()
+
+    for _ in range(3):
+        assert not _measured(compiled, step)[1]
+    assert len([plan for plan in compiled.plans if plan.training]) == 1
+
+
+def test_everything_kept_needs_no_second_plan() -> None:
+    compiled = roundpipe_fx.compile(_layers(4), memory_budget=1.0)
+    assert not _measured(compiled, _siamese)[1] and not _measured(compiled, _siamese)[1]
+    assert len(compiled.plans) == 1
+
+
+def test_through_the_front_door_there_is_a_warning() -> None:
+    model = torch.compile(_layers(4), backend="roundpipe_fx", options={"memory_budget": 0.0})
+    told = [_measured(model, _siamese)[1] for _ in range(2)]
+    assert not told[1] and "torch.compile plans nothing anew" in told[0][0]
+    assert "up to 2 calls of 1 graphs" in told[0][0]
+
+
+def test_code_beside_graphs_is_told_of_with_the_figures() -> None:
+    compiled = roundpipe_fx.compile(Broken(), memory_budget="1 GiB")
+    told = [_measured(compiled, _broken)[1] for _ in range(2)]
+    assert len(told[0]) == 1 and not told[1]
+    assert "memory_budget is 1073741824 bytes" in told[0][0] and "what runs eagerly: " in told[0][0]
+    assert f"{__file__}:" in told[0][0] and "3 calls of 3 graphs" in told[0][0]
+
+
+def test_pipelined_calls_that_are_alive_at_once_are_told_of() -> None:
+    compiled = roundpipe_fx.compile(_layers(4), num_microbatches=2, memory_budget=0.0)
+    for _ in range(2):
+        compiled(X).square().mean().backward()
+    with pytest.warns(roundpipe_fx.StepBudgetWarning, match="2 calls of a pipelined model were alive at once"):
+        _siamese(compiled)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _siamese(compiled)
+
+
+# The simulation, by figures that can be worked out by hand.
+
+CALL = Footprint(forward=50, saved=30, outputs=4, loss=7, arriving=2, backward=20, gradients={0: 10})
+F_, B_, X_ = NotedEvent.FORWARD, NotedEvent.BACKWARD, NotedEvent.FREED
+
+
+def _step(events: list[tuple[NotedEvent, int]], count: int, footprint: Footprint = CALL, **others: Any) -> NotedStep:
+    given = {"brought": 0, "consumed": False, **others}
+    calls = tuple(NotedCall("g", (1,), (100 + i,), footprint=footprint, **given) for i in range(count))
+    return NotedStep(calls, tuple(events))
+
+
+def test_peaks_of_steps() -> None:
+    alone = _step([(F_, 0), (B_, 0), (X_, 0)], 1)
+    assert peak_of_step(alone, {}) == 30 + 4 + 2 + 20  # the backward
+    two = _step([(F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2)
+    assert peak_of_step(two, {}) == 2 * (30 + 4 + 2) + 20
+    # Gradients of the same input are added into a new place, those of the second backward beside those of the first.
+    wide = Footprint(forward=1, saved=1, outputs=0, gradients={0: 100})
+    twice = _step([(F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2, wide)
+    assert peak_of_step(twice, {}) == 300
+    retained = _step([(F_, 0), (B_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2)
+    assert peak_of_step(retained, {}) > peak_of_step(two, {})
+    assert peak_of_step(two, {"g": Footprint(0, 0, 0)}) == 0
+    assert most_alive(two, "g") == 2 and most_alive(alone, "g") == 1 and most_alive(two, "h") == 0
+
+
+def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
+    steps: list[NotedStep] = []
+    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    graph = NotedGraph("g", CALL, 1, frozenset(), frozenset({0}))
+
+    def program(arguments: list[Any]) -> tuple[Any, ...]:
+        (x,) = arguments
+        return x + 1, x.exp()
+
+    forward, backward = calls.forward(program, graph), calls.backward(lambda arguments: (arguments.clear(),), graph)
+    x = torch.ones(3)
+    _, kept = forward([x])
+    _, other = forward([x])
+    arguments = [other, x]
+    del other
+    backward(arguments)
+    del kept  # nobody can go backward any more
+    forward([x])
+    (step,) = steps
+    assert step.events == ((F_, 0), (F_, 1), (B_, 1), (X_, 1), (X_, 0))
+    assert [call.brought for call in step.calls] == [0, 0]
