@@ -1,11 +1,11 @@
-# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`.
+# Two commands on a fresh machine with Python >= 3.11 and make: `make demo` and `make test`. CI runs `make test-all`.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test emulated lint types format bench golden clean
+.PHONY: demo test test-all emulated lint types format bench golden clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,8 +16,14 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a small mixture of experts and compare with eager and torch.utils.checkpoint
 	$(BIN)/python examples/demo.py
 
-test: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests  # one thread a worker: they share the cores
+# One thread a worker: they share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
+
+test: $(READY)  ## all but the long tests: under ten minutes on two cores
+	$(PYTEST) -m 'not long'
+
+test-all: $(READY)
+	$(PYTEST)
 
 emulated: $(READY)  ## tests/gpu on CUDA devices that are emulated on the host; needs g++
 	LD_PRELOAD=$$($(BIN)/python -m tests.emulated_cuda.build) \

@@ -7,10 +7,11 @@ import torch
 
 from tests import hugging_face
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
+from tests.long import long_but
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
-@pytest.mark.parametrize("name", hugging_face.MODELS)
+@pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
 def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]
     model, batch = make(), make_batch()

@@ -18,6 +18,7 @@ from roundpipe_fx.budget import parse_budget
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
 from tests.hugging_face import MODELS
+from tests.long import long_but
 from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.planner.graphs import mlp
 
@@ -53,13 +54,13 @@ def _check(model: nn.Module, batch: dict[str, Any], budgets: list[Any]) -> list[
     return found
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", long_but(GOLDEN, quick={"unet", "dropout_mlp", "layer_drop"}))
 def test_golden_models(name: str) -> None:
     make, make_batch, _ = GOLDEN[name]
     _check(make(), make_batch(), [0.0, 0.5])
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", long_but(MODELS, quick={"gpt2"}))
 def test_hugging_face_models(name: str) -> None:
     make, make_batch = MODELS[name]
     found = _check(make().train(), make_batch(), [0.0, 0.3])

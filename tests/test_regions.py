@@ -59,6 +59,7 @@ def test_the_innermost_region_counts() -> None:
     assert _recomputed(Regions(0.0, 1.0)) == {"1"}
 
 
+@pytest.mark.long
 def test_a_region_is_a_constraint_beside_a_budget() -> None:
     assert _recomputed(Regions(0.0), memory_budget="1 GiB") == {"1", "2"}
 

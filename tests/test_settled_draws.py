@@ -100,6 +100,7 @@ def test_the_user_is_told_of_a_function_that_runs_eagerly() -> None:
         assert text in str(warning.message)
 
 
+@pytest.mark.long
 def test_what_dynamo_gave_up_is_tried_again() -> None:
     x = torch.randn(4, 8)
     for _ in range(2):
@@ -117,6 +118,7 @@ def test_an_error_is_no_graph_break(recwarn: pytest.WarningsRecorder) -> None:
     assert not [w for w in recwarn if w.category is roundpipe_fx.GraphBreakWarning]
 
 
+@pytest.mark.long
 def test_compiling_logs_no_errors() -> None:
     texts = io.StringIO()
     handler = logging.StreamHandler(texts)
@@ -165,6 +167,7 @@ def test_no_gradients_no_difference() -> None:
             assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["budget", "pipeline"])
 def test_bart(way: str) -> None:
     """Its parts, compiled each for itself, add up gradients in another order than eager; the whole does not."""

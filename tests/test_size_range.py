@@ -37,6 +37,7 @@ def _references(model: nn.Module, batches: list[dict[str, Any]]) -> list[Step]:
         return [train_step(run, model, batch) for batch in batches]
 
 
+@pytest.mark.long
 def test_no_length_exceeds_the_budget() -> None:
     torch.manual_seed(0)
     model = hugging_face.gpt2(layers=1)
@@ -54,6 +55,7 @@ def test_no_length_exceeds_the_budget() -> None:
         assert_bitwise(step, reference)
 
 
+@pytest.mark.long
 def test_as_many_plans_as_the_sizes_are_apart() -> None:
     model = _mlp()
     compiled = roundpipe_fx.compile(model, memory_budget=110_000, fullgraph=True)
@@ -154,6 +156,7 @@ def test_shares_and_no_budget_serve_all_sizes() -> None:
         assert not compiled.plan.sizes
 
 
+@pytest.mark.long
 def test_ragged_microbatches_of_many_batches() -> None:
     model = _mlp()
     compiled = roundpipe_fx.compile(

@@ -101,6 +101,7 @@ def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
     assert budget - _BESIDE < seen[-1].peak <= compiled.plan.peak_bytes <= budget
 
 
+@pytest.mark.long
 def test_watched_steps_may_have_buffers_and_a_loss_outside() -> None:
     layers = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)]
     model, x, y = nn.Sequential(*layers), torch.randn(256, 16), torch.randn(256, 16)
@@ -122,6 +123,7 @@ def test_watched_steps_may_have_buffers_and_a_loss_outside() -> None:
     assert 0 < seen[-1].peak <= budget
 
 
+@pytest.mark.long
 def test_a_budget_that_compiled_stages_cannot_keep_is_refused_once_that_is_seen() -> None:
     model = TiedTransformer(width=32, vocabulary=64)
     tokens = torch.randint(64, (4, 32))

@@ -128,6 +128,7 @@ def test_a_plan_that_keeps_everything_shares_and_others_do_not() -> None:
     assert compiled.plan.recompute_seconds == 0 and compiled.plan.peak_bytes == plan.peak_bytes
 
 
+@pytest.mark.long
 def test_layers_of_a_llama_keep_one_mask() -> None:
     model, batch = hugging_face.llama(), hugging_face.language_batch()
     step, compiled = compiled_step(model, batch, memory_budget=1.0)

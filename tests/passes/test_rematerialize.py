@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,7 @@ operations = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 4)),
 relaxed = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.long
 @relaxed
 @given(operations, st.integers(1, 4), st.sampled_from(["none", "full"]), st.integers(0, 3))
 def test_random_models_have_the_bits_of_aot_eager(chain: list, stages: int, recompute: str, seed: int) -> None:

@@ -162,6 +162,7 @@ def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
     assert again.plan.pipeline is not None and again.plan.pipeline.peak_bytes[0] <= peaks[1]
 
 
+@pytest.mark.long
 def test_a_budget_holds_for_unequal_microbatches() -> None:
     """Each size is planned for itself, and together they fit; or not at all."""
     model, x, y = Blocks(32, 3), torch.randn(8, 256, 32), torch.randn(8, 256, 32)

@@ -17,6 +17,7 @@ import torch
 
 import roundpipe_fx
 from tests.comparison import assert_bitwise
+from tests.long import long_but
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, left_behind, pipelined_step, squares
 
 _broken: dict[str, Any] = {"phase": None, "stage": None, "pause": 0.0}
@@ -288,6 +289,7 @@ def test_the_backward_runs_once_and_sees_what_the_forward_saw() -> None:
         loss.backward()
 
 
+@pytest.mark.long
 def test_two_models_interleaved() -> None:
     first, second, (x, y) = Blocks(), Blocks(depth=3), batch_of(8)
     expected = []
@@ -305,7 +307,7 @@ def test_two_models_interleaved() -> None:
     assert_close(left_behind(second, loss_b), expected[1])
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", long_but(SCHEDULES, quick={"1f1b"}))
 def test_one_model_from_two_threads(schedule: str) -> None:
     model, (x, y) = Blocks(), batch_of(8)
     compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, schedule=schedule)

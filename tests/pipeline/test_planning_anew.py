@@ -44,6 +44,7 @@ def _experts() -> tuple[nn.Module, torch.Tensor]:
     return MixtureOfExperts(depth=2, experts=2), torch.randn(128, 8)
 
 
+@pytest.mark.long
 def test_sizes_that_depend_on_data_are_planned_with_as_they_were_seen() -> None:
     model, x = _experts()
     options: dict[str, Any] = {"devices": CPUS, "stages": 2, "num_microbatches": 2, "schedule": "1f1b"}

@@ -58,6 +58,7 @@ def test_through_autograd_too(name: str) -> None:
     assert_bitwise(train_step(compiled, own, batch), reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "schedules"),
     [

@@ -14,6 +14,7 @@ import roundpipe_fx
 from roundpipe_fx import Checkpointable
 from roundpipe_fx.peak_memory import measure_peak
 from tests.counting import count_operations
+from tests.long import long_but
 
 WIDTH = 32
 
@@ -60,7 +61,7 @@ def assert_same(left: list[torch.Tensor], right: list[torch.Tensor]) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("make", [sequential, Residual])
+@pytest.mark.parametrize("make", long_but([sequential, Residual], quick=[sequential]))
 def test_within_the_limit_with_the_same_bits(make: Any) -> None:
     model = make()
     plain, reference = step(model, X)
@@ -80,7 +81,7 @@ def test_within_the_limit_with_the_same_bits(make: Any) -> None:
         wrapped.compute_sequence(plain // 50)
 
 
-@pytest.mark.parametrize("make", [sequential, Residual])
+@pytest.mark.parametrize("make", long_but([sequential, Residual], quick=[sequential]))
 def test_baselines_run(make: Any) -> None:
     model = make()
     plain, reference = step(model, X)
@@ -218,6 +219,7 @@ def test_generator_states() -> None:
     assert not any("rng_state" in text for text in wrapped._compiled.plan.sources().values())
 
 
+@pytest.mark.long
 def test_a_hugging_face_model() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
     torch.manual_seed(0)
