@@ -51,7 +51,14 @@ from roundpipe_fx.planner.search import Candidate
 from roundpipe_fx.region import budget_of_region
 from roundpipe_fx.segment import Segment, StageCut
 from roundpipe_fx.settled_draws import release_settled_draws
-from roundpipe_fx.simulator import PeakMoment, allocation_granularity, footprint_of_programs, simulate_programs
+from roundpipe_fx.simulator import (
+    Course,
+    PeakMoment,
+    allocation_granularity,
+    course_of,
+    footprint_of_course,
+    peak_of_course,
+)
 from roundpipe_fx.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.torch_private import module_path_text
 
@@ -144,25 +151,22 @@ class Lowered:
         )
 
     @functools.cached_property
+    def _course(self) -> Course:
+        granularity = allocation_granularity(self.setting.device)
+        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates)
+
+    @functools.cached_property
     def _peak(self) -> PeakMoment:
         """Of one call."""
-        joint, setting = self.joint, self.setting
-        trained = sorted({owner for owner in joint.gradient_owners if owner is not None})
-        granularity = allocation_granularity(setting.device)
-        allocator = allocator_of(setting.device)
-        return simulate_programs(
-            self.forward, self.backward, self.tangents, granularity, allocator, trained, self.updates
-        )
+        trained = sorted({owner for owner in self.joint.gradient_owners if owner is not None})
+        return peak_of_course(self._course, allocator_of(self.setting.device), trained)
 
     @functools.cached_property
     def footprint(self) -> Footprint:
         """What one call does to memory."""
-        granularity = allocation_granularity(self.setting.device)
-        programs = self.forward, self.backward, self.tangents, granularity
-        beyond = 0
-        if allocator_of(self.setting.device) is not None:
-            beyond = max(self._peak.bytes - simulate_programs(*programs, updates=self.updates).bytes, 0)
-        return footprint_of_programs(*programs, self.gradient_owners, self.updates, beyond)
+        counted_more = allocator_of(self.setting.device) is not None
+        beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
+        return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 
 def lower(

@@ -35,11 +35,14 @@ from roundpipe_fx.torch_private import module_path_text
 
 __all__ = [
     "CallBytes",
+    "Course",
     "HeldBytes",
     "LiveValue",
     "PeakMoment",
     "allocation_granularity",
-    "footprint_of_programs",
+    "course_of",
+    "footprint_of_course",
+    "peak_of_course",
     "simulate_calls",
     "simulate_programs",
 ]
@@ -113,11 +116,18 @@ def simulate_programs(
         owners: places of the inputs that get gradients, which were there before the others were.
         updates: numbers of the results that the caller copies into inputs, and drops, when the forward is over.
     """
-    course = _course_of(forward, backward, tangents, granularity, updates)
+    return peak_of_course(course_of(forward, backward, tangents, granularity, updates), allocator, owners)
+
+
+def peak_of_course(
+    course: Course, allocator: CachingAllocator | None = None, owners: Collection[int] = ()
+) -> PeakMoment:
+    """The peak of one step; the arguments are those of :func:`simulate_programs`."""
     run, lasting, arriving = course.run, course.lasting, course.arriving
     if allocator is not None:
-        for index in dict.fromkeys((*owners, *range(len(forward.inputs)))):
-            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(forward.inputs[index])))
+        inputs = course.forward.inputs
+        for index in dict.fromkeys((*owners, *range(len(inputs)))):
+            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
     peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
     if allocator is not None:
         for storage in lasting:
@@ -136,23 +146,16 @@ def simulate_programs(
     return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
 
 
-def footprint_of_programs(
-    forward: Program,
-    backward: Program | None,
-    tangents: Collection[fx.Node] = (),
-    granularity: int = 1,
-    owners: Sequence[int | None] = (),
-    updates: Collection[int] = (),
-    beyond: int = 0,
-) -> Footprint:
-    """What one call does to memory; the arguments are those of :func:`simulate_programs`.
+def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
+    """What one call does to memory.
 
-    ``owners``: for each of the backward's results, the number of the input whose gradient it is. ``beyond``: bytes that
-    the device's allocator counts beyond what is simulated here.
+    Args:
+        course: of its programs.
+        owners: for each of the backward's results, the number of the input whose gradient it is.
+        beyond: bytes that the device's allocator counts beyond what is simulated here.
     """
-    course = _course_of(forward, backward, tangents, granularity, updates)
     gradients: Counter[int] = Counter()
-    for owner, node in zip(owners, backward.results if backward is not None else (), strict=False):
+    for owner, node in zip(owners, course.backward.results if course.backward is not None else (), strict=False):
         if isinstance(node, fx.Node) and owner is not None:
             gradients[owner] += tensor_bytes(tensor_values(node))
     sizes, events = course.run.numbers.sizes, course.run.events
@@ -162,10 +165,12 @@ def footprint_of_programs(
 
 
 @dataclass(frozen=True)
-class _Course:
+class Course:
     """What happens when a forward and a backward program run, with a loss between them.
 
     Attributes:
+        forward: the forward program.
+        backward: the backward program; ``None`` for inference.
         run: with the events.
         ends: how many of them the forward has; the next one is the loss.
         lasting: storages that live to the end.
@@ -173,6 +178,8 @@ class _Course:
         outputs: bytes of what the forward returns.
     """
 
+    forward: Program
+    backward: Program | None
     run: _Run
     ends: int
     lasting: list[int]
@@ -180,13 +187,14 @@ class _Course:
     outputs: int
 
 
-def _course_of(
+def course_of(
     forward: Program,
     backward: Program | None,
-    tangents: Collection[fx.Node],
-    granularity: int,
-    updates: Collection[int],
-) -> _Course:
+    tangents: Collection[fx.Node] = (),
+    granularity: int = 1,
+    updates: Collection[int] = (),
+) -> Course:
+    """Follow both programs once; the arguments are those of :func:`simulate_programs`."""
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
@@ -215,7 +223,8 @@ def _course_of(
             for storage in leaves
         ]
     outputs = {s for leaves in returned[: forward.outputs] for s in leaves if s != OUTSIDE} - set(copied)
-    return _Course(run, ends, lasting, arriving, sum(run.numbers.sizes[storage] for storage in outputs))
+    size = sum(run.numbers.sizes[storage] for storage in outputs)
+    return Course(forward, backward, run, ends, lasting, arriving, size)
 
 
 @dataclass(frozen=True)
