@@ -108,7 +108,7 @@ def _show_smallest(case: Case, failure: Failure, seconds: float, out: Path | Non
             if result is None:
                 same = failure.kind == ("hung" if stopped.startswith("hung") else "died")
                 return dataclasses.replace(failure, way=smaller.ways[0], text=stopped) if same else None
-            return next((own for own in result.failures if own.kind == failure.kind), None)
+            return next((own for own in result.failures if own.is_like(failure)), None)
         return None
 
     small, found = case, failure
@@ -129,7 +129,7 @@ def _in_one_process(fails: Callable[[Case], Failure | None], failure: Failure) -
 
     def here(smaller: Case) -> Failure | None:
         result = check_case(smaller)
-        return next((own for own in result.failures if own.kind == failure.kind), None)
+        return next((own for own in result.failures if own.is_like(failure)), None)
 
     return here
 

@@ -57,11 +57,18 @@ class Failure:
         kind: which check; for an exception its type.
         way: how it was compiled.
         text: what was found.
+        size: how much it is, where that can be said (of a budget the share that is over): a smaller case should fail
+            by as much.
     """
 
     kind: str
     way: Mapping[str, Any]
     text: str
+    size: float = 0.0
+
+    def is_like(self, other: Failure) -> bool:
+        """Whether this is the same failure as another, in a smaller case."""
+        return self.kind == other.kind and self.size >= other.size / 2
 
 
 @dataclass
@@ -74,6 +81,7 @@ class Result:
         skipped: why the program, or a way, could not be tried.
         kinds: of operations in the program.
         reference_differs: whether ``aot_eager`` was held wrong.
+        differentiates_beside_a_loss: whether outputs are differentiated that stand beside a loss.
     """
 
     checks: Counter[str] = field(default_factory=Counter)
@@ -81,12 +89,13 @@ class Result:
     skipped: list[str] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     reference_differs: bool = False
+    differentiates_beside_a_loss: bool = False
 
-    def check(self, kind: str, way: Mapping[str, Any], wrong: str) -> None:
-        """Count a comparison; ``wrong``: what it found, empty where all is well."""
+    def check(self, kind: str, way: Mapping[str, Any], wrong: str, size: float = 0.0) -> None:
+        """Count a comparison; ``wrong``: what it found, empty where all is well; ``size``: how much it is."""
         self.checks[kind] += 1
         if wrong:
-            self.failures.append(Failure(kind, way, wrong))
+            self.failures.append(Failure(kind, way, wrong, size))
 
 
 def module_of(program: Program, plain: bool = False) -> Callable[[], nn.Module]:
@@ -132,6 +141,7 @@ def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Re
         say("writing")
         program = write_program(case, KINDS)
         result.kinds = program.kinds
+        result.differentiates_beside_a_loss = "a loss beside outputs" in program.notes
         try:
             references = _References(program, say)
         except _Skip as skip:
@@ -289,8 +299,8 @@ def _check_step(program: Program, references: _References, way: Mapping[str, Any
     for place in places:
         inputs, (_, seed) = references.inputs(place), references.batches[place]
         try:
-            peak = StoragePeak() if place else None
-            left = take_step(model, net, inputs, seed, count=place == 1, meter=peak)
+            storages = StoragePeak() if place else None
+            left = take_step(model, net, inputs, seed, count=place == 1, meter=storages)
         except roundpipe_fx.InfeasibleBudgetError:
             if place == 2:
                 return  # another batch may need more than these bytes
@@ -299,8 +309,8 @@ def _check_step(program: Program, references: _References, way: Mapping[str, Any
         if place == 1:
             _check_questions(references, left, way, result)
         if place and model.plans:
-            assert peak is not None
-            _check_peak(model.plan, peak.peak, way, result, f"step {place + 1}", same=place < 2)
+            assert storages is not None
+            _check_peak(model.plan, storages.peak, way, result, f"step {place + 1}", same=place < 2)
         del left
     if model.plans and model.plan.budget is not None and not way.get("third"):
         net.zero_grad()
@@ -309,7 +319,9 @@ def _check_step(program: Program, references: _References, way: Mapping[str, Any
         torch.manual_seed(0)
         with AllocatorPeak() as allocated:
             loss_of(model(*inputs)).backward()
-        _check_peak(model.plan, allocated.peak, way, result, "the allocator, in step 3", same=True)
+        # The generator's state is read before anything else is there: a peak of so many bytes by itself.
+        peak = 0 if allocated.peak <= torch.get_rng_state().nbytes else allocated.peak
+        _check_peak(model.plan, peak, way, result, "the allocator, in step 3", same=True)
 
 
 def _check_questions(references: _References, left: Left, way: Mapping[str, Any], result: Result) -> None:
@@ -339,13 +351,13 @@ def _total(asked: tuple[dict[str, int], dict[str, int]]) -> int:
 def _check_peak(
     plan: Any, peak: int, way: Mapping[str, Any], result: Result, step: str, same: bool, share: int = 1
 ) -> None:
-    if plan.budget is None:
-        return
+    if plan.budget is None or result.differentiates_beside_a_loss:
+        return  # beside a loss nothing is taken to be differentiated: a plan does not count it
     if not same and not plan.sizes and not plan.static:
         return  # a share of other sizes
     over = peak - plan.budget * share
     text = f"{step}: {peak} bytes live, the budget is {plan.budget * share} and the plan says {plan.peak_bytes}"
-    result.check("budget", way, text if over > 0 else "")
+    result.check("budget", way, text if over > 0 else "", over / (plan.budget * share))
 
 
 def _between(references: _References, way: Mapping[str, Any]) -> int:
@@ -407,6 +419,8 @@ def _check_shares(program: Program, references: _References, way: Mapping[str, A
         _held(result, way, references.wrong(left, 1), left, references.state(1), f"step 2 with a share of {share}")
         _check_peak(model.plan, peak.peak, way, result, f"step 2 with a share of {share}", same=True)
         peaks.append(peak.peak)
+    if result.differentiates_beside_a_loss:
+        return
     result.check("smaller budget, lower peak", way, "" if peaks == sorted(peaks) else f"{way['shares']}: {peaks}")
 
 

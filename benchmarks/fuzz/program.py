@@ -413,26 +413,30 @@ def _finish(program: Program) -> None:
     if returns == "loss":
         program.result = " + ".join(share(v) for v in floats)
         return
-    first = [str(v) if v.batched or (v.dim and rng.random() < 0.3) else share(v) for v in floats]
-    if any(v.dim and not v.batched for v in floats if str(v) in first):
-        program.notes.add("outputs without a batch")
-    if returns == "tensor":
-        main = next((v for v in floats if v.dim), floats[0])
-        others = [share(v) for v in floats if v is not main]
-        program.result = " + ".join([str(main), *others])
-        if not main.batched:
+    tensors = [v for v in floats if v.batched]
+    numbers = [share(v) for v in floats if not v.batched]
+    if returns == "tensor" or (tensors and rng.random() < 0.7):
+        # Numbers go into a tensor: of a model that returns one, the rest is taken not to be differentiated.
+        main, *more = map(str, tensors or floats[:1])
+        first = [" + ".join([main, *(numbers if tensors else numbers[1:])]), *more]
+        if not tensors:
             program.notes.add("outputs without a batch")
+    else:
+        first = [*map(str, tensors), *numbers]
+        program.notes.add("a loss beside outputs")
+    if returns == "tensor":
+        program.result = " + ".join([first[0], *(share(v) for v in tensors[1:])])
         return
     extra = []
     if rng.random() < 0.3:
         extra.append("x0")
+        if program.case.differentiable_inputs:
+            program.notes.add("a loss beside outputs")  # its gradient is made outside, too
     if rng.random() < 0.2:
         extra.append("None")
-    others = [v for v in ends if v not in floats]
-    for value in others[:3]:
-        if value.batched or not value.dim:
-            extra.append(str(value))
-    if others and not all(v.batched for v in others[:3]):
+    others = [v for v in ends if v not in floats][:3]
+    extra += [str(v) for v in others if v.batched or not v.dim]
+    if not all(v.batched for v in others):
         program.notes.add("outputs without a batch")
     names = first + extra
     if returns == "tuple":
