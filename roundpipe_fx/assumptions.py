@@ -5,7 +5,8 @@ upper bounds; the first step shows real sizes; the next plan takes those with he
 assumed runs all the same, and the plan is made anew before the next one, with more headroom each time: sizes that
 hardly vary are predicted closely, and those that do cost few plans. Running out of memory makes the budget smaller in
 the same way. So does what operators that are not PyTorch's own allocate for themselves: nobody knows it before a step
-shows it. And so do calls that are alive at once (:mod:`roundpipe_fx.learned_steps`).
+shows it. So do gradients of outputs that a model returns beside its loss (:mod:`roundpipe_fx.outside_loss`). And so do
+calls that are alive at once (:mod:`roundpipe_fx.learned_steps`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = ["Assumptions"]
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
 _WORKSPACE = "workspace"
+_BROUGHT = "brought"
 _noting = threading.Lock()
 
 
@@ -64,6 +66,15 @@ class Assumptions:
         name = f"{_WORKSPACE}/{operator}"
         self.assumed.setdefault(name, 0)
         self.see(name, size)
+
+    def see_brought(self, graph: str, tangent: str) -> None:
+        """Note that a step has brought an incoming gradient that its plan did not expect."""
+        self.see(f"{_BROUGHT}/{graph} {tangent}", 1)
+
+    def brought(self, graph: str) -> frozenset[str]:
+        """Names of the incoming gradients of a graph that steps have brought and plans would not expect."""
+        prefix = f"{_BROUGHT}/{graph} "
+        return frozenset(name.removeprefix(prefix) for name in self.assumed if name.startswith(prefix))
 
     @property
     def workspaces(self) -> Mapping[str, int]:

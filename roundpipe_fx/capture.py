@@ -37,6 +37,7 @@ from roundpipe_fx.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.pipelined_calls import pipelined
+from roundpipe_fx.runtime.seen_gradients import noting_gradients
 from roundpipe_fx.runtime.seen_sizes import sizes_seer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
@@ -172,7 +173,13 @@ class _Compilation:
         run = self._load(self.lowered, self.lowered.backward)
         if self.noted is not None:
             run = self.assumptions.calls.backward(run, self.noted)
-        return run if self.watched is None else self.watched.backward(run)
+        if self.watched is not None:
+            run = self.watched.backward(run)
+        unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
+        if self.lowered.plan.budget is None or not unexpected:
+            return run
+        places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
+        return noting_gradients(run, places, functools.partial(self.assumptions.see_brought, self.name))
 
     def _watch(self, lowered: Lowered) -> WatchedStep | None:
         """Have a step show whether compiled stages exceed the budget; ``None`` if that would change nothing.
@@ -237,7 +244,7 @@ class _Compilation:
                     parameters.add(node)
         mutated = frozenset(torch_private.mutated_inputs(module))
         joint = JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
-        return expect_loss(joint, self.autocast)
+        return expect_loss(joint, self.autocast, self.assumptions.brought(self.name))
 
 
 def capture(

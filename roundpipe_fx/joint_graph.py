@@ -81,6 +81,8 @@ class Mark:
     """Name of the forward node that a recomputed node repeats (rematerialize)."""
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
+    BROUGHT = "rpfx_brought"
+    """True on an incoming gradient that a step has brought although the model returns a number too (outside_loss)."""
     LOSS_TIMES = "rpfx_loss_times"
     """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
     until the backward is over (outside_loss)."""
@@ -129,11 +131,13 @@ class JointGraph:
     def expected_tangents(self) -> list[fx.Node]:
         """Incoming gradients that a step is expected to bring, or whose zeros are made in full.
 
-        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest.
+        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest, unless steps
+        have shown that somebody does.
         """
         tangents = self.tangents
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
-        return [node for node in tangents if node in losses or Mark.STRIDED in node.meta] if losses else tangents
+        known = {Mark.STRIDED, Mark.BROUGHT}
+        return [node for node in tangents if node in losses or known & node.meta.keys()] if losses else tangents
 
     @property
     def primals(self) -> list[fx.Node]:

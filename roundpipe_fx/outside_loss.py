@@ -10,6 +10,9 @@ the loss is computed from, and a plan leaves room for that.
   the difference, the mean's gradient, and three intermediate results of the square's. The number that ``mse_loss``
   returns stands in memory of the output's size, and is there until the backward is over. Models that are given numbers
   of another kind may be trained so.
+- Where a model returns a number, that is taken to be the loss, and nothing is computed from the rest. Steps may show
+  otherwise: gradients of other outputs come in. Then the next plan leaves room for a loss of all of them. So it does
+  for several numbers, which somebody has to add up.
 - Under autocast losses compute with four bytes a number, whatever the outputs have.
 """
 
@@ -31,16 +34,20 @@ _NUMBER = 8
 """Bytes of the loss itself, and of how many labels there are."""
 
 
-def expect_loss(joint: JointGraph, autocast: Collection[str]) -> JointGraph:
+def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collection[str] = ()) -> JointGraph:
     """Note how much a loss outside may take of each output.
 
     Args:
         joint: a captured graph.
         autocast: types of devices for which autocast is on.
+        brought: names of incoming gradients that steps have brought although there is a number to be the loss.
     """
     given = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
-    words = bool(given) and not any(value.is_floating_point() for value in given)
+    # A model that has its own cross-entropy returns other things for another loss.
+    words = bool(given) and not brought and not any(value.is_floating_point() for value in given)
     for node in joint.tangents:
+        if node.name in brought:
+            node.meta[Mark.BROUGHT] = True
         for value in tensor_values(node):
             wider = max(4 // value.dtype.itemsize, 1) if value.device.type in autocast else 1
             most, lasting = _CROSS_ENTROPY if words else _SQUARED_ERROR
@@ -52,8 +59,8 @@ def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
     """Bytes that a loss outside takes at most at one time, before the incoming gradients are counted.
 
     Args:
-        tangents: the incoming gradients that a step is expected to bring. If one is of a single number, that is the
-            loss, and nothing is left to do outside.
+        tangents: the incoming gradients that a step is expected to bring. If one alone is of a single number, that is
+            the loss, and nothing is left to do outside.
         granularity: what the device's allocator rounds sizes up to, in bytes.
     """
     return _bytes(tangents, granularity, 0)
@@ -77,8 +84,9 @@ def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:
 
 
 def _is_outside(tangents: Collection[fx.Node]) -> bool:
-    values = [value for node in tangents for value in tensor_values(node)]
-    return bool(values) and all(value.dim() > 0 for value in values)
+    numbers = sum(value.dim() == 0 for node in tangents for value in tensor_values(node))
+    beside = any(Mark.BROUGHT in node.meta for node in tangents)
+    return bool(tangents) and (numbers != 1 or beside)
 
 
 def _rounded(size: int, granularity: int) -> int:

@@ -135,3 +135,50 @@ def test_under_autocast_losses_compute_with_four_bytes_a_number(budget: float) -
                     found = loss(output, given)
                 found.backward()
             assert peak.bytes <= compiled.plan.peak_bytes <= compiled.plan.budget
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.0])
+def test_what_is_differentiated_beside_the_loss_is_learned(budget: float) -> None:
+    compiled = roundpipe_fx.compile(WithLoss(), memory_budget=budget, fullgraph=True)
+
+    def step(beside: bool) -> int:
+        tokens = torch.randint(400, (4, 32))
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak() as peak:
+            loss, logits = compiled(tokens)
+            if beside:
+                loss = loss + (logits**2).mean()
+            loss.backward()
+        return peak.bytes
+
+    step(False)
+    known = compiled.plan.peak_bytes
+    step(True)
+    assert step(True) <= compiled.plan.budget
+    assert compiled.plan.peak_bytes > known
+
+
+def test_room_is_left_for_adding_several_numbers() -> None:
+    class TwoLosses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.one(x).square().mean(), self.other(x).abs().sum()
+
+    compiled = roundpipe_fx.compile(TwoLosses(), memory_budget=0.0)
+    for _ in range(2):
+        compiled.zero_grad()
+        with roundpipe_fx.measure_peak() as peak:
+            one, other = compiled(torch.ones(1, 2))
+            (one * 0.5 + 0.1 * other).backward()
+    assert peak.bytes <= compiled.plan.budget
+
+
+def test_looking_at_the_generator_takes_no_memory() -> None:
+    compiled = roundpipe_fx.compile(nn.Linear(2, 2), memory_budget=0.0)
+    compiled(torch.ones(1, 2)).sum().backward()
+    with roundpipe_fx.measure_peak() as peak:
+        compiled(torch.ones(1, 2)).sum().backward()
+    assert peak.bytes <= compiled.plan.budget < torch.get_rng_state().nbytes

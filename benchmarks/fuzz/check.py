@@ -378,8 +378,28 @@ def _minimum(references: _References, way: Mapping[str, Any], asked: int = 1) ->
     try:
         roundpipe_fx.compile(net, memory_budget=asked, **options).trace(*references.inputs(0))
     except roundpipe_fx.InfeasibleBudgetError as error:
-        return error.minimum
+        return _learned_minimum(references, way, error.minimum)
     raise _Skip("a budget of one byte could be met")
+
+
+def _learned_minimum(references: _References, way: Mapping[str, Any], stated: int) -> int:
+    """The least budget of the second step on.
+
+    Of a model that returns a number, that is taken to be the loss; that other outputs are differentiated too, as they
+    are here, the first step shows, and then a larger minimum may be stated.
+    """
+    parts = [part for part in references.eager[0].outputs if part.is_floating_point() or part.is_complex()]
+    if len(parts) < 2 or all(part.dim() for part in parts):
+        return stated
+    torch._dynamo.reset()
+    net = references.make()
+    model = roundpipe_fx.compile(net, **compile_options({**way, "memory_budget": stated}, net))
+    try:
+        for place in (0, 1):
+            take_step(model, net, references.inputs(place), references.batches[place][1])
+    except roundpipe_fx.InfeasibleBudgetError as error:
+        return error.minimum
+    return stated
 
 
 def _check_minimum(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:

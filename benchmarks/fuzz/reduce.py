@@ -143,13 +143,13 @@ def loss_of(output):
     """A number for whatever is returned."""
     from torch.utils._pytree import tree_leaves
 
-    if isinstance(output, torch.Tensor) and not output.dim() and not output.is_complex():
-        return output
+    parts = [(i, p) for i, p in enumerate(tree_leaves(output)) if isinstance(p, torch.Tensor) and p.requires_grad]
+    if len(parts) == 1 and not parts[0][1].dim() and not parts[0][1].is_complex():
+        return parts[0][1]
     total = 0
-    for place, part in enumerate(tree_leaves(output)):
-        if isinstance(part, torch.Tensor) and part.requires_grad:
-            real = part.abs() if part.is_complex() else part
-            total = total + (real.square().mean() if place % 2 == 0 else real.sum() * 0.01)
+    for place, part in parts:
+        real = part.abs() if part.is_complex() else part
+        total = total + (real.square().mean() if place % 2 == 0 else real.sum() * 0.01)
     return total
 
 

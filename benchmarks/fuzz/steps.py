@@ -44,15 +44,19 @@ class Left:
 
 def loss_of(output: Any) -> torch.Tensor:
     """A loss for what a program returned: itself where it is one number, else of every part that has a gradient."""
-    if isinstance(output, torch.Tensor) and not output.dim() and not output.is_complex():
-        return output
+    parts = [(place, part) for place, part in enumerate(tree_leaves(output)) if _is_differentiable(part)]
+    # One number is the loss, wherever it stands: plans leave no room for computing another one from it.
+    if len(parts) == 1 and not parts[0][1].dim() and not parts[0][1].is_complex():
+        return parts[0][1]
     total: Any = 0
-    for place, part in enumerate(tree_leaves(output)):
-        if not isinstance(part, torch.Tensor) or not part.requires_grad:
-            continue
+    for place, part in parts:
         real = part.abs() if part.is_complex() else part
         total = total + (real.square().mean() if place % 2 == 0 else real.sum() * 0.01)
     return total
+
+
+def _is_differentiable(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.requires_grad
 
 
 def take_step(

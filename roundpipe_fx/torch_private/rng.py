@@ -16,11 +16,11 @@ __all__ = ["draws_on_own_device", "rng_states", "run_and_save_rng_state", "run_w
 @contextlib.contextmanager
 def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]]:
     """Remember the states of the CPU's and these devices' generators; yields a function that goes back to them."""
-    host = torch.get_rng_state().numpy().tobytes()  # no tensor: it would be among the step's own while this is entered
+    host = torch.default_generator.clone_state()  # no tensor: it would be among the step's own
     others = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(host), dtype=torch.uint8))
+        torch.set_rng_state(host.get_state())
         for device, state in others:
             torch.cuda.set_rng_state(state, device)
 
