@@ -26,7 +26,7 @@ from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_vi
 from roundpipe_fx.segment import Segment
 from roundpipe_fx.torch_private import size_hint
 
-__all__ = ["cut_segments"]
+__all__ = ["cut_segments", "inside_tuple"]
 
 _NEAR_NARROWEST = 1.25
 _LARGEST_SHARE = 1 / 4
@@ -42,7 +42,10 @@ class _Life:
 
 
 def cut_segments(
-    joint: JointGraph, required_cuts: Sequence[int] = (), updates_whole: bool = False
+    joint: JointGraph,
+    required_cuts: Sequence[int] = (),
+    updates_whole: bool = False,
+    only_starts: Sequence[int] | None = None,
 ) -> tuple[JointGraph, list[Segment]]:
     """Mark every computing node with its segment.
 
@@ -51,6 +54,8 @@ def cut_segments(
         required_cuts: positions in the forward order before which a segment must begin (stage names of the user).
         updates_whole: whether an input that is updated is to be read and updated in one segment, as far as no required
             cut is between: a stage can then run for several microbatches before the next one does.
+        only_starts: positions before which segments begin, and nowhere else, wherever the graph is narrow; a cut must
+            not be inside a tuple. ``required_cuts`` and ``updates_whole`` are then of no account.
 
     Returns:
         the graph, and the segments in forward order.
@@ -58,9 +63,12 @@ def cut_segments(
     forward = joint.in_phase(Phase.FORWARD)
     lives = _lives(forward)
     widths = _widths(len(forward), lives)
-    whole = _updates(joint, forward) if updates_whole else []
-    cuts = [cut for cut in _narrow_cuts(forward, lives, widths) if not any(a <= cut < b for a, b in whole)]
-    cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
+    if only_starts is not None:
+        cuts = [position - 1 for position in only_starts]
+    else:
+        whole = _updates(joint, forward) if updates_whole else []
+        cuts = [cut for cut in _narrow_cuts(forward, lives, widths) if not any(a <= cut < b for a, b in whole)]
+        cuts = sorted({*cuts, *(position - 1 for position in required_cuts if position > 0)})
     starts = [0, *(cut + 1 for cut in cuts)]
     index = 0
     for position, node in enumerate(forward):
@@ -145,7 +153,7 @@ def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
     working = [position for position, node in enumerate(forward) if node.meta[Mark.FLOPS]]
     if len(working) < 2:
         working = [position for position, node in enumerate(forward) if node.meta[Mark.SECONDS]]
-    tuple_open = _inside_tuple(forward)
+    tuple_open = inside_tuple(forward)
     found = []
     for first, second in pairwise(working):
         allowed = [p for p in range(first, second) if not tuple_open[p] and not is_view(forward[p])]
@@ -154,7 +162,7 @@ def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
     return found
 
 
-def _inside_tuple(forward: list[fx.Node]) -> list[bool]:
+def inside_tuple(forward: list[fx.Node]) -> list[bool]:
     """Positions at which a tuple has been made but not yet taken apart; tuples must not cross a cut."""
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)

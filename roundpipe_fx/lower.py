@@ -250,7 +250,11 @@ def prepare(
 
 
 def cut_as_asked(
-    joint: JointGraph, options: Options, costs: CostModel, updates_whole: bool = False
+    joint: JointGraph,
+    options: Options,
+    costs: CostModel,
+    updates_whole: bool = False,
+    only_starts: Sequence[int] | None = None,
 ) -> tuple[JointGraph, list[Segment], list[StageCut]]:
     """Cut a graph into segments, and those into the stages that the user asked for.
 
@@ -259,14 +263,15 @@ def cut_as_asked(
         options: the user's.
         costs: of operations and transfers.
         updates_whole: whether an input that is updated is to be read and updated in one segment.
+        only_starts: where segments begin, if that is known.
     """
     bounds = region_bounds(joint)
     if isinstance(options.stages, tuple):
         positions = positions_of_names(joint, options.stages, module_path_text, options.following)
-        joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole)
+        joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole, only_starts)
         joint, cuts = stages_at_positions(joint, segments, positions)
     else:
-        joint, segments = cut_segments(joint, bounds, updates_whole)
+        joint, segments = cut_segments(joint, bounds, updates_whole, only_starts)
         joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
     return joint, segments, cuts
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from roundpipe_fx.lower import Lowered, Setting
 from roundpipe_fx.pipeline.make_schedule import make_schedule
+from roundpipe_fx.pipeline.same_segments import Operation
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.schedules import (
@@ -47,11 +48,13 @@ class Structure:
         name: of the schedule.
         segments: how many there were.
         cut: RoundPipe's slots, or the first segment of each stage.
+        starts: the first operation of each segment but the first.
     """
 
     name: str
     segments: int
     cut: Rounds | tuple[int, ...]
+    starts: tuple[Operation, ...]
 
 
 @dataclass(frozen=True)

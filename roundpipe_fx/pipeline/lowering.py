@@ -24,6 +24,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import stages_of_starts
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
+from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.schedules import (
@@ -138,16 +139,18 @@ def _lower_named(
     if not training:
         name = "roundpipe" if pipelining.offloaded else "gpipe"
     choosers = CHOOSERS
+    known = starts_like(prepared.joint, like.starts) if like is not None else None
     cut: Rounds | tuple[int, ...]
     if name == "roundpipe":
-        joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, training, weight_limit)
+        joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, known, training, weight_limit)
         choosers = {**CHOOSERS, "full": keep_slot_inputs}
     else:
-        joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, name in ("interleaved", "given"))
+        whole = name in ("interleaved", "given")
+        joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, whole, known)
         if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
             joint, cuts = stages_of_starts(joint, like.cut, len(segments))
         cut = tuple(stage.first for stage in cuts)
-    structure = Structure(name, len(segments), cut)
+    structure = Structure(name, len(segments), cut, segment_starts(joint))
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
@@ -188,16 +191,17 @@ def _cut_rounds(
     options: Options,
     pipelining: Pipelining,
     like: Structure | None,
+    known: list[int] | None,
     training: bool,
     weight_limit: int | None,
 ) -> tuple[JointGraph, list[Segment], list[StageCut], Rounds]:
     """Cut a graph into slots; those of an offloaded model begin where stages are asked to."""
     recompute = pipelining.checkpoint in ("always", "except_last")
     if options.stages == "auto" or not pipelining.offloaded:
-        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint), updates_whole=True)
+        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint), True, known)
         asked: list[StageCut] = []
     else:
-        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs, updates_whole=True)
+        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs, True, known)
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
     devices, microbatches = pipelining.workers, pipelining.microbatches

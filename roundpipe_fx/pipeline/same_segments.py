@@ -1,0 +1,80 @@
+"""The same segments in another graph of the same model: microbatches of another shape are cut where the first were.
+
+Where a graph is narrow depends on its shapes, and how many segments a graph has on where it is narrow. So what is
+remembered of a cut is the operation behind it: which one, and how many of its kind come before it. That is the same
+operation in the graph for another shape, also where one of the two has symbols for sizes and computes with them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_view
+from roundpipe_fx.passes.segments import inside_tuple
+
+__all__ = ["Operation", "segment_starts", "starts_like"]
+
+Operation = tuple[str, int]
+"""What an operation is, and how many like it come before it in the forward."""
+
+
+def segment_starts(joint: JointGraph) -> tuple[Operation, ...]:
+    """The first operation of each segment but the first.
+
+    Args:
+        joint: a graph with segments.
+    """
+    found: dict[int, Operation] = {}
+    for operation, node, _ in _operations(joint.in_phase(Phase.FORWARD)):
+        found.setdefault(node.meta[Mark.SEGMENT], operation)
+    return tuple(own for segment, own in sorted(found.items()) if segment)
+
+
+def starts_like(joint: JointGraph, starts: Sequence[Operation]) -> list[int] | None:
+    """Positions in the forward order at which segments begin with the same operations.
+
+    Args:
+        joint: a graph without segments.
+        starts: as :func:`segment_starts` says of another graph.
+
+    Returns:
+        the positions; ``None`` where this graph has not all of the operations. Where it has them in another order there
+        are as many segments all the same, since a schedule asks for that.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    positions = {operation: position for operation, _, position in _operations(forward)}
+    tuples = inside_tuple(forward)
+    if not all(start in positions for start in starts):
+        return None
+    found = [0]
+    for own in sorted(positions[start] for start in starts):
+        # What only looks at memory, or computes sizes, belongs to what follows, unless nothing else comes before.
+        position = own
+        while position > found[-1] and not _makes_memory(forward[position - 1]):
+            position -= 1
+        position = position if position > found[-1] else max(own, found[-1] + 1)
+        while position < len(forward) and tuples[position - 1]:
+            position += 1
+        if position >= len(forward):
+            return None
+        found.append(position)
+    return found[1:]
+
+
+def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[Operation, fx.Node, int]]:
+    """Those that make memory, with their positions: views are dropped or added for some shapes."""
+    before: Counter[str] = Counter()
+    for position, node in enumerate(forward):
+        if _makes_memory(node) and node.target is not operator.getitem:
+            name = str(node.target)
+            yield (name, before[name]), node, position
+            before[name] += 1
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.Tensor, tuple, list)) and not is_view(node)

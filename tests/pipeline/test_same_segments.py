@@ -1,0 +1,57 @@
+"""Graphs of one model for several shapes are cut at the same operations."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
+from tests.capturing import capture_joint
+
+
+class Narrowing(nn.Module):
+    """Narrow elsewhere for a few rows than for many: a large value made of parameters alone lives across its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in ((8, 32), (32, 2), (2, 16), (16, 32), (32, 4)))
+        self.table = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = (self.table @ self.table).tanh()
+        for layer in self.layers[:3]:
+            x = layer(x).tanh()
+        x = x @ table
+        for layer in self.layers[3:]:
+            x = layer(x).tanh()
+        return x.square().sum()
+
+
+def test_another_shape_is_cut_at_the_same_operations() -> None:
+    model = Narrowing()
+    first, segments = cut_segments(_graph(model, 512))
+    starts = segment_starts(first)
+    assert len(starts) == len(segments) - 1
+    assert len(cut_segments(_graph(model, 8))[1]) != len(segments)
+    other = _graph(model, 8)
+    other, again = cut_segments(other, only_starts=starts_like(other, starts))
+    assert len(again) == len(segments) and segment_starts(other) == starts
+
+
+def test_operations_that_are_not_there_are_said_to_be_missing() -> None:
+    assert starts_like(_graph(Narrowing(), 2), [("aten.addmm.default", 99)]) is None
+
+
+def _graph(model: nn.Module, rows: int) -> JointGraph:
+    return annotate(expand_masks(capture_joint(model, torch.randn(rows, 8))), DEVICES["cpu"])
+
+
+def test_another_order_has_as_many_segments() -> None:
+    graph = _graph(Narrowing(), 8)
+    starts = starts_like(graph, [("aten.addmm.default", 3), ("aten.mm.default", 0), ("aten.addmm.default", 1)])
+    assert starts is not None and len(cut_segments(graph, only_starts=starts)[1]) == 4
