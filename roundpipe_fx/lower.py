@@ -30,6 +30,7 @@ from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
@@ -232,7 +233,7 @@ def prepare(
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
-    joint = release_running_statistics(expand_masks(release_settled_draws(joint)))
+    joint = release_running_statistics(expand_masks(continue_sums(release_settled_draws(joint))))
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":

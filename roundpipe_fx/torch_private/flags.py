@@ -14,6 +14,7 @@ import torch._dynamo
 
 from roundpipe_fx.torch_private.data_dependent import install_retries
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
+from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 
 __all__ = ["dynamo_flags", "log_metrics_with_functions"]
@@ -32,6 +33,7 @@ _local = _Local()
 install_known_branches(lambda: _local.flags_are_set)
 keep_float_updates(lambda: _local.flags_are_set)
 install_retries(lambda: _local.flags_are_set)
+trace_packed_sequences(lambda: _local.flags_are_set)
 
 
 @contextlib.contextmanager
@@ -39,8 +41,8 @@ def dynamo_flags() -> Iterator[None]:
     """Dynamo's flags for our compilation only, restored on exit.
 
     Data-dependent shapes and scalars are captured into the graph instead of breaking it, where that can be, as are
-    branches on random numbers that can go one way only; ``nn.LSTM`` and its like are traced, loggers are skipped, and
-    hooks that are added to a submodule later are noticed.
+    branches on random numbers that can go one way only; ``nn.LSTM`` and its like are traced, and packed
+    sequences, loggers are skipped, and hooks that are added to a submodule later are noticed.
     A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
     is a plan for each range of sizes, and eagerly there is none.
 

@@ -1,0 +1,51 @@
+"""Packed gradients: a recurrent module's gradients on packed sequences are added in the order that autograd has.
+
+Each step of each sequence adds to the gradients of the weights. Where a module is called twice, or its weights are used
+elsewhere as well, autograd adds all of these one by one, and not the sum that one call's steps have. The operator of
+such a call is one node of the graph; it can begin with what was added before, and does here.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.joint_graph import JointGraph
+
+__all__ = ["continue_sums"]
+
+aten = torch.ops.aten
+
+
+def continue_sums(joint: JointGraph) -> JointGraph:
+    """Give the backward of recurrent operators the sums that their gradients are added to.
+
+    Args:
+        joint: a captured graph; it is rewritten.
+    """
+    order = {node: number for number, node in enumerate(joint.graph.nodes)}
+    for call in joint.graph.find_nodes(op="call_function", target=torch.ops.roundpipe_fx.recur_backward.default):
+        *given, needs, _ = call.args
+        sums: list[fx.Node | None] = [None] * sum(needs)
+        for result in list(call.users):
+            addition = _only_addition(result)
+            if addition is None or order[addition.all_input_nodes[0]] > order[call]:
+                continue
+            sums[result.args[1]] = addition.all_input_nodes[0]
+            addition.replace_all_uses_with(result)
+            joint.graph.erase_node(addition)
+        if any(sums):
+            call.args = (*given, needs, sums)
+    return joint
+
+
+def _only_addition(result: fx.Node) -> fx.Node | None:
+    """The sum that a gradient is added to, after others, if nothing else reads it."""
+    (reader, *others) = result.users or (None,)
+    if result.target is not operator.getitem or reader is None or others or reader.target != aten.add.Tensor:
+        return None
+    total, added = reader.args[:2]
+    alike = isinstance(total, fx.Node) and total.meta["val"].dtype == result.meta["val"].dtype
+    return reader if alike and added is result and total is not result and not reader.kwargs else None

@@ -1,0 +1,350 @@
+"""Operators on packed sequences, for graphs.
+
+PyTorch's own read on the host how many sequences there are at each step, and have no fake implementation. These call
+them as they are, so they have their bits. A layer's backward runs its forward once more: what each step computed is
+made where it is needed, and never saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["pack", "pad", "recur"]
+
+
+@torch.library.custom_op("roundpipe_fx::pack", mutates_args=(), tags=(torch.Tag.dynamic_output_shape,))
+def pack(
+    padded: Tensor, lengths: Tensor, batch_first: bool, rows: int | None, steps: int | None
+) -> tuple[Tensor, Tensor]:
+    """The numbers of sequences, step by step, and how many sequences there are at each step.
+
+    Args:
+        padded: sequences, the longest first.
+        lengths: theirs, on the CPU.
+        batch_first: whether the sequences are the first dimension, rather than the steps.
+        rows: the sum of the lengths, where it is known while tracing.
+        steps: the greatest length, where it is known while tracing.
+    """
+    data, batch_sizes = torch._VF._pack_padded_sequence(padded, lengths, batch_first)
+    return data.clone() if _share_storage(data, padded) else data, batch_sizes
+
+
+@pack.register_fake
+def _(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int | None, steps: int | None) -> tuple[Tensor, Tensor]:
+    if rows is None or steps is None:
+        context = torch.library.get_ctx()
+        sizes: tuple[Any, Any] = context.new_dynamic_size(min=1), context.new_dynamic_size(min=1)
+    else:
+        sizes = rows, steps
+    return padded.new_empty([sizes[0], *padded.shape[2:]]), lengths.new_empty([sizes[1]])
+
+
+def _keep_for_pack(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    padded, _, ctx.batch_first, _, _ = inputs
+    ctx.save_for_backward(output[1])
+    ctx.shape = padded.shape
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pack_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    (batch_sizes,) = ctx.saved_tensors
+    return unpack(gradient, batch_sizes, ctx.batch_first, ctx.shape), None, None, None, None
+
+
+@torch.library.custom_op("roundpipe_fx::unpack", mutates_args=())
+def unpack(data: Tensor, batch_sizes: Tensor, batch_first: bool, shape: Sequence[int]) -> Tensor:
+    """Packed numbers where they were in padded sequences of a shape, and zeros elsewhere."""
+    return torch.ops.aten._pack_padded_sequence_backward(data, shape, batch_sizes, batch_first).contiguous()
+
+
+@unpack.register_fake
+def _(data: Tensor, batch_sizes: Tensor, batch_first: bool, shape: Sequence[int]) -> Tensor:
+    return data.new_empty(shape)
+
+
+pack.register_autograd(_pack_backward, setup_context=_keep_for_pack)
+
+
+@torch.library.custom_op("roundpipe_fx::pad", mutates_args=())
+def pad(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, steps: int, sequences: int
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences, padded, and their lengths.
+
+    Args:
+        data: the numbers of the sequences, step by step.
+        batch_sizes: how many sequences there are at each step.
+        batch_first: whether the sequences become the first dimension, rather than the steps.
+        value: of the numbers that are added.
+        steps: the length that sequences are given.
+        sequences: how many there are.
+
+    Raises:
+        ValueError: a sequence is longer.
+    """
+    longest = batch_sizes.size(0)
+    if steps < longest:
+        raise ValueError(
+            "Expected total_length to be at least the length of the longest sequence in input, but got "
+            f"total_length={steps} and max sequence length being {longest}"
+        )
+    padded, lengths = torch._VF._pad_packed_sequence(data, batch_sizes, batch_first, value, steps)
+    return padded.contiguous(), lengths
+
+
+@pad.register_fake
+def _(
+    data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, steps: int, sequences: int
+) -> tuple[Tensor, Tensor]:
+    outer = [sequences, steps] if batch_first else [steps, sequences]
+    return data.new_empty([*outer, *data.shape[1:]]), batch_sizes.new_empty([sequences])
+
+
+def _keep_for_pad(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    data, _, ctx.batch_first, _, _, _ = inputs
+    ctx.save_for_backward(output[1])
+    ctx.rows = data.shape[0]
+    ctx.mark_non_differentiable(output[1])
+
+
+def _pad_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
+    (lengths,) = ctx.saved_tensors
+    return unpad(gradient, lengths, ctx.batch_first, ctx.rows), None, None, None, None, None
+
+
+@torch.library.custom_op("roundpipe_fx::unpad", mutates_args=())
+def unpad(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int) -> Tensor:
+    """What padded sequences hold within their lengths, step by step."""
+    data = torch._VF._pack_padded_sequence(padded, lengths, batch_first)[0]
+    return data.clone() if _share_storage(data, padded) else data
+
+
+@unpad.register_fake
+def _(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int) -> Tensor:
+    return padded.new_empty([rows, *padded.shape[2:]])
+
+
+pad.register_autograd(_pad_backward, setup_context=_keep_for_pad)
+
+
+@torch.library.custom_op("roundpipe_fx::recur", mutates_args=())
+def recur(
+    kind: str,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    training: bool,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
+    """Layers of a recurrent network on packed sequences, without dropout: the output, and the last of each state.
+
+    Args:
+        kind: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``.
+        data: the numbers of the sequences, step by step.
+        batch_sizes: how many sequences there are at each step.
+        states: the first ones: hidden, and of cells.
+        weights: of all layers, as the function takes them.
+        biases: whether biases are among them.
+        layers: how many there are.
+        training: whether the module is in training mode.
+        bidirectional: whether the sequences are read backwards too.
+        autocast: what autocast computes in where it is on.
+    """
+    return _run(kind, data, batch_sizes, states, weights, (biases, layers, 0.0, training, bidirectional), autocast)
+
+
+def _run(
+    kind: str,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    options: tuple[Any, ...],
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
+    first = tuple(states) if kind == "lstm" else states[0]
+    with torch.autocast(data.device.type, autocast, enabled=autocast is not None):
+        return list(getattr(torch._VF, kind)(data, batch_sizes, first, list(weights), *options))
+
+
+@recur.register_fake
+def _(
+    kind: str,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    training: bool,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+) -> list[Tensor]:
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    kinds = [data.dtype] * (1 + len(states))
+    if autocast is not None:
+        kinds = _types_under_autocast(
+            kind, data, states, weights, (biases, layers, 0.0, training, bidirectional), autocast
+        )
+    made = [data.new_empty([data.shape[0], width], dtype=kinds[0])]
+    return made + [state.new_empty(state.shape, dtype=dtype) for state, dtype in zip(states, kinds[1:], strict=True)]
+
+
+def _types_under_autocast(
+    kind: str,
+    data: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    options: tuple[Any, ...],
+    autocast: torch.dtype,
+) -> list[torch.dtype]:
+    """What the results are of: one step of one sequence tells."""
+    one = [state.new_empty([state.shape[0], 1, state.shape[2]]) for state in states]
+    first = tuple(one) if kind == "lstm" else one[0]
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        with torch.autocast(data.device.type, autocast), torch.no_grad():
+            step = data.new_empty([1, 1, data.shape[1]])
+            results = getattr(torch._VF, kind)(step, first, list(weights), *options, False)
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+    return [result.dtype for result in results]
+
+
+def _keep_for_recur(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.kind, data, batch_sizes, states, weights, *ctx.options = inputs
+    ctx.save_for_backward(data, batch_sizes, *states, *weights)
+    ctx.states = len(states)
+
+
+def _recur_backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
+    data, batch_sizes, *others = ctx.saved_tensors
+    states, weights = others[: ctx.states], others[ctx.states :]
+    _, data_needs, _, states_need, weights_need, *_ = ctx.needs_input_grad
+    needs = [data_needs, *_each(states_need, len(states)), *_each(weights_need, len(weights))]
+    made = iter(recur_backward(list(gradients), ctx.kind, data, batch_sizes, states, weights, *ctx.options, needs, []))
+    found = [next(made) if needed else None for needed in needs]
+    of_states, of_weights = found[1 : 1 + len(states)], found[1 + len(states) :]
+    return None, found[0], None, of_states, of_weights, None, None, None, None, None
+
+
+def _each(need: Any, count: int) -> list[bool]:
+    return list(need) if isinstance(need, list | tuple) else [bool(need)] * count
+
+
+@torch.library.custom_op("roundpipe_fx::recur_backward", mutates_args=())
+def recur_backward(
+    gradients: Sequence[Tensor],
+    kind: str,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    training: bool,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+    needs: Sequence[bool],
+    sums: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """Gradients of data, states and weights, those of them that need one.
+
+    Each step adds to the gradient of a weight. Where others have added to it before, autograd goes on from their sum,
+    and a sum in another order would have other bits.
+
+    Args:
+        gradients: of the results.
+        kind: as :func:`recur` has it, and so on.
+        data: see there.
+        batch_sizes: see there.
+        states: see there.
+        weights: see there.
+        biases: see there.
+        layers: see there.
+        training: see there.
+        bidirectional: see there.
+        autocast: see there.
+        needs: which of data, states and weights need a gradient.
+        sums: for each gradient that is returned, what others have added to it before; may be empty.
+    """
+    with _autograd():
+        wanted = iter(needs)
+        own = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
+        count = 1 + len(states)
+        options = (biases, layers, 0.0, training, bidirectional)
+        results = _run(kind, own[0], batch_sizes, own[1:count], own[count:], options, autocast)
+        leaves = [value for value in own if value.requires_grad]
+        totals = zip(leaves, sums or [None] * len(leaves), strict=True)
+        begun = [(value.view_as(value), total) for value, total in totals if total is not None]
+        results += [value for value, _ in begun]  # autograd begins with what was called last
+        incoming = [*gradients, *(total for _, total in begun)]
+        made = torch.autograd.grad(results, leaves, incoming, allow_unused=True, materialize_grads=True)
+    return [
+        gradient.clone(memory_format=torch.contiguous_format)
+        if _is_taken(gradient, made[:number], incoming)
+        else gradient.contiguous()
+        for number, gradient in enumerate(made)
+    ]
+
+
+@recur_backward.register_fake
+def _(
+    gradients: Sequence[Tensor],
+    kind: str,
+    data: Tensor,
+    batch_sizes: Tensor,
+    states: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    biases: bool,
+    layers: int,
+    training: bool,
+    bidirectional: bool,
+    autocast: torch.dtype | None,
+    needs: Sequence[bool],
+    sums: Sequence[Tensor | None],
+) -> list[Tensor]:
+    inputs = (data, *states, *weights)
+    return [value.new_empty(value.shape) for value, needed in zip(inputs, needs, strict=True) if needed]
+
+
+recur.register_autograd(_recur_backward, setup_context=_keep_for_recur)
+
+
+@contextlib.contextmanager
+def _autograd() -> Iterator[None]:
+    """Within an operator's kernel, where it is switched off, let autograd record."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in _AUTOGRAD:
+        excluded = excluded.remove(key)
+    with (
+        torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+_AUTOGRAD = [
+    getattr(torch._C.DispatchKey, name)
+    for name in ("AutogradCPU", "AutogradCUDA", "AutogradXPU", "AutogradMPS", "AutogradOther", "ADInplaceOrView")
+    if hasattr(torch._C.DispatchKey, name)
+]
+
+
+def _share_storage(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _is_taken(gradient: Tensor, *others: Sequence[Tensor]) -> bool:
+    """Whether a result lies where another does, or an operand: an operator's results are nobody else's."""
+    return any(_share_storage(gradient, other) for several in others for other in several)

@@ -1,0 +1,194 @@
+"""Packed sequences: Dynamo traces them here, where it skips them otherwise.
+
+``pack_padded_sequence`` and ``pad_packed_sequence`` are functions that Dynamo does not look into, and the recurrent
+modules read on the host how many sequences there are. While our compilations trace, it inlines the functions below in
+their place; what cannot be traced in these is an operator of :mod:`roundpipe_fx.torch_private.packed_operators`.
+
+How many sequences there are is known from the padded tensor. The packed sequence carries it, or else the size of the
+last states, which users add to and compare with others, would be known at run time only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.nn.utils import rnn
+from torch.nn.utils.rnn import PackedSequence
+
+from roundpipe_fx.torch_private.packed_operators import pack, pad, recur
+
+__all__ = ["trace_packed_sequences"]
+
+
+def trace_packed_sequences(active: Callable[[], bool]) -> None:
+    """Let Dynamo trace packed sequences.
+
+    Args:
+        active: whether what this thread traces is ours.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
+
+    call_skipped: Any = SkipFunctionVariable.call_function
+    traced_forward: Any = forward
+    inline: Any = InstructionTranslatorBase.inline_user_function_return
+    if hasattr(inline, "roundpipe_fx"):
+        return
+
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        traced: Any = _TRACED_FUNCTIONS.get(self.value) if active() and isinstance(self.value, FunctionType) else None
+        if traced is None:
+            return call_skipped(self, tx, args, kwargs)
+        if traced is pack_padded_sequence and _are_read_from_tensors(_argument(1, "lengths", args, kwargs)):
+            traced = pack_by_numbers_of_tensors
+        return UserFunctionVariable(traced).call_function(tx, args, kwargs)
+
+    def inline_user_function_return(self: Any, fn: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> Any:
+        if active() and getattr(fn, "fn", None) in _FORWARDS and _is_packed(_argument(1, "input", args, kwargs)):
+            fn = UserFunctionVariable(traced_forward)
+        return inline(self, fn, args, kwargs, *others, **options)
+
+    inline_user_function_return.roundpipe_fx = True  # type: ignore[attr-defined]
+    SkipFunctionVariable.call_function = call_function  # type: ignore[method-assign]
+    InstructionTranslatorBase.inline_user_function_return = inline_user_function_return  # type: ignore[method-assign]
+
+
+_FORWARDS = (nn.RNN.forward, nn.LSTM.forward, nn.GRU.forward)
+
+
+def _argument(position: int, name: str, args: Any, kwargs: Any) -> Any:
+    return args[position] if len(args) > position else kwargs.get(name)
+
+
+def _is_packed(variable: Any) -> bool:
+    """Whether what Dynamo traces is a packed sequence."""
+    try:
+        return variable is not None and issubclass(variable.python_type(), PackedSequence)
+    except NotImplementedError:
+        return False
+
+
+def _are_read_from_tensors(variable: Any) -> bool:
+    """Whether what Dynamo traces is a list of numbers that tensors hold, which are not known while tracing."""
+    items = getattr(variable.realize(), "items", ()) if variable is not None else ()
+    numbers = [getattr(item.realize(), "sym_num", None) for item in items] if isinstance(items, list | tuple) else []
+    return any(number is not None and free_unbacked_symbols(number) for number in numbers)
+
+
+def pack_padded_sequence(
+    input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> PackedSequence:
+    """PyTorch's, traced."""
+    if isinstance(lengths, torch.Tensor):
+        return _pack(input, lengths.to(dtype=torch.int64), batch_first, enforce_sorted, None, None)
+    tensor = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
+    return _pack(input, tensor, batch_first, enforce_sorted, sum(lengths), max(lengths))
+
+
+def pack_by_numbers_of_tensors(
+    input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
+) -> PackedSequence:
+    """The same with lengths such as ``lengths.tolist()``."""
+    tensor = torch.stack([torch.scalar_tensor(length, dtype=torch.int64, device="cpu") for length in lengths])
+    return _pack(input, tensor, batch_first, enforce_sorted, None, None)
+
+
+def _pack(
+    input: Tensor, lengths: Tensor, batch_first: bool, enforce_sorted: bool, rows: int | None, steps: int | None
+) -> PackedSequence:
+    batch_dim = 0 if batch_first else 1
+    sorted_indices = None
+    if not enforce_sorted:
+        lengths, sorted_indices = torch.sort(lengths, descending=True)
+        sorted_indices = sorted_indices.to(input.device)
+        input = input.index_select(batch_dim, sorted_indices)
+    data, batch_sizes = pack(input, lengths, batch_first, rows, steps)
+    packed = PackedSequence(data, batch_sizes, sorted_indices, None)
+    packed._sequences = input.size(batch_dim)  # type: ignore[attr-defined]
+    return packed
+
+
+def pad_packed_sequence(
+    sequence: PackedSequence, batch_first: bool = False, padding_value: float = 0.0, total_length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """PyTorch's, traced."""
+    steps = sequence.batch_sizes.size(0) if total_length is None else total_length
+    padded, lengths = pad(
+        sequence.data, sequence.batch_sizes, batch_first, float(padding_value), steps, _sequences(sequence, None)
+    )
+    unsorted_indices = sequence.unsorted_indices
+    if unsorted_indices is None:
+        return padded, lengths
+    return padded.index_select(0 if batch_first else 1, unsorted_indices), lengths[unsorted_indices.cpu()]
+
+
+_TRACED_FUNCTIONS: dict[Any, Any] = {
+    rnn.pack_padded_sequence: pack_padded_sequence,
+    rnn.pad_packed_sequence: pad_packed_sequence,
+}
+
+
+def _sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
+    """How many sequences there are."""
+    if hasattr(packed, "_sequences"):
+        return packed._sequences
+    if packed.sorted_indices is not None:
+        return packed.sorted_indices.size(0)
+    return states[0].size(1) if states is not None else packed.batch_sizes[0].item()
+
+
+def forward(self: Any, input: Any, hx: Any = None) -> Any:
+    """That of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` on a packed sequence, traced.
+
+    A layer at a time where there is dropout in between, which PyTorch's graphs know, and on the CPU, where the same
+    happens inside.
+    """
+    self._update_flat_weights()
+    data, batch_sizes = input.data, input.batch_sizes
+    has_cells = self.mode == "LSTM"
+    directions = 2 if self.bidirectional else 1
+    states = None
+    if hx is not None:
+        hx = self.permute_hidden(hx, input.sorted_indices)
+        states = tuple(hx) if has_cells else (hx,)
+    sequences = _sequences(input, states)
+    widths = (self.proj_size or self.hidden_size, self.hidden_size) if has_cells else (self.hidden_size,)
+    sizes = [(self.num_layers * directions, sequences, width) for width in widths]
+    if states is None:
+        states = tuple(torch.zeros(size, dtype=data.dtype, device=data.device) for size in sizes)
+    self.check_input(data, batch_sizes)
+    for state, size in zip(states, sizes, strict=True):
+        self.check_hidden_size(state, size, "Expected hidden size {}, got {}")
+    device = data.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    dropout = self.dropout if self.training else 0.0
+    layers = 1 if dropout > 0 or device == "cpu" else self.num_layers
+    weights, each = self._flat_weights, len(self._flat_weights) // self.num_layers
+    firsts = [state.split(layers * directions) for state in states]
+    lasts = []
+    for part, first in enumerate(zip(*firsts, strict=True)):
+        if part and dropout > 0:
+            data = torch.dropout(data, dropout, True)
+        own = weights[part * layers * each : (part + 1) * layers * each]
+        data, *last = recur(
+            self.mode.lower(),
+            data,
+            batch_sizes,
+            list(first),
+            own,
+            self.bias,
+            layers,
+            self.training,
+            self.bidirectional,
+            autocast,
+        )
+        lasts.append(last)
+    output = PackedSequence(data, batch_sizes, input.sorted_indices, input.unsorted_indices)
+    output._sequences = sequences  # type: ignore[attr-defined]
+    hidden = tuple(torch.cat(parts) for parts in zip(*lasts, strict=True))
+    return output, self.permute_hidden(hidden if has_cells else hidden[0], input.unsorted_indices)
