@@ -57,12 +57,12 @@ def size_hint(size: Any) -> int:
     expression = shape_env.replace(node.expr)
     values = {}
     for symbol in expression.free_symbols:
-        hint = getattr(shape_env, _ASSUMED, {}).get(str(symbol))
-        if hint is None:
-            hint = _backed_hint(shape_env, symbol)
-        if hint is None:
-            hint = _upper_bound(shape_env, symbol) or _UNKNOWN_SIZE
-        values[symbol] = hint
+        assumed, backed = getattr(shape_env, _ASSUMED, {}).get(str(symbol)), _backed_hint(shape_env, symbol)
+        most = _upper_bound(shape_env, symbol) if backed is None else None
+        if assumed is not None:
+            values[symbol] = assumed if most is None else min(assumed, most)  # with headroom it may be above the bound
+        else:
+            values[symbol] = backed if backed is not None else most or _UNKNOWN_SIZE
     return int(expression.xreplace(values))
 
 
