@@ -23,7 +23,7 @@ from roundpipe_fx.cost.of_node import note_bytes, tensor_bytes
 from roundpipe_fx.cost.trial import Layout, run_apart, try_alone
 from roundpipe_fx.cost.workspace import is_measured
 from roundpipe_fx.joint_graph import has_tag, is_seeded, tensor_values
-from roundpipe_fx.torch_private import size_hint, without_modes
+from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
 
 __all__ = ["layout_of", "lies_plainly", "note_sparse_bytes", "real_values", "small_values"]
 
@@ -113,7 +113,7 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
         value = value_of(given) if isinstance(given, fx.Node) else given
         if isinstance(value, torch.Tensor):
             return scale.small(value) if value.layout is torch.strided else None
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
+        return number_hint(value)
 
     args = argument(node.args)
     kwargs = tuple((name, argument(value)) for name, value in node.kwargs.items() if name != "device")

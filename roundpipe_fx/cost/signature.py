@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from roundpipe_fx.torch_private import size_hint
+from roundpipe_fx.torch_private import number_hint, size_hint
 
 __all__ = ["made_up_arguments", "signature_of"]
 
@@ -56,7 +56,7 @@ def made_up_arguments(
             shape = [1 if single else size_hint(size) for size in value.shape]
             stride = [size_hint(step) for step in value.stride()]
             return fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
-        return size_hint(value) if isinstance(value, torch.SymInt) else value
+        return number_hint(value)
 
     args, kwargs = tree_map(real, (node.args, node.kwargs))
     return args, kwargs

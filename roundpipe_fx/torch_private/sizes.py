@@ -15,6 +15,7 @@ __all__ = [
     "assumed_sizes",
     "data_dependent_symbol",
     "input_sizes",
+    "number_hint",
     "shape_env_of",
     "size_binding",
     "size_hint",
@@ -64,6 +65,17 @@ def size_hint(size: Any) -> int:
         else:
             values[symbol] = backed if backed is not None else most or _UNKNOWN_SIZE
     return int(expression.xreplace(values))
+
+
+def number_hint(number: Any) -> Any:
+    """A plain number for a symbolic one, to try operators with; asking the symbol itself would guard on its value."""
+    if isinstance(number, torch.SymInt):
+        return size_hint(number)
+    if isinstance(number, (torch.SymFloat, torch.SymBool)):
+        hint = number.node.hint if number.node.has_hint() else None
+        plain = float if isinstance(number, torch.SymFloat) else bool
+        return plain(1 if hint is None else hint)
+    return number
 
 
 def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
