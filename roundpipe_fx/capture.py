@@ -176,7 +176,8 @@ class _Compilation:
         if self.watched is not None:
             run = self.watched.backward(run)
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
-        if self.lowered.plan.budget is None or not unexpected:
+        # Where sizes are symbols autograd makes zeros for outputs that nobody used, and nothing tells them apart.
+        if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
         return noting_gradients(run, places, functools.partial(self.assumptions.see_brought, self.name))
