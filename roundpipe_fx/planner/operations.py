@@ -278,10 +278,18 @@ def read_operations(
         },
         states,
         _last_segments(forward, backward, forward_storages),
-        {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()},
+        _stages(joint, segments),
         _regions(forward),
         segments,
     )
+
+
+def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
+    """By segment, its stage. A segment of which nothing is left (its values equal earlier ones) has that before it."""
+    found = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
+    for segment in range(segments):
+        found.setdefault(segment, found.get(segment - 1, 0))
+    return found
 
 
 def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
