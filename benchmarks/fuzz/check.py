@@ -259,7 +259,8 @@ class _References:
             return differences(left, eager, self.tolerance) if sure else {}
         if self.aot_is_wrong:
             return differences(left, eager, self.tolerance)
-        return bits
+        # A reference whose error is below what float32 rounds is not seen to be wrong; eager's bits are right then.
+        return bits if differences(left, eager, None) else {}
 
 
 def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
