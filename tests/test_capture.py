@@ -93,6 +93,7 @@ class Swept(nn.Module):
         return self.layer(x).tanh().sum()
 
 
+@pytest.mark.long
 def test_a_class_may_be_compiled_any_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """Dynamo counts compilations by function, and runs it eagerly from some number on."""
     monkeypatch.setattr(flags, "_MOST_COMPILATIONS", 24)

@@ -21,6 +21,7 @@ def _run(*command: str, cwd: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_demo(tmp_path: Path) -> None:
     small = ("--steps", "3", "--layers", "2", "--width", "32", "--batch", "2", "--length", "32")
     output = _run("examples/demo.py", *small, "--out", str(tmp_path))

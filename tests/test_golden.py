@@ -14,6 +14,7 @@ import torch
 
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 from tests.golden_models import BUDGETED, GOLDEN, PIPELINED
+from tests.long import long_but
 from tests.pipeline.steps import pipelined_step
 
 FOLDER = Path(__file__).parent.parent / "golden"
@@ -48,7 +49,7 @@ def test_the_nested_golden_runs_a_layer_more_than_once(no_workspaces: None) -> N
     assert max(value.times for stage in compiled.plan.stages for value in stage.recomputed) >= 2
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("autocast", long_but([False, True], quick={False}), ids=["fp32", "autocast"])
 @pytest.mark.parametrize("name", GOLDEN)
 def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
     make, make_batch, stages = GOLDEN[name]

@@ -10,7 +10,7 @@ from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, trai
 from tests.long import long_but
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
+@pytest.mark.parametrize("autocast", long_but([False, True], quick={False}), ids=["fp32", "autocast"])
 @pytest.mark.parametrize("name", long_but(hugging_face.MODELS, quick={"gpt2", "resnet"}))
 def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
     make, make_batch = hugging_face.MODELS[name]
@@ -24,6 +24,7 @@ def test_bitwise_as_aot_eager(name: str, autocast: bool) -> None:
         assert again == (recompute == "full")
 
 
+@pytest.mark.long
 def test_fp32_mixture_of_experts_trains() -> None:
     """Its custom operator's backward reads data on the host, so torch.compile alone cannot trace it."""
     model, batch = hugging_face.qwen3_moe(dtype=torch.float32), hugging_face.language_batch()

@@ -67,6 +67,7 @@ def test_hugging_face_models(name: str) -> None:
     assert found[0][0] < found[-1][0] and found[0][1] > found[-1][1]
 
 
+@pytest.mark.long
 @relaxed
 @given(operations, st.floats(0, 1), st.integers(0, 3))
 def test_random_models(chain: list, budget: float, seed: int) -> None:
@@ -177,6 +178,7 @@ def test_recompute_and_a_budget_contradict_each_other() -> None:
         roundpipe_fx.compile(nn.Linear(2, 2), memory_budget=0.5, recompute="full")
 
 
+@pytest.mark.long
 def test_sizes_that_depend_on_data_are_those_of_the_first_batch_with_headroom() -> None:
     model = MixtureOfExperts(depth=2, experts=4)
     torch.manual_seed(0)

@@ -56,6 +56,7 @@ def test_weights_that_do_not_fit_alone() -> None:
         roundpipe_fx.plan(model, torch.empty(1, 10**5), device="RTX 4090")
 
 
+@pytest.mark.long
 def test_a_model_that_stays_on_the_cpu_has_the_stage_at_hand_on_the_device() -> None:
     model = _llama(layers=2, width=512)
     tokens = torch.empty(4, 256, dtype=torch.long, device="meta")

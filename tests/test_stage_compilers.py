@@ -137,6 +137,7 @@ def test_a_budget_that_compiled_stages_cannot_keep_is_refused_once_that_is_seen(
     assert caught.value.minimum >= budget + _BESIDE
 
 
+@pytest.mark.long
 def test_inductor_with_dynamic_shapes() -> None:
     model = TiedTransformer(depth=1)
     compiled = roundpipe_fx.compile(

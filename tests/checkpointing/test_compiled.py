@@ -326,6 +326,7 @@ def test_recomputation_is_issued_before_the_gradient_can_be_consumed() -> None:
     assert any(recompute < join < consume for join in joins)
 
 
+@pytest.mark.long
 def test_a_hugging_face_model_with_its_own_checkpointing() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=64, use_cache=False)
     torch.manual_seed(0)

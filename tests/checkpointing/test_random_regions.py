@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ random_settings = st.sampled_from(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=8, deadline=None)
 @given(trees, random_settings)
 def test_random_trees_of_regions_have_the_same_bits(tree: list[Any], setting: dict[str, Any]) -> None:

@@ -45,6 +45,7 @@ def test_chain_is_cut_between_layers_and_alike_layers_are_recognized() -> None:
     assert len({segment.fingerprint for segment in segments[1:-1]}) == 1
 
 
+@pytest.mark.long
 def test_experts_stay_in_their_layer() -> None:
     joint, segments = _segments(MixtureOfExperts(depth=5, experts=4), torch.randn(16, 8))
     starts = _starts(joint)

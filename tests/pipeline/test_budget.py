@@ -53,6 +53,7 @@ def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None
         assert budget == 0.0 or plan.recompute_seconds == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("schedule", "devices", "stages"), [("gpipe", CPUS, 2), ("1f1b", ["cpu"], 3), ("zero_bubble", CPUS, 2)]
 )
@@ -216,6 +217,7 @@ def test_a_budget_that_no_plan_meets() -> None:
     compiled.forward_backward(x, labels=y, loss_fn=squares)
 
 
+@pytest.mark.long
 def test_auto_takes_the_shortest_step_that_fits() -> None:
     x, y = batch_of(16, 64)
     model = Blocks(64, 8)

@@ -153,6 +153,7 @@ class Uses(nn.Module):
 _WAYS = ("linear", "linear", "product", "scaled", "joined", "both", "derived")
 
 
+@pytest.mark.long
 @given(
     seed=st.integers(0, 10**6),
     depth=st.integers(2, 7),

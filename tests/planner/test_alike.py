@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.planner.graphs import mlp, operations_of, staged
 
 
+@pytest.mark.long
 @relaxed
 @given(st.data(), operations, st.integers(1, 3))
 def test_costs_are_those_of_the_segments_own_blocks(data: st.DataObject, chain: list, stages: int) -> None:

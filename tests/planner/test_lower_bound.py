@@ -20,6 +20,7 @@ from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.planner.graphs import mlp, operations_of, staged
 
 
+@pytest.mark.long
 @relaxed
 @given(operations, st.integers(1, 3))
 def test_nothing_that_is_found_is_below_it(chain: list, stages: int) -> None:
@@ -113,6 +114,7 @@ class Small(nn.Module):
 kinds = st.lists(st.sampled_from(["scale", "widen", "narrow", "first", "sin", "exp", "tanh"]), min_size=1, max_size=4)
 
 
+@pytest.mark.long
 @relaxed
 @given(kinds, st.integers(1, 4))
 def test_no_schedule_of_a_small_graph_is_below_it(kinds: list[str], rows: int) -> None:

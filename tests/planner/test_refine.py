@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from tests.planner.graphs import mlp, operations_of
 GRAPH = operations_of(mlp(depth=12), torch.randn(512, 16))
 
 
+@pytest.mark.long
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_with_less_memory_peaks_never_rise_and_seconds_never_fall(shares: list[float]) -> None:
