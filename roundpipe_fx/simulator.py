@@ -270,15 +270,16 @@ def simulate_calls(
     owners: Sequence[int | None] = (),
     tangents: Collection[fx.Node] = (),
     granularity: int = 1,
+    parameters: Collection[int] = (),
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
     """What each call of one microbatch's forward and backward does to memory, and what stays from one to another.
 
-    Gradients of parameters are not held: they are added to those of earlier microbatches. The arguments are those of
-    :func:`simulate_programs`, and ``owners``: for each of the backward's results, the number of the input that it is
-    the gradient of, or a part of it, if any.
+    Gradients are not held: those of parameters are added to those of earlier microbatches. The arguments are those of
+    :func:`simulate_programs`, ``owners``: for each of the backward's results, the number of the input that it is
+    the gradient of, or a part of it, if any; and ``parameters``: the numbers of those that all microbatches share.
     """
-    first, _ = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=False)
-    later, held = _simulate_calls(forward, backward, owners, tangents, granularity, are_sums=True)
+    first, _ = _simulate_calls(forward, backward, owners, tangents, granularity, ())
+    later, held = _simulate_calls(forward, backward, owners, tangents, granularity, parameters)
     calls = [
         CallBytes(at_first.name, then.peak, at_first.peak, at_first.gradients, then.brought)
         for at_first, then in zip(first, later, strict=True)
@@ -299,9 +300,9 @@ def _simulate_calls(
     owners: Sequence[int | None],
     tangents: Collection[fx.Node],
     granularity: int,
-    are_sums: bool,
+    summed: Collection[int],
 ) -> tuple[list[_Call], list[HeldBytes]]:
-    """The same for the first microbatch, or for one that finds sums of gradients."""
+    """The same for a microbatch that finds sums of the gradients of these inputs."""
     run = _Run(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     gradients: dict[str, dict[int, int]] = {}  # by call, the storages with their owners
@@ -309,7 +310,7 @@ def _simulate_calls(
     arrived: set[int] = set()
     if backward is not None:
         given = {n: leaves for n, leaves in zip(forward.results, returned, strict=True) if isinstance(n, fx.Node)}
-        given |= {node: [OUTSIDE] if are_sums else [] for node in backward.inputs if is_sum(node)}
+        given |= {node: [OUTSIDE] if summed else [] for node in backward.inputs if is_sum(node)}
         inputs = [
             given[node]
             if node in given
@@ -330,6 +331,7 @@ def _simulate_calls(
             readers.setdefault(storage, []).append(index)
     sizes = run.numbers.sizes
     calls, held = [], Counter[tuple[str, tuple[str, ...], bool]]()
+    found_before = set(summed)
     for index, (name, reads, (start, end)) in enumerate(run.calls):
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
@@ -342,8 +344,9 @@ def _simulate_calls(
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own.keys()).bytes - before
         grown = sum(sizes[storage] for storage in own)
-        if are_sums:  # what the call has not added is added one after another, the first time into a new place
-            grown += max((sizes[storage] for storage in own), default=0)
+        # What the call has not added is added one after another, the first time into a new place.
+        grown += max((sizes[storage] for storage, owner in own.items() if owner in found_before), default=0)
+        found_before |= set(own.values())
         left = sum(sizes[storage] for storage in outlive) - before
         brought = sum(sizes[storage] for storage in arrived if readers.get(storage, [-1])[-1] == index)
         by_owner: Counter[int] = Counter()

@@ -3,38 +3,88 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-__all__ = ["hand_to_autograd"]
+from roundpipe_fx.pipeline.microbatch import SplitTensor
+
+__all__ = ["Receiver", "gather", "hand_to_autograd", "receivers_of"]
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A tensor of the caller's that gets a gradient.
+
+    Attributes:
+        tensor: it.
+        edge: where its gradient goes: to what it was before the step has updated it, if it has.
+    """
+
+    tensor: torch.Tensor
+    edge: GradientEdge
+
+
+def receivers_of(primals: Sequence[Sequence[Any]], splits: Sequence[SplitTensor]) -> dict[int, Receiver]:
+    """Who gets gradients of a step, by identity; instead of the parts of a tensor it itself.
+
+    Args:
+        primals: inputs of the compiled graph, for each microbatch.
+        splits: what was split.
+    """
+    parts = {id(part) for split in splits for part in split.parts}
+    tensors = [value for own in primals for value in own if isinstance(value, torch.Tensor) and id(value) not in parts]
+    tensors += [split.whole for split in splits]
+    return {id(value): Receiver(value, get_gradient_edge(value)) for value in tensors if value.requires_grad}
+
+
+def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:
+    """Put the gradients of tensors together from those of their parts, which are taken away.
+
+    Autograd would make one of the whole batch's size for each part, and add them up.
+    """
+    for split in splits:
+        own = [gradients.pop(id(part), None) for part in split.parts]
+        if all(gradient is None for gradient in own):
+            continue
+        pieces = [
+            torch.zeros_like(part) if gradient is None else gradient
+            for gradient, part in zip(own, split.parts, strict=True)
+        ]
+        whole = torch.cat(pieces, split.dim)
+        before = gradients.get(id(split.whole))  # given twice, or read by all microbatches as well
+        gradients[id(split.whole)] = whole if before is None else before + whole
 
 
 def hand_to_autograd(
-    primals: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], gradients: dict[int, torch.Tensor]
+    receivers: Mapping[int, Receiver],
+    primals: Sequence[Sequence[Any]],
+    outputs: Sequence[Sequence[Any]],
+    gradients: dict[int, torch.Tensor],
 ) -> None:
     """Add gradients to ``.grad`` and to what inputs were made from. ``gradients`` is emptied.
 
     Autograd copies the gradient that it is given for a leaf without one, so what is the step's own becomes ``.grad`` as
     it is, unless somebody listens.
     """
-    found = {id(value): value for own in primals for value in own if id(value) in gradients}
     others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
     shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
     shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
-    leaves, rest = [], []
-    for key, value in found.items():
-        if not value.requires_grad:
+    edges, rest = [], []
+    for key, receiver in receivers.items():
+        gradient = gradients.pop(key, None)
+        if gradient is None:
             continue
-        gradient = gradients.pop(key)
-        storage = gradient.untyped_storage()
+        value, storage = receiver.tensor, gradient.untyped_storage()
         listens = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
         own = shared[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
         if value.is_leaf and value.grad is None and not listens and own and gradient.stride() == value.stride():
             value.grad = gradient
         else:
-            leaves.append(value)
+            edges.append(receiver.edge)
             rest.append(gradient)
-    if leaves:
-        torch.autograd.backward(leaves, rest)
+    if edges:
+        torch.autograd.backward(edges, rest)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["check_batch_sizes", "merge", "split_inputs", "split_labels"]
+__all__ = ["SplitTensor", "check_batch_sizes", "merge", "split_inputs", "split_labels", "split_tensors"]
 
 
 def split_inputs(
@@ -81,6 +82,39 @@ def split_labels(labels: Any, count: int, spec: Any = None) -> list[Any]:
     if len(pieces) != count:
         raise ValueError(f"labels were split into {len(pieces)} microbatches, but the inputs into {count}.")
     return pieces
+
+
+@dataclass(frozen=True)
+class SplitTensor:
+    """A tensor that gets a gradient, and what it was split into.
+
+    Attributes:
+        whole: it.
+        dim: along which dimension.
+        parts: of the microbatches, in order.
+    """
+
+    whole: torch.Tensor
+    dim: int
+    parts: tuple[torch.Tensor, ...]
+
+
+def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[SplitTensor]:
+    """The tensors that get gradients and were split by convention or by a specification.
+
+    Args:
+        value: any tree.
+        pieces: that of each microbatch.
+        spec: by which it was split. What a callable has split knows autograd alone.
+    """
+    if callable(spec) or len(pieces) < 2:
+        return []
+    columns = zip(*map(tree_leaves, pieces), strict=True)
+    return [
+        SplitTensor(leaf.value, leaf.dim, parts)
+        for leaf, parts in zip(_leaves(value, spec, ""), columns, strict=True)
+        if leaf.dim is not None and leaf.value.requires_grad
+    ]
 
 
 def check_batch_sizes(

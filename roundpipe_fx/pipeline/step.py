@@ -24,10 +24,17 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
-from roundpipe_fx.pipeline.gradients import hand_to_autograd
+from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, receivers_of
 from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
-from roundpipe_fx.pipeline.microbatch import check_batch_sizes, merge, split_inputs, split_labels
+from roundpipe_fx.pipeline.microbatch import (
+    SplitTensor,
+    check_batch_sizes,
+    merge,
+    split_inputs,
+    split_labels,
+    split_tensors,
+)
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
 from roundpipe_fx.pipeline.taken import Taken, check_unchanged, take_all
@@ -111,12 +118,15 @@ class Pipeline:
         kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
             args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
-            taken = self._take(self._calls_of_step(args, kwargs, labels, loss_fn, kind), in_halves=False)
+            calls, splits = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
+            taken = self._take(calls, in_halves=False)
+            receivers = receivers_of(taken.primals, splits)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
             tangents = [gradients_of_loss(*of_one) for of_one in zip(taken.graphs, losses, taken.primals, strict=True)]
             finished = self._run(taken, tangents, None, [])
             outputs = self._answer(taken, finished.outputs)
-            hand_to_autograd(taken.primals, finished.outputs, finished.gradients)
+            gather(finished.gradients, splits)
+            hand_to_autograd(receivers, taken.primals, finished.outputs, finished.gradients)
         total = None
         for own, place in zip(finished.outputs, losses, strict=True):
             total = own[place] if total is None else total + own[place]
@@ -129,7 +139,7 @@ class Pipeline:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs))
-            calls = self._calls_of_model(args, kwargs)
+            calls, splits = self._calls_of_model(args, kwargs)
             try:
                 taken = self._take(calls, in_halves=True)
             except NothingCompiled as uncomputed:
@@ -139,7 +149,7 @@ class Pipeline:
             if not training:
                 finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
                 return self._returned(merge(self._answer(taken, finished.outputs), self._splitting.outputs))
-            results, own = through_autograd(taken, functools.partial(self._run_part, taken), self._alive)
+            results, own = through_autograd(taken, splits, functools.partial(self._run_part, taken), self._alive)
             outputs = self._answer(taken, results, own)
         return self._returned(merge(outputs, self._splitting.outputs))
 
@@ -150,29 +160,41 @@ class Pipeline:
             args, kwargs = self._placed((args, kwargs), loss_fn)
             labels = kwargs.get("labels")
             if labels is None and loss_fn is None:
-                self._take(self._calls_of_model(args, kwargs), in_halves=True)
+                self._take(self._calls_of_model(args, kwargs)[0], in_halves=True)
                 return
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss"), in_halves=False)
+            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss")[0], in_halves=False)
 
-    def _calls_of_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[functools.partial[Any]]:
-        """A call for each microbatch."""
+    def _calls_of_model(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[list[functools.partial[Any]], list[SplitTensor]]:
+        """A call for each microbatch, and what was split."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
-        return [functools.partial(self.compiled["model"], *piece) for piece in pieces]
+        calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
+        return calls, self._split(args, kwargs, pieces)
 
     def _calls_of_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
-    ) -> list[functools.partial[Any]]:
-        """A call for each microbatch of a step with its loss."""
+    ) -> tuple[list[functools.partial[Any]], list[SplitTensor]]:
+        """A call for each microbatch of a step with its loss, and what was split."""
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         splitting = self._splitting
         check_batch_sizes(args, kwargs, labels, self.settings.microbatches, splitting.inputs, splitting.labels)
         targets = split_labels(labels, len(pieces), self._splitting.labels)
-        return [
+        calls = [
             functools.partial(self.compiled[kind], loss_fn, labels is not None, own_args, own_kwargs, label)
             for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
+        ]
+        return calls, [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
+
+    def _split(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[SplitTensor]:
+        spec = self._splitting.inputs
+        of_args, of_kwargs = (spec, spec) if callable(spec) else (None, None) if spec is None else spec
+        return [
+            *split_tensors(args, [own for own, _ in pieces], of_args),
+            *split_tensors(kwargs, [own for _, own in pieces], of_kwargs),
         ]
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ def step_costs(
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
             travel[source, step] = transfer_seconds(tensor_bytes(sent))
     simulated, held = simulate_calls(
-        lowered.forward, lowered.backward, lowered.gradient_owners, lowered.tangents, granularity
+        lowered.forward, lowered.backward, lowered.gradient_owners, lowered.tangents, granularity, lowered.parameters
     )
     calls = {call.name: call for call in simulated}
     of_step = {step: calls[module.name] for step, module in steps.modules.items()}
@@ -119,7 +119,8 @@ def step_costs(
         ),
         {step: call.peak for step, call in of_step.items()},
         first_peaks,
-        {step: call.gradients for step, call in of_step.items()},
+        {step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
+        {step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()},
         {step: call.brought for step, call in of_step.items()},
         loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
         lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
@@ -130,6 +131,10 @@ def step_costs(
         lowered.parameters,
         frozenset(away),
     )
+
+
+def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:
+    return {owner: size for owner, size in gradients.items() if owner in owners}
 
 
 def _copied_bytes(node: fx.Node, granularity: int, kind: str) -> int:

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
+from roundpipe_fx.pipeline.gradients import gather, receivers_of
 from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
+from roundpipe_fx.pipeline.microbatch import SplitTensor
 from roundpipe_fx.pipeline.taken import Taken
 from roundpipe_fx.runtime.pipeline_run import Finished
 
@@ -23,17 +25,18 @@ Run = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
 
 
 def through_autograd(
-    taken: Taken, run: Run, alive: CallsAlive
+    taken: Taken, splits: Sequence[SplitTensor], run: Run, alive: CallsAlive
 ) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
     """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
 
     Args:
         taken: the microbatches.
+        splits: tensors that were split into what they are given.
         run: runs them.
         alive: notes the call.
     """
-    step = _Step(taken, run)
-    flat = _PipelinedStep.apply(step, *_differentiable(taken.primals))
+    step = _Step(taken, splits, run)
+    flat = _PipelinedStep.apply(step, *(own.tensor for own in receivers_of(taken.primals, splits).values()))
     alive.add(step, taken.graphs[0].pipeline.budget)
     places = [program.tangents for program in taken.programs]
     own = _chunks(flat, [len(found) for found in places])
@@ -44,8 +47,9 @@ def through_autograd(
 class _Step:
     """A step between its forward and its backward."""
 
-    def __init__(self, taken: Taken, run: Run) -> None:
+    def __init__(self, taken: Taken, splits: Sequence[SplitTensor], run: Run) -> None:
         self.taken = taken
+        self.splits = splits
         self.run = run
         self.values: list[dict[int, Any]] | None = None
         self.versions: list[tuple[torch.Tensor, int]] = []
@@ -92,7 +96,9 @@ class _Step:
                 strict=True,
             )
         ]
-        return self.run(tangents, values).gradients
+        found = self.run(tangents, values).gradients
+        gather(found, self.splits)
+        return found
 
 
 class _PipelinedStep(torch.autograd.Function):
@@ -117,9 +123,8 @@ class _PipelinedStep(torch.autograd.Function):
         results = [found.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
             given = [value for value in gradients if value is not None and value.requires_grad]
-            results = list(
-                _OnceDifferentiable.apply(len(results), *results, *given, *_differentiable(ctx.step.taken.primals))
-            )
+            read = [own.tensor for own in receivers_of(ctx.step.taken.primals, ctx.step.splits).values()]
+            results = list(_OnceDifferentiable.apply(len(results), *results, *given, *read))
         return (None, *results)
 
 
@@ -141,11 +146,6 @@ class _OnceDifferentiable(torch.autograd.Function):
             "compiled stages, which have no gradients themselves. For gradient penalties and Hessian-vector products "
             "call the model itself, uncompiled."
         )
-
-
-def _differentiable(primals: Sequence[Sequence[Any]]) -> list[torch.Tensor]:
-    found = {id(v): v for own in primals for v in own if isinstance(v, torch.Tensor) and v.requires_grad}
-    return list(found.values())
 
 
 def _chunks(values: Sequence[Any], counts: Sequence[int]) -> Iterator[Sequence[Any]]:

@@ -3,8 +3,9 @@
 A value is on the device that makes it until the last step there that reads it. A device that reads what another has
 made has it from the moment it was made, whether it waits for it or not, until its own last reader. Between its
 actions a device holds such values; in an action it needs what the stage module needs beyond them. Gradients of
-parameters are there from a step's first microbatch to the end. Where a loss is computed outside, between all forwards
-and all backwards, its device needs room for that too.
+parameters are there from a step's first microbatch to the end, gradients of inputs from their own microbatch to the
+end, where the batch's gradient is put together from them. Where a loss is computed outside, between all forwards and
+all backwards, its device needs room for that too.
 
 A device may be slow and another fast, so what arrives is counted from the earliest action at which it can be there:
 that it needs before it is made, and no other, is certain to be over. The peak is therefore a bound whatever the
@@ -21,6 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from roundpipe_fx.schedules.action import Kind, Step
+from roundpipe_fx.schedules.places import Places
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.visits import Visit, device_visits
 
@@ -56,6 +58,8 @@ class StepCosts:
         first_peak_bytes: the same where a device runs the step for the first time; what is not said is as later.
         base_bytes: bytes that are there once a step has run for the first time (gradients of parameters), by step and
             by number of the parameter: what several steps on one device add to is there once.
+        input_gradient_bytes: bytes of gradients of what each microbatch has for itself, by step and by number of the
+            input; of all microbatches on all devices they are made one at the end, on the first device.
         brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
             that reads them; where all forwards run before all backwards, from the first backward on.
         outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
@@ -76,6 +80,7 @@ class StepCosts:
     peak_bytes: Mapping[Step, int] = field(default_factory=dict)
     first_peak_bytes: Mapping[Step, int] = field(default_factory=dict)
     base_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
+    input_gradient_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
     brought_bytes: Mapping[Step, int] = field(default_factory=dict)
     outside_bytes: int = 0
     loss_bytes: int = 0
@@ -135,7 +140,7 @@ def peaks_of(
         visits: of each device, where tensors lie on the host.
     """
     number = {step: index for index, step in enumerate(steps)}
-    places = _Places(schedule, codes)
+    places = Places(schedule, codes)
     # The costs that there are, and whose each microbatch has.
     kinds = list({id(kind): kind for kind in (costs, *others.values())}.values())
     kind_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
@@ -174,6 +179,15 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
+    of_inputs = [_by_owner(kind.input_gradient_bytes) for kind in kinds]
+    for which, by_owner in enumerate(of_inputs):
+        for device, change in enumerate(changes):
+            for owner, size in by_owner.items():
+                makers = [number[step] for step, own in kinds[which].input_gradient_bytes.items() if owner in own]
+                at = places.first(device, makers, np.flatnonzero(kind_of[: schedule.microbatches] == which))
+                np.add.at(change, at[at >= 0] + 1, size)
+    inputs_gradients = sum(sum(of_inputs[which].values()) for which in kind_of[: schedule.microbatches].tolist())
+    put_together = inputs_gradients if schedule.microbatches > 1 else 0
     lasting = [sum(held.bytes for held in kind.held if held.lasts) for kind in kinds]
     outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
     every_gradient = {
@@ -210,13 +224,27 @@ def peaks_of(
             change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
         elif device in costs.away:
             change[0] += _copies(order, own, steps, costs)
-        level = np.cumsum(change)[: len(own)]
+        levels = np.cumsum(change)
+        level = levels[: len(own)]
         needed = peak[kind_at, own]
         needed[first] = first_peak[kind_at[first], own[first]]
         brings_all = costs.away and device not in costs.away and costs.on_host is None
-        at_end = sum(every_gradient.values()) + outputs + sum(brought_to) if brings_all else 0
+        at_end = 0
+        if brings_all:
+            at_end = sum(every_gradient.values()) + inputs_gradients + put_together + outputs + sum(brought_to)
+        elif device == callers:
+            at_end = int(levels[len(own)]) + put_together
         found.append(max(outside, at_end, int((level + needed).max(initial=0)), int(level.max(initial=0))))
     return tuple(found)
+
+
+def _by_owner(gradients: Mapping[Step, Mapping[int, int]]) -> dict[int, int]:
+    """Bytes by owner, of what several steps may make parts of."""
+    found: dict[int, int] = {}
+    for of_step in gradients.values():
+        for owner, size in of_step.items():
+            found[owner] = max(size, found.get(owner, 0))
+    return found
 
 
 def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], costs: StepCosts) -> int:
@@ -246,7 +274,7 @@ _FORWARD = KINDS.index(Kind.FORWARD)
 
 
 def _certainly_over(
-    schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: _Places
+    schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: Places
 ) -> list[np.ndarray]:
     """For each device and each of its actions, how many actions of every device must be over when it ends.
 
@@ -265,53 +293,3 @@ def _certainly_over(
                 np.maximum(clock, clocks[maker][place], out=clock)
         clock[device] = at + 1
     return clocks
-
-
-class _Places:
-    """Where in a device's order each step runs, by microbatch."""
-
-    def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
-        self._at: list[dict[int, np.ndarray]] = []
-        count = max(schedule.microbatches, 1)
-        for order, own in zip(schedule.orders, codes, strict=True):
-            found: dict[int, np.ndarray] = {}
-            self._at.append(found)
-            if not len(own):
-                continue
-            sorting = np.argsort(own, kind="stable")
-            values, starts = np.unique(own[sorting], return_index=True)
-            for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
-                at = np.full(count, -1, dtype=np.int64)
-                at[order[places, 2]] = places
-                found[value] = at
-        self._devices: dict[int, list[int]] = {}
-        for device, found in enumerate(self._at):
-            for step in found:
-                self._devices.setdefault(step, []).append(device)
-
-    def devices(self, step: int) -> list[int]:
-        """The devices that run a step."""
-        return self._devices.get(step, [])
-
-    def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """For each device that runs a step: its number, the places, and the microbatches."""
-        found = []
-        for device in self.devices(step):
-            at = self._at[device][step]
-            batches = np.flatnonzero(at >= 0)
-            found.append((device, at[batches], batches))
-        return found
-
-    def where(self, step: int, microbatch: int) -> tuple[int, int]:
-        """The device and the place at which a step runs for a microbatch."""
-        found = ((d, int(self._at[d][step][microbatch])) for d in self.devices(step))
-        return next((device, at) for device, at in found if at >= 0)
-
-    def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
-        """The last place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
-        latest = np.full(len(batches), -1, dtype=np.int64)
-        for reader in readers:
-            at = self._at[device].get(reader)
-            if at is not None:
-                latest = np.maximum(latest, at[batches])
-        return latest

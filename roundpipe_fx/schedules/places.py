@@ -1,0 +1,71 @@
+"""Places: where in the devices' orders each step runs, by microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from roundpipe_fx.schedules.schedule import Schedule
+
+__all__ = ["Places"]
+
+
+class Places:
+    """Where in each device's order each step runs, by microbatch."""
+
+    def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
+        self._at: list[dict[int, np.ndarray]] = []
+        count = max(schedule.microbatches, 1)
+        for order, own in zip(schedule.orders, codes, strict=True):
+            found: dict[int, np.ndarray] = {}
+            self._at.append(found)
+            if not len(own):
+                continue
+            sorting = np.argsort(own, kind="stable")
+            values, starts = np.unique(own[sorting], return_index=True)
+            for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
+                at = np.full(count, -1, dtype=np.int64)
+                at[order[places, 2]] = places
+                found[value] = at
+        self._devices: dict[int, list[int]] = {}
+        for device, found in enumerate(self._at):
+            for step in found:
+                self._devices.setdefault(step, []).append(device)
+
+    def devices(self, step: int) -> list[int]:
+        """The devices that run a step."""
+        return self._devices.get(step, [])
+
+    def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
+        """For each device that runs a step: its number, the places, and the microbatches."""
+        found = []
+        for device in self.devices(step):
+            at = self._at[device][step]
+            batches = np.flatnonzero(at >= 0)
+            found.append((device, at[batches], batches))
+        return found
+
+    def where(self, step: int, microbatch: int) -> tuple[int, int]:
+        """The device and the place at which a step runs for a microbatch."""
+        found = ((d, int(self._at[d][step][microbatch])) for d in self.devices(step))
+        return next((device, at) for device, at in found if at >= 0)
+
+    def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
+        """The last place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
+        latest = np.full(len(batches), -1, dtype=np.int64)
+        for reader in readers:
+            at = self._at[device].get(reader)
+            if at is not None:
+                latest = np.maximum(latest, at[batches])
+        return latest
+
+    def first(self, device: int, makers: Sequence[int], batches: np.ndarray) -> np.ndarray:
+        """The first place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
+        earliest = np.full(len(batches), -1, dtype=np.int64)
+        for maker in makers:
+            at = self._at[device].get(maker)
+            if at is not None:
+                own = at[batches]
+                earliest = np.where((own >= 0) & ((earliest < 0) | (own < earliest)), own, earliest)
+        return earliest
