@@ -187,7 +187,9 @@ def peaks_of(
                 at = places.first(device, makers, np.flatnonzero(kind_of[: schedule.microbatches] == which))
                 np.add.at(change, at[at >= 0] + 1, size)
     inputs_gradients = sum(sum(of_inputs[which].values()) for which in kind_of[: schedule.microbatches].tolist())
-    put_together = inputs_gradients if schedule.microbatches > 1 else 0
+    put_together = 0  # one input after another, whose parts are gone then
+    if schedule.microbatches > 1:
+        put_together = sum(max(of_inputs[which].values(), default=0) for which in kind_of[: schedule.microbatches])
     lasting = [sum(held.bytes for held in kind.held if held.lasts) for kind in kinds]
     outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
     every_gradient = {
