@@ -4,6 +4,7 @@ Each is a plain function on the joint graph plus what it needs as arguments. A p
 (:mod:`roundpipe_fx.joint_graph`) and plain data, never the runtime and never another pass.
 
 =================  ====================================================================================
+conjugate_numbers  the conjugate of a number is a number
 packed_gradients   what a recurrent module on packed sequences adds to a gradient, in autograd's order
 masks              indexing by a mask becomes one ``nonzero`` and integer indexing
 batch_norm         its gradient reads no running statistics, so none are kept for it

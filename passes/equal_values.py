@@ -9,13 +9,14 @@ a value that many segments read must live across all of them; so graphs that are
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten
 
+from roundpipe_fx.insertion import let_stand_for, views_of
 from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
 
 __all__ = ["equal_values", "share_equal_values"]
@@ -24,7 +25,7 @@ __all__ = ["equal_values", "share_equal_values"]
 def share_equal_values(joint: JointGraph) -> JointGraph:
     """Let forward values be one where :func:`equal_values` says so."""
     for node, one in equal_values(joint).items():
-        _replace(node, one)
+        let_stand_for(node, one)
     joint.drop_unread()
     return joint
 
@@ -51,7 +52,7 @@ def equal_values(joint: JointGraph) -> dict[fx.Node, fx.Node]:
             firsts_alike.append(node)
         if not is_tensor(node) or is_view(node):
             continue
-        shows = [node, *_views_of(node)]
+        shows = [node, *views_of(node)]
         if not returned.isdisjoint(shows) or not all(_is_plain(shown, node) for shown in shows):
             continue
         if like[node] in read:
@@ -81,27 +82,9 @@ def _expression(node: fx.Node, like: Mapping[fx.Node, fx.Node]) -> Any:
     return node.target, str(structure), told
 
 
-def _views_of(node: fx.Node) -> Iterator[fx.Node]:
-    """All views of a value, those of views after what they are views of."""
-    for user in node.users:
-        if is_view(user):
-            yield user
-            yield from _views_of(user)
-
-
 def _is_plain(shown: fx.Node, node: fx.Node) -> bool:
     """Whether a view shows numbers of the kind that are there."""
     if not is_tensor(shown):
         return False
     value, base = shown.meta["val"], node.meta["val"]
     return value.dtype is base.dtype and value.is_conj() == base.is_conj() and value.is_neg() == base.is_neg()
-
-
-def _replace(node: fx.Node, one: fx.Node) -> None:
-    """Let an equal value stand for a value; its views show that one's memory now."""
-    value: torch.Tensor = one.meta["val"]
-    for view in _views_of(node):
-        shown = view.meta["val"]
-        with value.fake_mode:  # type: ignore[attr-defined]
-            view.meta["val"] = value.as_strided(shown.shape, shown.stride(), shown.storage_offset())
-    node.replace_all_uses_with(one)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import inherit_origin, insert_call
+from roundpipe_fx.insertion import inherit_origin, insert_call, let_stand_for
 from roundpipe_fx.joint_graph import JointGraph, is_mask
 from roundpipe_fx.torch_private import size_binding
 
@@ -93,7 +93,7 @@ def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: di
     zeros = insert_call(node, aten.new_zeros.default, gradient, [math.prod(sizes)])  # type: ignore[arg-type]
     filled = insert_call(node, aten.index_put.default, zeros, [first], selected)
     result = insert_call(node, aten.view.default, filled, list(sizes))  # type: ignore[arg-type]
-    node.replace_all_uses_with(result)
+    let_stand_for(node, result)
     graph.erase_node(node)
 
 

@@ -12,6 +12,7 @@ import operator
 import torch
 from torch import fx
 
+from roundpipe_fx.insertion import let_stand_for
 from roundpipe_fx.joint_graph import JointGraph
 
 __all__ = ["continue_sums"]
@@ -34,7 +35,7 @@ def continue_sums(joint: JointGraph) -> JointGraph:
             if addition is None or order[addition.all_input_nodes[0]] > order[call]:
                 continue
             sums[result.args[1]] = addition.all_input_nodes[0]
-            addition.replace_all_uses_with(result)
+            let_stand_for(addition, result)
             joint.graph.erase_node(addition)
         if any(sums):
             call.args = (*given, needs, sums)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.cost import layout_of
-from roundpipe_fx.insertion import insert_call
+from roundpipe_fx.insertion import insert_call, let_stand_for, views_of
 from roundpipe_fx.joint_graph import JointGraph, is_tensor, viewed
 from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
@@ -57,10 +57,16 @@ def _drop_copy(node: fx.Node) -> bool:
         if user.target in PARTIAL_WRITES and user.args[1] is node and user.args[0] is not node:
             user.update_arg(1, source)
             found = True
-    if str(old.stride()) == str(new.stride()) and viewed(source).op != "placeholder":
-        node.replace_all_uses_with(source)
+    # Two values that are returned stay two tensors.
+    both_returned = _is_returned(node) and _is_returned(viewed(source))
+    if str(old.stride()) == str(new.stride()) and viewed(source).op != "placeholder" and not both_returned:
+        let_stand_for(node, source)
         found = True
     return found
+
+
+def _is_returned(node: fx.Node) -> bool:
+    return any(user.op == "output" for shown in (node, *views_of(node)) for user in shown.users)
 
 
 def _copy_operand(node: fx.Node) -> bool:

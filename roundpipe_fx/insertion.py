@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
-from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.joint_graph import is_view, tensor_values
 
-__all__ = ["inherit_origin", "insert_call", "replace_by"]
+__all__ = ["inherit_origin", "insert_call", "let_stand_for", "replace_by", "views_of"]
 
 _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "custom")
 
@@ -48,3 +49,27 @@ def replace_by(node: fx.Node, by: fx.Node) -> None:
     by.meta["val"] = node.meta["val"]  # views of it are told by its storage
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
+
+
+def let_stand_for(node: fx.Node, one: fx.Node) -> None:
+    """Let an equal value that lies elsewhere be read in place of a node's: its views show that one's memory now."""
+    values: dict[fx.Node, Any] = {node: one.meta["val"]}
+    for view in list(views_of(node)):
+        args, kwargs = fx.node.map_arg(
+            (view.args, view.kwargs),
+            lambda source: values.get(source, source.meta.get("val")),
+        )
+        with tensor_values(one)[0].fake_mode:  # type: ignore[attr-defined]
+            values[view] = view.target(*args, **kwargs)  # type: ignore[operator]
+    for view, value in values.items():
+        if view is not node:
+            view.meta["val"] = value
+    node.replace_all_uses_with(one)
+
+
+def views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """All views of a value, those of views after what they are views of."""
+    for user in node.users:
+        if is_view(user):
+            yield user
+            yield from views_of(user)

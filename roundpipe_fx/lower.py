@@ -22,6 +22,7 @@ from roundpipe_fx.make_plan import make_plan
 from roundpipe_fx.options import Options, StageCompiler
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.batch_norm import release_running_statistics
+from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.decisions import hoist_decisions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.equal_values import equal_values, share_equal_values
@@ -233,7 +234,8 @@ def prepare(
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
-    joint = release_running_statistics(expand_masks(continue_sums(release_settled_draws(joint))))
+    joint = release_settled_draws(fold_conjugate_numbers(joint))
+    joint = release_running_statistics(expand_masks(continue_sums(joint)))
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
     if compiler == "eager":

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.torch_private import InputSize, assume_sizes, input_sizes
+from roundpipe_fx.torch_private import InputSize, assume_sizes, bounds_of_data, input_sizes
 
 __all__ = ["lower_for_sizes", "steps_above"]
 
@@ -35,7 +35,7 @@ def lower_for_sizes(
     """Lower a graph within a budget in bytes, and have the result used with sizes for which it was made only.
 
     Args:
-        joint: a captured graph; it is rewritten.
+        joint: a captured graph; it may be rewritten.
         assumed: what sizes that depend on data are taken to be, by symbol.
         lower: lowers a graph.
         recomputes: whether what ``lower`` returned recomputes something.
@@ -45,26 +45,28 @@ def lower_for_sizes(
             the user said there would be.
     """
     sizes = input_sizes(joint.module)
-    if not sizes:
-        assume_sizes(joint.module, assumed)
-        return lower(joint)
-    factor = 1 + _STEP / len(sizes)
+    factor = 1 + _STEP / max(len(sizes), 1)
     most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
-    spare = joint.copy()
-    try:
-        assume_sizes(joint.module, {**assumed, **most})
-        lowered = lower(joint)
-    except InfeasibleBudgetError:
-        exact = {size.symbol: size.largest or size.at_hand for size in sizes}
-        if exact == most:
-            raise
-        log.info("the budget does not reach for sizes above those at hand; planning for these alone")
-        most = exact
-        assume_sizes(spare.module, {**assumed, **most})
-        lowered = lower(spare)
+    exact = {size.symbol: size.largest or size.at_hand for size in sizes}
+    # What holds for larger sizes of data holds for smaller ones, and the search may miss it for these.
+    bounds = {**assumed, **bounds_of_data(joint.module, assumed)}
+    attempts = [{**assumed, **most}, {**assumed, **exact}, {**bounds, **exact}]
+    attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
+    refused: list[InfeasibleBudgetError] = []
+    for attempt in attempts:
+        own = joint.copy() if attempt is not attempts[-1] else joint
+        try:
+            assume_sizes(own.module, attempt)
+            lowered = lower(own)
+            break
+        except InfeasibleBudgetError as error:
+            refused.append(error)
+            log.info("the budget does not reach for sizes of %s", attempt)
+    else:
+        raise min(refused, key=lambda error: error.minimum)
     for size in sizes:
         if size.largest is None:
-            size.keep_within(_least(size, factor) if recomputes(lowered) else 0, most[size.symbol])
+            size.keep_within(_least(size, factor) if recomputes(lowered) else 0, attempt[size.symbol])
     return lowered
 
 

@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.size_range import steps_above
-from roundpipe_fx.torch_private import dynamo_flags
+from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.size_range import lower_for_sizes, steps_above
+from roundpipe_fx.torch_private import assumed_sizes, dynamo_flags
 from tests import hugging_face
+from tests.capturing import capture_joint
 from tests.comparison import Step, assert_bitwise, train_step
 
 
@@ -175,3 +178,25 @@ def test_ragged_microbatches_of_many_batches() -> None:
 def test_steps_keep_what_a_size_is_a_multiple_of() -> None:
     sizes = {3: 3, 8: 9, 32: 36, 33: 37, 48: 54, 100: 112, 1024: 1152}
     assert {size: steps_above(size, 1.125) for size in sizes} == sizes
+
+
+def test_a_plan_for_larger_sizes_of_data_serves_where_the_search_misses_one_for_smaller_ones() -> None:
+    """The search is no exact one: for fewer rows it may find nothing within bytes that suffice for more."""
+    joint = capture_joint(lambda x: x[x > 0].sin().sum(), torch.randn(64, requires_grad=True))
+    (symbol,) = {s for node in joint.computed() for s in map(str, node.meta.get("unbacked_bindings", ()))}
+    tried: list[int] = []
+
+    def lower(given: JointGraph) -> JointGraph:
+        rows = assumed_sizes(given.module)[symbol] if assumed_sizes(given.module) else 64
+        tried.append(rows)
+        if rows in refused:
+            raise InfeasibleBudgetError("", 1000 - rows)
+        return given
+
+    refused = {10}
+    assert lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False) is not None
+    assert tried == [10, 64]
+    refused = {10, 64}
+    with pytest.raises(InfeasibleBudgetError) as error:
+        lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False)
+    assert error.value.minimum == 1000 - 64

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
+from benchmarks.fuzz.meter import AllocatorPeak
 from roundpipe_fx.cost import workspaces_of
 from roundpipe_fx.passes import workspaces
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
@@ -225,3 +226,27 @@ def test_a_step_takes_no_more_than_planned(name: str, dynamic: bool | None) -> N
     net, x = NETS[name]()
     compiled = roundpipe_fx.compile(Squared(net), memory_budget=0.0, dynamic=dynamic)
     assert peak_of_step(compiled, compiled, {"x": x}) <= compiled.plan.peak_bytes <= compiled.plan.budget
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * (1 + 2j)),
+        lambda x: (x * 1j).real,
+        lambda x: torch.view_as_real(torch.view_as_complex(x).conj() * torch.view_as_complex(x).sin()),
+        lambda x: x * ((x.detach() * 3).long() > 2.5),
+        lambda x: x * torch.view_as_complex(x).abs()[..., None],
+    ],
+)
+def test_numbers_of_another_kind(compute) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(x).sin().sum()
+
+    x = torch.randn(40, 50, 2, dtype=torch.float64, requires_grad=True)
+    model = roundpipe_fx.compile(Net(), memory_budget=0.0)
+    model(x).backward()
+    x.grad = None
+    with AllocatorPeak() as allocated:
+        model(x).backward()
+    assert allocated.peak == model.plan.peak_bytes

@@ -28,7 +28,8 @@ def signature_of(node: fx.Node, single: bool = False) -> str:
         if isinstance(value, torch.Tensor):
             if single:
                 return str(value.dtype)
-            return f"{value.dtype}{[*map(size_hint, value.shape)]}{[*map(size_hint, value.stride())]}"
+            lazy = f"{' conj' * value.is_conj()}{' neg' * value.is_neg()}"
+            return f"{value.dtype}{lazy}{[*map(size_hint, value.shape)]}{[*map(size_hint, value.stride())]}"
         if isinstance(value, list | tuple):
             return f"({', '.join(map(text, value))})"
         return str(size_hint(value) if isinstance(value, torch.SymInt) else value)
@@ -55,7 +56,10 @@ def made_up_arguments(
         if isinstance(value, torch.Tensor):
             shape = [1 if single else size_hint(size) for size in value.shape]
             stride = [size_hint(step) for step in value.stride()]
-            return fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
+            made = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
+            # Kernels that know nothing of these bits copy the operand first.
+            made = made.conj() if value.is_conj() else made
+            return torch._neg_view(made) if value.is_neg() else made
         return number_hint(value)
 
     args, kwargs = tree_map(real, (node.args, node.kwargs))

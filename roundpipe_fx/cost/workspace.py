@@ -80,8 +80,16 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_free_of_sizes(node: fx.Node) -> bool:
-    """Whether a pointwise operation converts no operand: beside numbers that it is given it needs nothing."""
-    return _is_pointwise(node) and len({v.dtype for source in input_nodes(node) for v in tensor_values(source)}) == 1
+    """Whether a pointwise operation copies no operand: beside numbers that it is given it needs nothing."""
+    operands = [value for source in input_nodes(node) for value in tensor_values(source)]
+    kinds = {value.dtype for value in operands}
+    if not _is_pointwise(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
+        return False
+    if node.target is torch.ops.aten._to_copy.default:
+        return True
+    (kind,) = kinds
+    compared = torch.bool if kind.is_floating_point and not any(isinstance(own, complex) for own in node.args) else kind
+    return all(value.dtype in (kind, compared) for value in tensor_values(node))
 
 
 def is_measured(node: fx.Node, device: torch.device) -> bool:
@@ -105,7 +113,7 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
 def _is_number(given: Any) -> bool:
     """Whether an argument is a number, which kernels make a tensor of; a size that is a symbol is one too."""
     value = given.meta.get("val") if isinstance(given, fx.Node) else given
-    return isinstance(value, int | float | torch.SymInt)
+    return isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat)
 
 
 def _is_matrix(value: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ __all__ = [
     "InputSize",
     "assume_sizes",
     "assumed_sizes",
+    "bounds_of_data",
     "data_dependent_symbol",
     "input_sizes",
     "number_hint",
@@ -102,6 +103,17 @@ def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
             return dict(getattr(shape_env, _ASSUMED, {}))
+    return {}
+
+
+def bounds_of_data(joint: fx.GraphModule, symbols: Collection[str]) -> dict[str, int]:
+    """Upper bounds of sizes that depend on data, by symbol; of those that have one."""
+    for node in joint.graph.nodes:
+        shape_env = shape_env_of(node.meta.get("val"))
+        if shape_env is not None:
+            known = {str(symbol): symbol for symbol in shape_env.var_to_range}
+            found = {name: _upper_bound(shape_env, known[name]) for name in symbols if name in known}
+            return {name: bound for name, bound in found.items() if bound is not None}
     return {}
 
 

@@ -88,3 +88,36 @@ def test_a_buffer_that_is_replaced_is_not_copied() -> None:
 
     targets = [str(node.target) for node in copy_parts_alone(capture_joint(Replacing(), torch.ones(2, 64))).computed()]
     assert "aten.copy.default" not in targets and "aten.clone.default" not in targets
+
+
+class _Rounded(nn.Module):
+    """Writes over views of a copy of what it reads again."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v = x * 2
+        part = v[:, 1:3]
+        t, u = torch.empty_like(v).copy_(v), part.clone(memory_format=torch.preserve_format).copy_(part)
+        t.detach().view(-1).round_()
+        u.detach()[0].neg_()
+        return 3 * v.sum() + 5 * t.square().sum() + 7 * (u * part).sum()
+
+
+@pytest.mark.parametrize("budget", [None, 0.0])
+def test_what_is_copied_is_not_written_over_while_it_is_read(budget: float | None) -> None:
+    x = torch.randn(5, 7)
+    own, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    loss, reference = roundpipe_fx.compile(_Rounded(), memory_budget=budget)(own), _Rounded()(expected)
+    loss.backward()
+    reference.backward()
+    assert torch.equal(loss, reference)
+    torch.testing.assert_close(own.grad, expected.grad, rtol=0, atol=0)
+
+
+def test_a_copy_that_is_returned_is_a_tensor_of_its_own() -> None:
+    class Two(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            v = x * 2
+            return v, torch.empty_like(v).copy_(v), torch.empty_like(v).copy_(v).view(-1)
+
+    found = roundpipe_fx.compile(Two())(torch.randn(3, 4, requires_grad=True))
+    assert len({value.untyped_storage().data_ptr() for value in found}) == 3

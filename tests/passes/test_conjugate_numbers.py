@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
+from tests.capturing import capture_joint, example_inputs, run_joint
+
+aten = torch.ops.aten
+
+
+def _times(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.view_as_complex(x) * (1 + 2j) / (3 - 1j)).sin().sum()
+
+
+def _of_one_number(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(torch.view_as_complex(x).sum() * (1 + 2j)).sin().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_gradient_reads_a_number(dtype: torch.dtype) -> None:
+    joint = capture_joint(_times, torch.randn(4, 5, 2, dtype=dtype, requires_grad=True))
+    inputs = example_inputs(joint)
+    before = run_joint(joint, inputs)
+    assert joint.graph.find_nodes(op="call_function", target=aten._conj.default)
+    joint = fold_conjugate_numbers(joint)
+    assert not joint.graph.find_nodes(op="call_function", target=aten._conj.default)
+    for one, other in zip(run_joint(joint, inputs), before, strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+
+
+def test_a_single_number_keeps_its_type() -> None:
+    """Of two single numbers the one with more bits says the type, and a plain number has none."""
+    joint = fold_conjugate_numbers(capture_joint(_of_one_number, torch.randn(4, 2, requires_grad=True)))
+    assert joint.graph.find_nodes(op="call_function", target=aten._conj.default)
