@@ -533,7 +533,7 @@ def _check_pipeline(program: Program, references: _References, way: Mapping[str,
         if way["microbatches"] == 1 and not references.aot_is_wrong and call == "autograd":
             wrong = differences(left, references.aot[place], None)
         _held(result, way, wrong, left, expected[place].state, f"step {place + 1}")
-        # A share of microbatches of two sizes is a budget for each of them alone, and the latest plan is not that of all.
+        # A share of microbatches of two sizes is a budget for each of them alone, and the latest plan is not for all.
         alike = not any(rows % way["microbatches"] for rows, _ in (references.batches[0], references.batches[place]))
         if peak is not None and alike:
             top = _settled(
