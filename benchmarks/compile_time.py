@@ -14,7 +14,7 @@ import torch
 
 import roundpipe_fx
 from benchmarks.side_by_side import build, cases, fresh, report, step
-from roundpipe_fx import capture
+from roundpipe_fx.api import compilation
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
 
         return run
 
-    capture.lower = timed(capture.lower)
-    capture._Compilation._load = timed(capture._Compilation._load)  # type: ignore[method-assign]
+    compilation.lower = timed(compilation.lower)
+    compilation._Compilation._load = timed(compilation._Compilation._load)  # type: ignore[method-assign]
     rows = []
     first = cases(layers=2, width=32, batch=2, length=16)[0]
     warm = build(first)

@@ -46,10 +46,10 @@ from benchmarks.side_by_side import (
     report,
     seconds_of,
 )
-from roundpipe_fx.planner.blocks import Blocks
-from roundpipe_fx.planner.lower_bound import lower_bound
-from roundpipe_fx.planner.rotor import rotor_candidates
-from roundpipe_fx.planner.search import refine, search
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.lower_bound import lower_bound
+from roundpipe_fx.remat.rotor import rotor_candidates
+from roundpipe_fx.remat.search import refine, search
 from roundpipe_fx.torch_private import dynamo_flags
 
 BUDGETS = tuple(round(0.1 * index, 1) for index in range(11))

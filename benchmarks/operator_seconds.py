@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_fx.cost.roofline import DEVICES, flops_of_call, numbers_drawn
+from roundpipe_fx.analysis.cost.roofline import DEVICES, flops_of_call, numbers_drawn
 
 __all__ = ["modelled_seconds", "seconds_in_operators"]
 

@@ -22,8 +22,9 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.models import llama_8b
 from benchmarks.side_by_side import build, cases, fresh, report
-from roundpipe_fx import capture, lower
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.api import compilation
+from roundpipe_fx.compiler import lower
+from roundpipe_fx.ir.joint_graph import JointGraph
 
 _RUNS = 3
 """Of so many runs the one in the middle is shown."""
@@ -52,7 +53,7 @@ class _Spent:
 
 def main() -> None:
     spent = _Spent()
-    capture.lower = spent.timed("lower", capture.lower)
+    compilation.lower = spent.timed("lower", compilation.lower)
     lower.read_operations = spent.timed("planning", lower.read_operations)
     lower.choose = spent.timed("planning", lower.choose)
     lower.mark_workspaces = spent.timed("planning", lower.mark_workspaces)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from torch import fx
 
-from roundpipe_fx.cost import CostModel, annotate_node
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes
 
 __all__ = ["annotate"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.ir.joint_graph import JointGraph
 
 __all__ = ["release_running_statistics"]
 

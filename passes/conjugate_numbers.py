@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, tensor_values
 
 __all__ = ["fold_conjugate_numbers"]
 

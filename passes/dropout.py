@@ -13,8 +13,8 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import insert_call, replace_by
-from roundpipe_fx.joint_graph import JointGraph, tensor_values
+from roundpipe_fx.ir.graph_edit import insert_call, replace_by
+from roundpipe_fx.ir.joint_graph import JointGraph, tensor_values
 
 __all__ = ["expand_dropout"]
 

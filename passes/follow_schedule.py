@@ -15,11 +15,19 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from roundpipe_fx.cost import CostModel, annotate_node
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_symbolic_scalar, is_view
-from roundpipe_fx.planner.schedule import Step
-from roundpipe_fx.recomputation import Form, Snapshots, repetition
-from roundpipe_fx.segment import StageCut
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.analysis.operations import Step
+from roundpipe_fx.analysis.recomputation import Form, Snapshots, repetition
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    has_side_effect,
+    input_nodes,
+    is_symbolic_scalar,
+    is_view,
+)
+from roundpipe_fx.ir.segment import StageCut
 
 __all__ = ["follow_schedule"]
 

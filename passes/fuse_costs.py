@@ -10,8 +10,17 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import CostModel, tensor_bytes
-from roundpipe_fx.joint_graph import JointGraph, Mark, has_tag, input_nodes, is_seeded, is_view, tensor_values, viewed
+from roundpipe_fx.analysis.cost import CostModel, tensor_bytes
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    has_tag,
+    input_nodes,
+    is_seeded,
+    is_view,
+    tensor_values,
+    viewed,
+)
 
 __all__ = ["fuse_costs"]
 

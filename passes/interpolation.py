@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import insert_call, replace_by
-from roundpipe_fx.joint_graph import JointGraph, is_seeded
+from roundpipe_fx.ir.graph_edit import insert_call, replace_by
+from roundpipe_fx.ir.joint_graph import JointGraph, is_seeded
 
 __all__ = ["restore_interpolation"]
 

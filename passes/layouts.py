@@ -5,13 +5,13 @@ fails where dimensions do not lie together, ``as_strided`` reads other elements)
 operand (the next kernel goes through memory in its order, and so rounds), and what kernels are measured on. Two things
 make real strides differ:
 
-- *Operators whose fake kernel says otherwise than the real one does* (:mod:`roundpipe_fx.cost.real_layout`). The graph
-  is made to note how values really lie, with all that follows from it. Where a view would fail then, or read otherwise,
-  it is given a copy in the order that was noted; nowhere else, since a copy would change the order in which sums go
-  through memory, and so their bits.
+- *Operators whose fake kernel says otherwise than the real one does* (:mod:`roundpipe_fx.analysis.cost.real_layout`).
+  The graph is made to note how values really lie, with all that follows from it. Where a view would fail then, or read
+  otherwise, it is given a copy in the order that was noted; nowhere else, since a copy would change the order in which
+  sums go through memory, and so their bits.
 - *Zeros in place of an incoming gradient that nobody made*: one zero that is seen at every place has no order of
   dimensions to hand on. Where results would lie differently for it, the gradient is marked
-  (:attr:`roundpipe_fx.joint_graph.Mark.STRIDED`), and its zeros are made in full.
+  (:attr:`roundpipe_fx.ir.joint_graph.Mark.STRIDED`), and its zeros are made in full.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from roundpipe_fx.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
-from roundpipe_fx.insertion import inherit_origin, insert_call
-from roundpipe_fx.joint_graph import (
+from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
+from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call
+from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
     has_tag,

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import inherit_origin, insert_call, let_stand_for
-from roundpipe_fx.joint_graph import JointGraph, is_mask
+from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
+from roundpipe_fx.ir.joint_graph import JointGraph, is_mask
 from roundpipe_fx.torch_private import size_binding
 
 __all__ = ["expand_masks"]

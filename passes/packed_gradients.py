@@ -12,8 +12,8 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.insertion import let_stand_for
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.ir.graph_edit import let_stand_for
+from roundpipe_fx.ir.joint_graph import JointGraph
 
 __all__ = ["continue_sums"]
 

@@ -21,14 +21,8 @@ from collections.abc import Iterator
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from roundpipe_fx.checkpointing.in_graph import (
-    checkpoints_of,
-    is_in_scope,
-    keeps_generator_state,
-    policy_of,
-    saves_for_recompute,
-)
-from roundpipe_fx.joint_graph import (
+from roundpipe_fx.analysis.recomputation import selection
+from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
     Phase,
@@ -40,13 +34,19 @@ from roundpipe_fx.joint_graph import (
     tensor_values,
     viewed,
 )
-from roundpipe_fx.recomputation import selection
+from roundpipe_fx.ir.recompute_marks import (
+    checkpoints_of,
+    is_in_scope,
+    keeps_generator_state,
+    policy_of,
+    saves_for_recompute,
+)
 
 __all__ = ["mark_recompute_regions", "region_bounds"]
 
 
 def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> JointGraph:
-    """Mark what must and what must not be kept. After decisions; before anything cuts the graph.
+    """Mark what must and what must not be kept. After hoist_host_syncs; before anything cuts the graph.
 
     Args:
         joint: an annotated graph.

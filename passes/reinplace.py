@@ -4,44 +4,18 @@ The joint graph is functional so that it can be cut anywhere; run as it is, ever
 stage module an operation may write over an operand if that was made in this module, dies here, and has the result's
 shape, strides and dtype, and nothing else that is still needed shares its storage. The values are the same bit for
 bit; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory themselves.
-
-Three forms: the in-place one (``mul_``) writes over the first operand; that with an output (``mul.out``) over any; and
-functions that write a part of the first operand (:mod:`roundpipe_fx.partial_writes`), where there is no such operator.
-The second is taken only where the device has a kernel for it; elsewhere it would compute beside and copy. Pointwise
-operations read and write place by place, so any operand will do; softmax and its backward along the last dimension go
-row by row on the CPU, reading a row before they write it.
+The forms are those of :mod:`roundpipe_fx.analysis.in_place`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import has_tag, input_nodes, is_tensor, tensor_values
-from roundpipe_fx.partial_writes import PARTIAL_WRITES
-from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
-from roundpipe_fx.torch_private import has_kernel
+from roundpipe_fx.analysis.in_place import in_place_forms
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 
-__all__ = ["operands_to_write_over", "reinplace"]
-
-aten = torch.ops.aten
-
-# Beside pointwise operations: those that change part of their first operand.
-_PARTIAL = (
-    aten.copy,
-    aten.index_put,
-    aten.index_add,
-    aten.index_copy,
-    aten.index_fill,
-    aten.masked_fill,
-    aten.masked_scatter,
-    aten.scatter,
-    aten.scatter_add,
-)
+__all__ = ["reinplace"]
 
 
 def reinplace(graph: fx.Graph) -> fx.Graph:
@@ -84,7 +58,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         )
 
     for node in nodes:
-        form = next(iter(_forms(node, dies)), None)
+        form = next(iter(in_place_forms(node, dies)), None)
         if form is None:
             continue
         (old,), (new,) = homes(form.operand), numbers.of(node)
@@ -94,151 +68,3 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         moved[new] = old
         last_use[old] = last_use.get(new, position[node])
     return graph
-
-
-@dataclass(frozen=True)
-class _Form:
-    """A form of an operation that writes over one of its operands.
-
-    Attributes:
-        target: the operator, or a function.
-        operand: what is written over.
-        output: name of the argument that takes it; ``None``: it is the first one.
-    """
-
-    target: torch._ops.OpOverload | Callable[..., torch.Tensor]
-    operand: fx.Node
-    output: str | None
-
-
-def operands_to_write_over(node: fx.Node) -> list[fx.Node]:
-    """Operands that ``node`` could write its result over if they died here and were made beside it, best first."""
-    return [form.operand for form in _forms(node)]
-
-
-def _forms(node: fx.Node, dies: Callable[[fx.Node, fx.Node], bool] = lambda operand, node: True) -> list[_Form]:
-    """Forms of an operation that write over operands of which nothing is left after it, best first."""
-    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
-        return []
-    in_place, with_output = _in_place_form(node), _form_with_output(node)
-    if in_place is None and with_output is None:
-        return []
-    operands = [
-        argument
-        for argument in node.args
-        if isinstance(argument, fx.Node)
-        and sum(other is argument for other in node.all_input_nodes) == 1
-        and sum(other is argument for other in node.args) == 1
-        and dies(argument, node)
-        and _same_layout(argument, node)
-    ]
-    if not operands or _lies_uncertainly(node):
-        return []
-    found = []
-    if in_place is not None and operands and operands[0] is node.args[0]:
-        found.append(_Form(in_place, operands[0], None))
-    for operand in operands:
-        if with_output is not None and not (found and operand is node.args[0]):
-            found.append(_Form(with_output[0], operand, with_output[1]))
-    return found
-
-
-def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | Callable[..., torch.Tensor] | None:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    writing = PARTIAL_WRITES.get(node.target)
-    if writing is not None:
-        return writing
-    return None if node.kwargs.keys() & {"dtype", "memory_format"} else _in_place_kernel(node.target)
-
-
-@functools.cache
-def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
-    if not has_tag(target, torch.Tag.pointwise) and target.overloadpacket not in _PARTIAL:
-        return None
-    packet = getattr(aten, f"{target.overloadpacket.__name__}_", None)
-    form = getattr(packet, target._overloadname, None) if packet is not None else None
-    if form is None:
-        return None
-    arguments, wanted = form._schema.arguments, target._schema.arguments
-    mutated = arguments[0].alias_info is not None and arguments[0].alias_info.is_write
-    same = [argument.name for argument in arguments] == [argument.name for argument in wanted]
-    return form if mutated and same else None
-
-
-# Row by row along the last dimension, tried on the CPU; the position of the dimension among the arguments.
-_BY_ROW = {
-    aten._softmax.default: 1,
-    aten._softmax_backward_data.default: 2,
-    aten._log_softmax.default: 1,
-    aten._log_softmax_backward_data.default: 2,
-}
-
-
-def _form_with_output(node: fx.Node) -> tuple[torch._ops.OpOverload, str] | None:
-    """The form of an operation that is given its output, and the name of that argument."""
-    target = node.target
-    value = node.meta["val"]
-    assert isinstance(target, torch._ops.OpOverload)
-    if not has_tag(target, torch.Tag.pointwise) and not (target in _BY_ROW and _goes_by_row(node)):
-        return None
-    if node.kwargs.keys() & {"dtype", "memory_format", "layout", "device"}:
-        return None
-    return _kernel_with_output(target, value.device.type)
-
-
-def _goes_by_row(node: fx.Node) -> bool:
-    values = [node.meta["val"], *(source.meta["val"] for source in input_nodes(node))]
-    dim = node.args[_BY_ROW[node.target]]  # type: ignore[index]
-    return (
-        all(value.device.type == "cpu" and value.is_contiguous() for value in values)
-        and len({value.dtype for value in values}) == 1
-        and dim in (-1, values[0].dim() - 1)
-    )
-
-
-@functools.cache
-def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[torch._ops.OpOverload, str] | None:
-    wanted = [argument.name for argument in target._schema.arguments]
-    packet = target.overloadpacket
-    for name in packet.overloads():
-        form = getattr(packet, name)
-        arguments = form._schema.arguments
-        outputs = [argument.name for argument in arguments if argument.is_out]
-        if len(outputs) != 1 or [argument.name for argument in arguments if not argument.is_out] != wanted:
-            continue
-        types = [str(argument.type) for argument in arguments if not argument.is_out]
-        if types == [str(argument.type) for argument in target._schema.arguments] and has_kernel(form, device):
-            return form, outputs[0]
-    return None
-
-
-def _lies_uncertainly(result: fx.Node) -> bool:
-    """Whether strides of dimensions of one element may be others than were noted.
-
-    They change no place in memory, but some kernels (batch norm's) choose by them how to go through a tensor, and so
-    how to round. Where operands do not agree about them, fake kernels do not always tell the real ones.
-    """
-    value = result.meta["val"]
-    if not any(isinstance(size, int) and size == 1 for size in value.shape):
-        return False
-    shape, strides = str(tuple(value.shape)), str(value.stride())
-    operands = [source.meta["val"] for source in input_nodes(result) if is_tensor(source)]
-    return any(str(tuple(operand.shape)) == shape and str(operand.stride()) != strides for operand in operands)
-
-
-def _same_layout(operand: fx.Node, result: fx.Node) -> bool:
-    if operand.op != "call_function" or not is_tensor(operand):
-        return False
-    left, right = operand.meta["val"], result.meta["val"]
-    if left.layout is not torch.strided or left.dtype != right.dtype or left.device != right.device:
-        return False
-    if left.dtype.is_complex:
-        return False  # with an output given, kernels walk some layouts in another order, and round products otherwise
-    # As text: comparing symbolic sizes would add guards.
-    if str(tuple(left.shape)) != str(tuple(right.shape)) or str(left.stride()) != str(right.stride()):
-        return False
-    whole = str(left.untyped_storage().nbytes()) == str(right.untyped_storage().nbytes())
-    return whole and not any(
-        isinstance(stride, int) and stride == 0 and not (isinstance(size, int) and size <= 1)
-        for size, stride in zip(left.shape, left.stride(), strict=True)
-    )

@@ -20,8 +20,9 @@ from collections.abc import Callable, Iterable
 
 from torch import fx
 
-from roundpipe_fx.cost import CostModel, annotate_node
-from roundpipe_fx.joint_graph import (
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.analysis.recomputation import Form, Snapshots, repetition, selection
+from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
     Phase,
@@ -32,7 +33,6 @@ from roundpipe_fx.joint_graph import (
     node_outputs,
     viewed,
 )
-from roundpipe_fx.recomputation import Form, Snapshots, repetition, selection
 
 __all__ = ["keep_all", "keep_slot_inputs", "keep_stage_inputs", "rematerialize"]
 
@@ -98,7 +98,7 @@ def rematerialize(joint: JointGraph, keep: Iterable[fx.Node], costs: CostModel) 
 
     Returns:
         the graph, in which every node of phase backward or recompute reads only kept forward values
-        (:func:`roundpipe_fx.joint_graph.saved_values`), graph inputs, and nodes of those two phases.
+        (:func:`roundpipe_fx.ir.joint_graph.saved_values`), graph inputs, and nodes of those two phases.
     """
     kept = _kept(joint, [node for node in keep if Mark.NOT_KEPT not in viewed(node).meta])
     graph = joint.graph

@@ -13,13 +13,12 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import CostModel, annotate_node
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.analysis.recomputation import state_bytes
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.torch_private import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["replay_rng", "state_bytes"]
-
-_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+__all__ = ["replay_rng"]
 
 
 def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
@@ -70,11 +69,6 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
 def _operator(node: fx.Node) -> torch._ops.OpOverload:
     assert isinstance(node.target, torch._ops.OpOverload)
     return node.target
-
-
-def state_bytes(node: fx.Node) -> int:
-    """Bytes of the generator's state that replaying ``node`` saves."""
-    return _STATE_BYTES.get(tensor_values(node)[0].device.type, 16)
 
 
 def _fake_state(node: fx.Node) -> torch.Tensor:

@@ -5,9 +5,9 @@ Slots are counted in the order in which they run: the forward's, the fused one, 
 
 from __future__ import annotations
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.schedules.fit_rounds import Rounds
-from roundpipe_fx.segment import StageCut
 
 __all__ = ["cut_rounds"]
 

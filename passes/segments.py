@@ -21,9 +21,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from roundpipe_fx.fingerprint import fingerprint
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
-from roundpipe_fx.segment import Segment
+from roundpipe_fx.ir.fingerprint import fingerprint
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["cut_segments", "inside_tuple"]

@@ -10,7 +10,7 @@ Seeded operations and those with side effects stay where they are.
 
 from __future__ import annotations
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded
 
 __all__ = ["split_backward"]
 

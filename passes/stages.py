@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from roundpipe_fx.balance import add_stage, partition
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, module_paths
-from roundpipe_fx.segment import Segment, StageCut
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, module_paths
+from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.schedules.partition import add_stage, partition
 from roundpipe_fx.torch_private import PassedThrough
 
 __all__ = ["InvalidStageError", "cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]

@@ -20,7 +20,7 @@ import networkx
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
 
 __all__ = ["start_early"]
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.cost import layout_of
-from roundpipe_fx.insertion import insert_call, let_stand_for, views_of
-from roundpipe_fx.joint_graph import JointGraph, is_tensor, viewed
+from roundpipe_fx.analysis.cost import layout_of
+from roundpipe_fx.ir.graph_edit import insert_call, let_stand_for, views_of
+from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, viewed
 from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
 

@@ -19,7 +19,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import Mark, is_tensor
+from roundpipe_fx.ir.joint_graph import Mark, is_tensor
 
 __all__ = ["MAIN", "SIDE", "fork_recompute"]
 

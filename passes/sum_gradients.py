@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.cost.model import CostModel
+from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
 from roundpipe_fx.gradient_sums import add_copy_to, add_product_to, add_to
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
-from roundpipe_fx.storage_numbers import OUTSIDE, StorageNumbers
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
 
 __all__ = ["sum_gradients"]
 

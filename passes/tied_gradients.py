@@ -17,7 +17,7 @@ from collections import Counter
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph, is_tensor
+from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 
 __all__ = ["split_tied_gradients"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from roundpipe_fx.cost import workspaces_of
-from roundpipe_fx.joint_graph import JointGraph, Mark
+from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
 __all__ = ["mark_workspaces"]
 

@@ -5,8 +5,11 @@ decides what is saved and what is computed again, never asks the device the same
 modules.
 """
 
+from roundpipe_fx.analysis.sync_ops import register_sync_op
+from roundpipe_fx.api.compiled_module import CompiledModule, compile
+from roundpipe_fx.api.planning import plan
 from roundpipe_fx.budget import InfeasibleBudgetError
-from roundpipe_fx.checkpointing import (
+from roundpipe_fx.compat.checkpointing import (
     checkpoint,
     checkpoint_sequential,
     doing_recompute,
@@ -16,21 +19,18 @@ from roundpipe_fx.checkpointing import (
     is_recomputing,
     save_for_recompute,
 )
-from roundpipe_fx.compiled_module import CompiledModule, compile
-from roundpipe_fx.graph_breaks import GraphBreakWarning
-from roundpipe_fx.learned_steps import StepBudgetWarning
-from roundpipe_fx.optimizer_parameters import OptimizerCtx
-from roundpipe_fx.peak_memory import measure_peak
-from roundpipe_fx.plan import Plan
-from roundpipe_fx.planning import plan
-from roundpipe_fx.plotting import plot_frontier
-from roundpipe_fx.questions import count_questions
-from roundpipe_fx.region import memory_budget
-from roundpipe_fx.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
-from roundpipe_fx.rotor.checkpointable import Checkpointable
+from roundpipe_fx.compat.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
+from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
+from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
+from roundpipe_fx.ir.region import memory_budget
+from roundpipe_fx.remat.learned_steps import StepBudgetWarning
+from roundpipe_fx.report.peak_memory import measure_peak
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plotting import plot_frontier
+from roundpipe_fx.report.questions import count_questions
+from roundpipe_fx.report.timeline import Timeline
+from roundpipe_fx.runtime.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.schedules import Action, InvalidScheduleError, Schedule
-from roundpipe_fx.sync_ops import register_sync_op
-from roundpipe_fx.timeline import Timeline
 
 __all__ = [
     "Action",

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import roundpipe_fx
-from roundpipe_fx.settled_draws import keep_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
 from roundpipe_fx.torch_private import dynamo_flags
 
 

@@ -57,5 +57,5 @@ def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_coming_from_names_what_there_is() -> None:
     page = (ROOT / "docs/coming-from.md").read_text()
-    for name in [*roundpipe_fx.checkpointing.__all__, "Chain", "Checkpointable", "OptimizerCtx", "Sequence"]:
+    for name in [*roundpipe_fx.compat.checkpointing.__all__, "Chain", "Checkpointable", "OptimizerCtx", "Sequence"]:
         assert name in page and hasattr(roundpipe_fx, name)

@@ -16,8 +16,9 @@ from benchmarks.fuzz.meter import AllocatorPeak, StoragePeak
 from benchmarks.fuzz.operations import BODIES, KINDS
 from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.reduce import reduced, script
-from roundpipe_fx import lower, recomputation
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.analysis import recomputation
+from roundpipe_fx.compiler import lower
+from roundpipe_fx.ir.joint_graph import JointGraph
 from tests.long import long_but
 
 

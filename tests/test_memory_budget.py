@@ -20,7 +20,7 @@ from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
 from tests.hugging_face import MODELS
 from tests.long import long_but
 from tests.passes.test_rematerialize import RandomModel, operations, relaxed
-from tests.planner.graphs import mlp
+from tests.remat.graphs import mlp
 
 
 def _peak(run: Any, model: nn.Module, batch: dict[str, Any]) -> int:

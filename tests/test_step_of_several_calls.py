@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, most_alive, peak_of_step
 from roundpipe_fx.runtime.step_calls import NotedGraph, StepCalls
-from roundpipe_fx.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep, most_alive, peak_of_step
 
 Step = Callable[[nn.Module], Any]
 

@@ -39,8 +39,8 @@ from benchmarks.fuzz.operations import KINDS
 from benchmarks.fuzz.options import compile_options, describe
 from benchmarks.fuzz.program import Program, write_program
 from benchmarks.fuzz.steps import Left, differences, eager_microbatches, left_by, loss_of, take_step
+from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
 from roundpipe_fx.passes.stages import InvalidStageError
-from roundpipe_fx.settled_draws import keep_settled_draws
 from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
 
 __all__ = ["Failure", "Result", "check_case", "module_of"]

@@ -16,7 +16,7 @@ import networkx
 from torch import fx, nn
 
 from roundpipe_fx.codegen.stage_modules import StageModule, value_name
-from roundpipe_fx.joint_graph import JointGraph, Phase, is_sum, is_symbolic_scalar, saved_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_sum, is_symbolic_scalar, saved_values
 from roundpipe_fx.torch_private import graph_module
 
 __all__ = ["Program", "emit_backward_program", "emit_forward_program", "seen_by_autograd"]

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from roundpipe_fx.fingerprint import fingerprint
 from roundpipe_fx.gradient_sums import SUMMING
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
+from roundpipe_fx.ir.fingerprint import fingerprint
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from roundpipe_fx.codegen.program import Program
 from roundpipe_fx.codegen.stage_modules import StageModule
-from roundpipe_fx.joint_graph import Mark, module_path
+from roundpipe_fx.ir.joint_graph import Mark, module_path
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["dying_values", "program_text", "stage_text", "type_text"]

@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.learned_steps import StepBudgetWarning
+from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 
 __all__ = ["CallsAlive"]
 

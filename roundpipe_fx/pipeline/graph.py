@@ -12,13 +12,13 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
+from roundpipe_fx.compiler.lower import Lowered
 from roundpipe_fx.gradient_sums import SUMMING
-from roundpipe_fx.joint_graph import Mark, is_sum, is_tensor
-from roundpipe_fx.lower import Lowered
-from roundpipe_fx.options import StageCompiler
+from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
+from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.plan import Plan, PlannedPipeline
+from roundpipe_fx.report.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span

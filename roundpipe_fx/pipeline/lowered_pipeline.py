@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from roundpipe_fx.lower import Lowered, Setting
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.compiler.lower import Lowered, Setting
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import Operation
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -20,7 +21,6 @@ from roundpipe_fx.schedules import (
     with_recompute,
 )
 from roundpipe_fx.schedules.fit_rounds import Rounds
-from roundpipe_fx.simulator import allocation_granularity
 
 __all__ = ["LoweredPipeline", "Structure", "Variant", "variant_of"]
 

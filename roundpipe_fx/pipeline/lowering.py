@@ -12,11 +12,12 @@ import logging
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
 from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
-from roundpipe_fx.cost import MeasuredCosts, tensor_bytes
-from roundpipe_fx.joint_graph import JointGraph, Mark, tensor_values
-from roundpipe_fx.lower import CHOOSERS, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
-from roundpipe_fx.options import Options
+from roundpipe_fx.compiler.lower import CHOOSERS, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.passes.recompute_regions import region_bounds
 from roundpipe_fx.passes.rematerialize import keep_slot_inputs
 from roundpipe_fx.passes.rounds import cut_rounds
@@ -33,7 +34,6 @@ from roundpipe_fx.schedules import (
 )
 from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
 from roundpipe_fx.schedules.fit_visits import Weights, fit_visits
-from roundpipe_fx.segment import Segment, StageCut
 
 __all__ = ["lower_pipeline"]
 

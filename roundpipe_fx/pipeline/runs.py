@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from roundpipe_fx.planner.in_flight import Run
+from roundpipe_fx.ir.segment import StageCut
+from roundpipe_fx.remat.in_flight import Run
 from roundpipe_fx.schedules import Kind, Timing
 from roundpipe_fx.schedules.schedule import NUMBER
-from roundpipe_fx.segment import StageCut
 
 __all__ = ["runs_of"]
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_view
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.segments import inside_tuple
 
 __all__ = ["Operation", "segment_starts", "starts_like"]

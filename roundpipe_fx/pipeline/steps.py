@@ -8,13 +8,13 @@ from itertools import pairwise
 
 from torch import fx
 
+from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.analysis.simulator import simulate_calls
 from roundpipe_fx.codegen import StageModule
-from roundpipe_fx.cost.of_node import tensor_bytes
-from roundpipe_fx.joint_graph import Phase, is_seeded, tensor_values
-from roundpipe_fx.lower import Lowered
-from roundpipe_fx.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.compiler.lower import Lowered
+from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.schedules import Held, Kind, StageGraph, Step, StepCosts
-from roundpipe_fx.simulator import simulate_calls
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
 __all__ = ["Steps", "step_costs", "steps_of"]

@@ -1,7 +1,7 @@
 """Within a budget: a pipeline that recomputes little, with no device above its bytes.
 
 What a device holds depends on how many microbatches are in flight there, so each run of segments whose values lie on
-the same devices has its own ways of keeping less (:mod:`roundpipe_fx.planner.in_flight`). How many bytes devices need
+the same devices has its own ways of keeping less (:mod:`roundpipe_fx.remat.in_flight`). How many bytes devices need
 is not known before modules are emitted and the schedule is simulated. They fall as less is kept, so plans are found by
 bisection: first with all devices equally thrifty, then each for itself.
 """
@@ -13,22 +13,22 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch import fx
 
+from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.lower import Lowered, Setting, emit
+from roundpipe_fx.compiler.lower import Lowered, Setting, emit
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.follow_schedule import follow_schedule
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.planner.blocks import Blocks
-from roundpipe_fx.planner.choose import Chosen
-from roundpipe_fx.planner.in_flight import Run, rungs_of_run, together
-from roundpipe_fx.planner.links import chain_of
-from roundpipe_fx.planner.operations import OperationGraph, read_operations
-from roundpipe_fx.planner.schedule import Choice
-from roundpipe_fx.planner.search import Rung, everything_kept, most_kept, work_out
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.in_flight import Run, rungs_of_run, together
+from roundpipe_fx.remat.links import chain_of
+from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.search import Rung, everything_kept, most_kept, work_out
 from roundpipe_fx.schedules import Schedule, Timing
-from roundpipe_fx.simulator import allocation_granularity
 
 __all__ = ["within_budget"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.codegen import Program, program_text
-from roundpipe_fx.joint_graph import Mark
+from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.runtime.streams import AcceleratorStreams, NoStreams
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.joint_graph import is_seeded
+from roundpipe_fx.ir.joint_graph import is_seeded
 from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
 
 __all__ = ["RandomStream", "drawing", "draws", "finish", "random_streams", "whole", "with_streams"]

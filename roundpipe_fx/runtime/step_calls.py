@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
 from roundpipe_fx.runtime.stage_compiler import Boxed
-from roundpipe_fx.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
 
 __all__ = ["NotedGraph", "StepCalls"]
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import fx
 
-from roundpipe_fx.cost import depends_on_data
-from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.analysis.cost import depends_on_data
+from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.torch_private import boxed_codegen, graph_module, profiler_runs, watch_memory
 
 __all__ = ["watch_operators"]

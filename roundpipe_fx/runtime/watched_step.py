@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.codegen import Program
-from roundpipe_fx.cost import tensor_bytes
-from roundpipe_fx.joint_graph import tensor_values
+from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.torch_private import WatchedMemory, memory_is_watched, watch_memory
 

@@ -15,7 +15,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from roundpipe_fx.balance import even_runs
+from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
 __all__ = ["Rounds", "fit_rounds", "is_spread", "slot_seconds"]

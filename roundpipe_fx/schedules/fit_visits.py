@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.balance import even_runs
 from roundpipe_fx.schedules.fit_rounds import Rounds, slot_seconds
+from roundpipe_fx.schedules.partition import even_runs
 
 __all__ = ["Weights", "fit_visits", "visit_bytes"]
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.cost import workspaces_of
+from roundpipe_fx.analysis.cost import workspaces_of
 from tests.golden_models import GOLDEN, TiedTransformer
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roundpipe_fx.cost.roofline import DEVICES, flops_of, numbers_drawn
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, is_view
+from roundpipe_fx.analysis.cost.roofline import DEVICES, flops_of, numbers_drawn
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.annotate import annotate
 from tests.capturing import capture_joint
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.joint_graph import input_nodes
+from roundpipe_fx.ir.joint_graph import input_nodes
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step

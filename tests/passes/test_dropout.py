@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_fx.joint_graph import Mark, Phase, is_seeded, is_view
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, is_view
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.dropout import expand_dropout
 from tests.capturing import capture_joint, example_inputs, run_joint
-from tests.planner.graphs import CPU
+from tests.remat.graphs import CPU
 
 aten = torch.ops.aten
 

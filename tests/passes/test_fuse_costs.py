@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from roundpipe_fx.joint_graph import Mark, Phase
+from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from tests.capturing import capture_joint
-from tests.planner.graphs import CPU
+from tests.remat.graphs import CPU
 
 
 class Pointwise(nn.Module):

@@ -9,7 +9,7 @@ from torch import fx, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 import roundpipe_fx
-from roundpipe_fx.joint_graph import Mark
+from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from tests.capturing import capture_joint, example_inputs

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, node_outputs, saved_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, node_outputs, saved_values
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.decisions import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.rematerialize import keep_slot_inputs, rematerialize
 from roundpipe_fx.passes.rounds import cut_rounds

@@ -4,13 +4,22 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_fx.cost import tensor_bytes
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, module_path, storages, tensor_values
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_view,
+    module_path,
+    storages,
+    tensor_values,
+)
+from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.segment import Segment
 from roundpipe_fx.torch_private import module_path_text
 from tests.capturing import capture_joint
 from tests.golden_models import DropoutMLP, EncoderDecoder, MixtureOfExperts, TiedTransformer, UNet

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.rematerialize import keep_all, rematerialize
 from roundpipe_fx.passes.segments import cut_segments

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.segment import Segment
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.segment import Segment
 
 LINK = 1e-3  # seconds a byte
 

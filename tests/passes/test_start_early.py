@@ -5,8 +5,8 @@ import itertools
 import torch
 from torch import fx, nn
 
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, viewed
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, viewed
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.rematerialize import keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.segments import cut_segments

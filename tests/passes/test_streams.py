@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 import roundpipe_fx
-from roundpipe_fx.joint_graph import Mark, is_tensor
+from roundpipe_fx.ir.joint_graph import Mark, is_tensor
 from tests.golden_models import GOLDEN
 
 streams = torch.ops.streams

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_fx.cost.roofline import DEVICES
+from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.gradient_sums import SUMMING, add_copy_to, add_product_to
-from roundpipe_fx.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.redundant_views import drop_repeated_views
 from roundpipe_fx.passes.rematerialize import keep_all, rematerialize
-from roundpipe_fx.passes.repeated_views import drop_repeated_views
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from roundpipe_fx.joint_graph import JointGraph
-from roundpipe_fx.passes.repeated_views import drop_repeated_views
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.redundant_views import drop_repeated_views
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from tests.capturing import capture_joint, example_inputs, run_joint
 

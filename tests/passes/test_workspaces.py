@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.passes.workspaces import mark_workspaces
+from tests.analysis.cost.test_workspace import Converting
 from tests.capturing import capture_joint
-from tests.test_workspace import Converting
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

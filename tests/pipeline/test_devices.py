@@ -7,7 +7,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.codegen import moved
-from roundpipe_fx.joint_graph import Phase
+from roundpipe_fx.ir.joint_graph import Phase
 from tests.pipeline.steps import CPUS
 
 

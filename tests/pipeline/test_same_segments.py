@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roundpipe_fx.cost.roofline import DEVICES
-from roundpipe_fx.joint_graph import JointGraph
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.segments import cut_segments

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.balance import even_runs
 from roundpipe_fx.schedules import Kind, StepCosts, chain, one_f_one_b, round_robin, rounds, simulate_time, validate
 from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds, is_spread, slot_seconds
+from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
 DEVICES, MICROBATCHES = 2, 4

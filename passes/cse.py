@@ -1,0 +1,90 @@
+"""cse: what several layers compute alike is computed and kept once.
+
+A traced model asks the same of the same values over and over: each layer of a language model turns one mask into
+numbers for its attention, and keeps them for the backward. Where nothing is made again, one of them serves all: it
+lives from the first to the last of the backwards in any case. Where values are made again this would cost memory, since
+a value that many segments read must live across all of them; so graphs that are searched for plans stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten
+
+from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
+
+__all__ = ["equal_values", "share_equal_values"]
+
+
+def share_equal_values(joint: JointGraph) -> JointGraph:
+    """Let forward values be one where :func:`equal_values` says so."""
+    for node, one in equal_values(joint).items():
+        let_stand_for(node, one)
+    joint.drop_unread()
+    return joint
+
+
+def equal_values(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Forward values that equal an earlier one which the backward reads, each with that one.
+
+    Equal are the results of one operator on equal arguments. What the forward returns is not among them: that stays a
+    tensor of its own.
+    """
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
+    firsts: dict[Any, list[fx.Node]] = {}
+    like: dict[fx.Node, fx.Node] = {}  # to each value the first that equals it
+    read: dict[fx.Node, fx.Node] = {}  # to such a first value the first that the backward reads
+    found: dict[fx.Node, fx.Node] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        if not _is_pure(node):
+            continue
+        # Only what does the same with the same values is looked at whole.
+        firsts_alike = firsts.setdefault((node.target, *(like.get(s, s) for s in node.all_input_nodes)), [])
+        expression = _expression(node, like) if firsts_alike else None
+        like[node] = next((first for first in firsts_alike if _expression(first, like) == expression), node)
+        if like[node] is node:
+            firsts_alike.append(node)
+        if not is_tensor(node) or is_view(node):
+            continue
+        shows = [node, *views_of(node)]
+        if not returned.isdisjoint(shows) or not all(_is_plain(shown, node) for shown in shows):
+            continue
+        if like[node] in read:
+            found[node] = read[like[node]]
+        elif any(user.meta.get(Mark.PHASE) is Phase.BACKWARD for shown in shows for user in shown.users):
+            read[like[node]] = node
+    return found
+
+
+def _is_pure(node: fx.Node) -> bool:
+    """Whether a node's values depend on nothing but its arguments, and bind no size that is known only from data.
+
+    Of operators that are not PyTorch's own nobody knows.
+    """
+    if has_side_effect(node) or is_seeded(node) or "unbacked_bindings" in node.meta:
+        return False
+    target = node.target
+    return target is operator.getitem or (
+        isinstance(target, torch._ops.OpOverload) and target.namespace in ("aten", "prims")
+    )
+
+
+def _expression(node: fx.Node, like: Mapping[fx.Node, fx.Node]) -> Any:
+    """The same for nodes that compute the same."""
+    leaves, structure = tree_flatten((node.args, node.kwargs))
+    told = tuple(like.get(leaf, leaf) if isinstance(leaf, fx.Node) else (type(leaf), leaf) for leaf in leaves)
+    return node.target, str(structure), told
+
+
+def _is_plain(shown: fx.Node, node: fx.Node) -> bool:
+    """Whether a view shows numbers of the kind that are there."""
+    if not is_tensor(shown):
+        return False
+    value, base = shown.meta["val"], node.meta["val"]
+    return value.dtype is base.dtype and value.is_conj() == base.is_conj() and value.is_neg() == base.is_neg()

@@ -1,0 +1,154 @@
+"""hoist_host_syncs: no question is asked twice.
+
+An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
+forward; its result is saved and it is never part of a recomputation. This pass marks such operations as hoisted, with
+the reason, and moves them out of the backward where they do not depend on incoming gradients:
+
+- host syncs and selections, by the one predicate that counters and eager scopes go by too
+  (:mod:`roundpipe_fx.analysis.host_sync`);
+- what only a whole graph shows: other whole numbers that an operation makes out of data (a cast) and that a later
+  forward operation uses to select or route;
+- operations with side effects, and those that the user registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.host_sync import why_host_sync
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    has_side_effect,
+    input_nodes,
+    is_seeded,
+    is_symbolic_scalar,
+    is_view,
+    node_outputs,
+    tensor_values,
+)
+
+__all__ = ["hoist_decisions"]
+
+aten = torch.ops.aten
+
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+
+
+def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
+    """Mark what must not run twice and move it, with what it needs, from the backward to the forward. After annotate.
+
+    Args:
+        joint: an annotated graph.
+        registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
+    """
+    tangent_dependent = _tangent_dependent(joint)
+    for node in list(joint.computed()):
+        reason = _question(node, registered)
+        if reason is None:
+            continue
+        if node.meta[Mark.PHASE] is not Phase.FORWARD:
+            if node in tangent_dependent or has_side_effect(node) or is_seeded(node):
+                continue
+            _move_to_forward(joint, node)
+        node.meta[Mark.HOISTED] = reason
+    return joint
+
+
+def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
+    target = node.target
+    if node.op == "get_attr" or target is aten.sym_size.int:
+        return None
+    if not isinstance(target, torch._ops.OpOverload):
+        if target in registered:
+            return "registered by the user"
+        if node.meta.get("unbacked_bindings"):
+            return "its size depends on data"
+        return "has a side effect" if target is torch.ops.higher_order.with_effects else None
+    operands = [value for source in input_nodes(node) for value in tensor_values(source)]
+    reason = why_host_sync(target, node.args, operands, tensor_values(node), registered)
+    if reason is not None:
+        return reason
+    if _is_decision(node):
+        return "decides a route"
+    return "has a side effect" if has_side_effect(node) else None
+
+
+def _is_decision(node: fx.Node) -> bool:
+    """Whether whole numbers that ``node`` makes out of data select or route in the forward."""
+    if node.meta.get(Mark.PHASE) is not Phase.FORWARD or not any(map(_is_whole, node_outputs(node))) or is_view(node):
+        return False
+    if not any(value.is_floating_point() for source in input_nodes(node) for value in tensor_values(source)):
+        return False
+    picked = [output for output in node_outputs(node) if _is_whole(output)]
+    return any(_routes(output) for output in picked)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    values = tensor_values(node)
+    return len(values) == 1 and values[0].dtype in _INTEGERS and values[0].dtype is not torch.bool
+
+
+def _routes(picked: fx.Node) -> bool:
+    """Whether whole numbers reach, through whole-number arithmetic, a forward operation that selects data by them."""
+    seen = {picked}
+    pending = [picked]
+    while pending:
+        for user in _forward_users(pending.pop()):
+            if user in seen:
+                continue
+            seen.add(user)
+            values = tensor_values(user)
+            if is_symbolic_scalar(user):
+                return True
+            if values and all(value.dtype in _INTEGERS for value in values):
+                pending.append(user)
+            elif _mixes(user):
+                return True
+    return False
+
+
+def _forward_users(node: fx.Node) -> Iterator[fx.Node]:
+    return (user for user in node.users if user.op != "output" and user.meta.get(Mark.PHASE) is Phase.FORWARD)
+
+
+def _mixes(node: fx.Node) -> bool:
+    """Whether ``node`` reads both whole numbers and data: it uses the former to select among the latter."""
+    values = [value for source in input_nodes(node) for value in tensor_values(source)]
+    return any(value.dtype in _INTEGERS for value in values) and any(
+        value.is_floating_point() or value.is_complex() for value in values
+    )
+
+
+def _tangent_dependent(joint: JointGraph) -> set[fx.Node]:
+    found: set[fx.Node] = set(joint.tangents)
+    for node in joint.computed():
+        if any(source in found for source in input_nodes(node)):
+            found.add(node)
+    return found
+
+
+def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:
+    """Make ``node`` and the backward nodes that it needs part of the forward, each right after what it reads."""
+    chain: list[fx.Node] = []
+    pending = [node]
+    while pending:
+        current = pending.pop()
+        if current.op == "placeholder" or current.meta[Mark.PHASE] is Phase.FORWARD or current in chain:
+            continue
+        chain += [current, *(output for output in node_outputs(current) if output is not current)]
+        pending += input_nodes(current)
+    order = {item: position for position, item in enumerate(joint.graph.nodes)}
+    last_input = max(joint.inputs, key=order.__getitem__)
+    for current in sorted(chain, key=order.__getitem__):
+        sources = [source for source in input_nodes(current) if source.op != "placeholder"]
+        anchor = max(sources, key=order.__getitem__) if sources else last_input
+        anchor.append(current)
+        order = {item: position for position, item in enumerate(joint.graph.nodes)}
+        current.meta[Mark.PHASE] = Phase.FORWARD
+        current.meta["partitioner_tag"] = "is_forward"

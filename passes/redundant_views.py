@@ -1,0 +1,77 @@
+"""Repeated views: views that show what an earlier value shows already.
+
+AOTAutograd detaches what autograd saves, and the gradient of a linear layer's weight is transposed twice. Each such
+view is one more operation to dispatch, to read in emitted code and to plan around; without them everything reads the
+earlier value.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, is_tensor, is_view
+
+__all__ = ["drop_repeated_views"]
+
+aten = torch.ops.aten
+
+
+def drop_repeated_views(joint: JointGraph) -> JointGraph:
+    """Let what reads a view that changes nothing, alone or after those before it, read what it is a view of.
+
+    What the forward returns stays as it is: AOTAutograd has noted which of these tensors are views of which.
+    """
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
+    output = joint.graph.output_node()
+    for node in list(joint.computed()):
+        if node in returned or not _is_plain_view(node):
+            continue
+        earlier = _shown_earlier(node)
+        if earlier is None or earlier in returned or earlier in joint.mutated_inputs:
+            continue
+        if output in node.users and (earlier.op == "placeholder" or output in earlier.users):
+            continue  # each gradient is a tensor of its own
+        node.replace_all_uses_with(earlier)
+        _drop_unread(joint, node, earlier)
+    return joint
+
+
+def _drop_unread(joint: JointGraph, node: fx.Node, earlier: fx.Node) -> None:
+    """Erase a view that nobody reads any more, and those on the way to it from an earlier value."""
+    while node is not earlier and not node.users:
+        (source,) = input_nodes(node)
+        joint.graph.erase_node(node)
+        node = source
+
+
+def _is_plain_view(node: fx.Node) -> bool:
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and not node.target._schema.is_mutable
+        # What it shows depends on how its operand really lies, which is not always as it was noted.
+        and node.target is not aten.as_strided.default
+        and is_tensor(node)
+        and len(input_nodes(node)) == 1
+        and is_tensor(input_nodes(node)[0])
+        and is_view(node)
+    )
+
+
+def _shown_earlier(node: fx.Node) -> fx.Node | None:
+    """The last of the values that a node is a view of which shows the same; ``None`` if there is none."""
+    earlier = node
+    while _is_plain_view(earlier):
+        (earlier,) = input_nodes(earlier)
+        if _description(earlier) == _description(node):
+            return earlier
+    return None
+
+
+def _description(node: fx.Node) -> tuple[str, ...]:
+    """What a tensor shows of its storage. As text: comparing symbolic sizes would add guards."""
+    value: torch.Tensor = node.meta["val"]
+    return (
+        *map(str, (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)),
+        *map(str, (value.is_conj(), value.is_neg())),
+    )

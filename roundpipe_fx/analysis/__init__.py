@@ -1,0 +1,1 @@
+"""What can be said about a graph or a program without changing it: liveness, memory, costs, host synchronizations."""

@@ -1,0 +1,44 @@
+"""What operations cost: seconds, modelled or measured, and the memory that kernels need for themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from roundpipe_fx.analysis.cost.measured import MeasuredCosts
+from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
+from roundpipe_fx.analysis.cost.real_layout import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
+from roundpipe_fx.analysis.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
+from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, workspaces_of
+
+__all__ = [
+    "COMPILED_STAGES",
+    "DEVICES",
+    "CostModel",
+    "MeasuredCosts",
+    "Roofline",
+    "annotate_node",
+    "cost_model",
+    "depends_on_data",
+    "flops_of",
+    "layout_of",
+    "lies_plainly",
+    "note_sparse_bytes",
+    "real_values",
+    "roofline_of",
+    "small_values",
+    "tensor_bytes",
+    "workspaces_of",
+]
+
+
+def cost_model(kind: str, device: torch.device, name: str | None = None) -> CostModel:
+    """The cost model of an option.
+
+    Args:
+        kind: ``"roofline"`` or ``"measured"``.
+        device: where the work runs.
+        name: of a device in :data:`DEVICES`, instead of the one at hand.
+    """
+    roofline = roofline_of(device, name)
+    return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

@@ -1,0 +1,163 @@
+"""Measured costs: every distinct operator signature of a graph, timed once on the device.
+
+The times are kept on disk as JSON, by device, torch version and signature, so a graph is measured once a machine.
+``$ROUNDPIPE_FX_CACHE`` names the folder, else ``$XDG_CACHE_HOME/roundpipe_fx`` or ``~/.cache/roundpipe_fx``. A file
+that is corrupt or of another device is ignored with a warning; it is data and never run.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost.roofline import Roofline
+from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.ir.joint_graph import has_side_effect
+from roundpipe_fx.torch_private import rng_states
+
+__all__ = ["MeasuredCosts", "cache_folder"]
+
+log = logging.getLogger(__name__)
+
+_FORMAT = "roundpipe_fx costs 1"
+_RUNS = 5
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept."""
+    named = os.environ.get("ROUNDPIPE_FX_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe_fx"
+
+
+@dataclass
+class MeasuredCosts:
+    """A cost model by measurement; what cannot be run alone costs what the roofline says.
+
+    Attributes:
+        roofline: for transfers, and for what is not measured.
+        device: where to measure.
+        seconds_by_signature: what was measured.
+    """
+
+    roofline: Roofline
+    device: torch.device
+    seconds_by_signature: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, roofline: Roofline, device: torch.device) -> MeasuredCosts:
+        """Costs with what the disk knows about this device."""
+        path = _path(device)
+        return cls(roofline, device, _read(path, device) if path.exists() else {})
+
+    @property
+    def overhead(self) -> float:
+        """Seconds that launching an operation costs."""
+        return self.roofline.overhead
+
+    @property
+    def host(self) -> float:
+        """Bytes a second between the device and the host."""
+        return self.roofline.host
+
+    def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
+        """As the roofline's: for what is no single operation."""
+        return self.roofline.seconds(flops, traffic, dtype)
+
+    def transfer_seconds(self, size: int) -> float:
+        """Modelled seconds of sending ``size`` bytes to another device."""
+        return self.roofline.transfer_seconds(size)
+
+    def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
+        """Measured seconds of a node's operation."""
+        if not isinstance(node.target, torch._ops.OpOverload) or has_side_effect(node):
+            return self.seconds(flops, traffic, dtype)
+        signature = signature_of(node)
+        if signature not in self.seconds_by_signature:
+            measured = self._measure(node)
+            if measured is None:
+                return self.seconds(flops, traffic, dtype)
+            self.seconds_by_signature[signature] = measured
+        return self.seconds_by_signature[signature]
+
+    def save(self) -> None:
+        """Keep what was measured on disk."""
+        path = _path(self.device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = _read(path, self.device) if path.exists() else {}
+        text = json.dumps({**_header(self.device), "seconds": {**known, **self.seconds_by_signature}}, indent=0)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(text)
+        partial.replace(path)  # another process reads the old file or the new one, never half of one
+
+    def _measure(self, node: fx.Node) -> float | None:
+        try:
+            args, kwargs = made_up_arguments(node, self.device, _filled)
+            target: Callable[..., Any] = node.target  # type: ignore[assignment]
+            devices = [self.device] if self.device.type == "cuda" else []
+            with torch.no_grad(), rng_states(devices) as restore:
+                target(*args, **kwargs)
+                taken = [_time(lambda: target(*args, **kwargs), self.device) for _ in range(_RUNS)]
+                restore()
+            return statistics.median(taken)
+        except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+            # Made-up inputs do not suit every operator.
+            log.info("%s cannot be measured alone: %s", node.target, error)
+            return None
+
+
+def _filled(value: torch.Tensor) -> torch.Tensor:
+    return value.normal_() if value.is_floating_point() else value.zero_()
+
+
+def _time(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        with torch.accelerator.device_index(device.index):  # events are recorded on the current device
+            start.record()
+            run()
+            end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3
+    before = time.perf_counter()
+    run()
+    return time.perf_counter() - before
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} with {torch.get_num_threads()} threads"
+
+
+def _header(device: torch.device) -> dict[str, str]:
+    return {"format": _FORMAT, "device": _device_name(device), "torch": torch.__version__}
+
+
+def _path(device: torch.device) -> Path:
+    name = "".join(letter if letter.isalnum() else "_" for letter in f"{_device_name(device)}_{torch.__version__}")
+    return cache_folder() / f"costs_{name}.json"
+
+
+def _read(path: Path, device: torch.device) -> dict[str, float]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict) or {key: content.get(key) for key in _header(device)} != _header(device):
+            raise ValueError("it is of another device or torch version, or no file of costs")
+        return {str(key): float(value) for key, value in content["seconds"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        warnings.warn(f"roundpipe_fx: the file of measured costs {path} is ignored: {error}", stacklevel=2)
+        return {}

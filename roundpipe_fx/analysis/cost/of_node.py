@@ -1,0 +1,70 @@
+"""What a node costs: bytes of new storage, floating-point operations, modelled seconds."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.cost.roofline import flops_of
+from roundpipe_fx.ir.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["annotate_node", "note_bytes", "tensor_bytes"]
+
+
+def annotate_node(node: fx.Node, costs: CostModel) -> None:
+    """Mark one node with its bytes, flops and seconds."""
+    inherited = {storage for source in input_nodes(node) for storage in storages(source)}
+    own = storages(node)
+    if is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own):
+        new_bytes, flops, seconds = 0, 0, 0.0
+    else:
+        new_bytes = tensor_bytes(tensor_values(node), exclude=inherited)
+        flops = flops_of(node)
+        read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
+        values = tensor_values(node)
+        dtype = values[0].dtype if values else torch.float32
+        tuple_item = not values or inherited.issuperset(own)
+        seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
+    if not new_bytes:
+        node.meta.pop(Mark.WORKSPACE, None)  # it came with what was copied from another node
+    node.meta[Mark.BYTES] = new_bytes
+    node.meta[Mark.FLOPS] = flops
+    node.meta[Mark.SECONDS] = seconds
+
+
+def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) -> int:
+    """Bytes of the storages behind ``values``, each storage once, those in ``exclude`` not at all."""
+    seen = set(exclude or ())
+    total = 0
+    for value in values:
+        if value.layout is not torch.strided:
+            total += _other_bytes(value)
+            continue
+        storage = value.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
+        total += size_hint(storage.nbytes())
+    return total
+
+
+_NOTED = "roundpipe_fx_bytes"
+
+
+def note_bytes(value: torch.Tensor, size: int) -> None:
+    """Note what a fake tensor that is not strided takes; without, it counts as if it were dense."""
+    setattr(value, _NOTED, size)
+
+
+def _other_bytes(value: torch.Tensor) -> int:
+    noted: int | None = getattr(value, _NOTED, None)
+    if noted is not None:
+        return noted
+    count = 1
+    for size in value.shape:
+        count *= size_hint(size)
+    return count * value.dtype.itemsize

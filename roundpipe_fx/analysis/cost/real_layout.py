@@ -1,0 +1,286 @@
+"""real_layout: how a node's results really lie in memory, where fake kernels are not to be trusted with it.
+
+Fake kernels of operators that are decompositions order a result's dimensions like another operand than the real one
+does, or choose other strides for dimensions of one element. These change no place in memory, but kernels choose by them
+how to go through a tensor, and so how to round.
+
+A pointwise operator is run on small tensors that lie like its operands, which tells all that there is to know; others
+are run as they are, which tells their workspace too (:mod:`roundpipe_fx.analysis.cost.trial`).
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
+from roundpipe_fx.analysis.cost.trial import Layout, run_apart, try_alone
+from roundpipe_fx.analysis.cost.workspace import is_measured
+from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, tensor_values
+from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
+
+__all__ = ["layout_of", "lies_plainly", "note_sparse_bytes", "real_values", "small_values"]
+
+log = logging.getLogger(__name__)
+
+ValueOf = Callable[[fx.Node], Any]
+"""Says what a node's value is taken to be."""
+
+_LARGEST_SMALL = 3
+_FOREIGN = 1009
+"""From here on, strides in small tensors of dimensions of one element that have nothing to do with the others'."""
+
+
+def layout_of(value: torch.Tensor) -> Layout:
+    """How a fake tensor lies."""
+    return Layout(tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride())))
+
+
+def lies_plainly(value: torch.Tensor) -> bool:
+    """Whether a tensor lies in the order of its dimensions, those of one element too."""
+    if value.layout is not torch.strided:
+        return False
+    sizes, strides = layout_of(value)
+    following = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if stride != following:
+            return False
+        following *= max(size, 1)
+    return True
+
+
+def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor] | None:
+    """Fake tensors that lie as a node's results really do, flattened; those it has already where they do.
+
+    Args:
+        node: a PyTorch operator that computes on fake tensors.
+        device: where kernels can be run; ``None``: it is not at hand.
+
+    Returns:
+        ``None`` if nothing is known.
+    """
+    if device is not None and is_measured(node, device) and not has_tag(node.target, torch.Tag.pointwise):
+        trial = run_apart(lambda: try_alone(node, device))
+        operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
+        if trial is not None:
+            kept = zip(trial.layouts, trial.storages, strict=True)
+            storages = iter([size for layout, size in kept if layout is not None])
+
+            def value(noted: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+                return _in_storage(_as_it_lies(noted, layout, operands), next(storages))
+
+            return _values(node, trial.layouts, value)
+    return None if is_seeded(node) or _has_known_order(node) else small_values(node)
+
+
+_PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
+
+
+def _has_known_order(node: fx.Node) -> bool:
+    """Whether results lie as noted however operands do."""
+    target: Any = node.target
+    return target.overloadpacket in _PRODUCTS
+
+
+def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
+    """Note the bytes of a node's result that is sparse: how many elements it has, its fake kernel does not say."""
+    values = [value for value in tensor_values(node) if value.layout is not torch.strided]
+    if len(values) == 1 and device is not None and is_measured(node, device):
+        trial = run_apart(lambda: try_alone(node, device))
+        if trial is not None:
+            operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
+            note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may be made of its operands
+
+
+def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")) -> list[torch.Tensor] | None:
+    """The same, told by running the operator on small tensors that lie like its operands.
+
+    Args:
+        node: a PyTorch operator that computes on fake tensors.
+        value_of: says what operands are taken to be.
+    """
+    scale = _Scale()
+
+    def argument(given: Any) -> Any:
+        if isinstance(given, list | tuple):
+            return tuple(map(argument, given))
+        value = value_of(given) if isinstance(given, fx.Node) else given
+        if isinstance(value, torch.Tensor):
+            return scale.small(value) if value.layout is torch.strided else None
+        return number_hint(value)
+
+    args = argument(node.args)
+    kwargs = tuple((name, argument(value)) for name, value in node.kwargs.items() if name != "device")
+    try:
+        layouts = _run_small(node.target, args, kwargs)
+    except TypeError:  # an argument without a hash
+        return None
+    return None if layouts is None else _values(node, layouts, scale.large)
+
+
+def _values(
+    node: fx.Node, layouts: Sequence[Layout | None], value: Callable[[torch.Tensor, Layout], torch.Tensor | None]
+) -> list[torch.Tensor] | None:
+    noted = tensor_values(node)
+    found = [layout for layout in layouts if layout is not None]
+    if len(found) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
+        return None
+    values = []
+    for tensor, layout in zip(noted, found, strict=True):
+        if tensor.layout is not torch.strided or len(layout.sizes) != tensor.dim():
+            return None
+        made = value(tensor, layout)
+        if made is None:
+            return None
+        values.append(tensor if 0 in layout.sizes else made)
+    return values
+
+
+class _Small(NamedTuple):
+    """A small tensor that lies like another."""
+
+    layout: Layout
+    dtype: torch.dtype
+    device: str
+
+
+class _Scale:
+    """Small tensors for large ones, and back. Strides of dimensions of one element keep their places."""
+
+    def __init__(self) -> None:
+        self._operands: list[tuple[Layout, torch.Tensor]] = []
+        self._foreign: dict[int, int] = {}
+
+    def small(self, value: torch.Tensor) -> _Small:
+        """The small tensor for an operand."""
+        sizes, strides = layout_of(value)
+        small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
+        found = [0] * len(sizes)
+        known = {0: 0}
+        following, small_following = 1, 1
+        for dim in _inner_first(sizes, strides):
+            if not strides[dim]:
+                continue
+            if strides[dim] > following:  # kernels ask whether a tensor has gaps
+                small_following *= 2
+            known[strides[dim]] = found[dim] = small_following
+            following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
+            known.setdefault(following, small_following)
+        known.setdefault(1, 1)
+        for dim, size in enumerate(sizes):
+            if size == 1:
+                found[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
+        layout = Layout(small, tuple(found))
+        self._operands.append((layout, value))
+        return _Small(layout, value.dtype, value.device.type)
+
+    def _stand_in(self, stride: int) -> int:
+        return self._foreign.setdefault(stride, _FOREIGN + len(self._foreign))
+
+    def large(self, noted: torch.Tensor, small: Layout) -> torch.Tensor | None:
+        """A fake tensor like the noted one that lies as the small result does; ``None``: it cannot be told."""
+        if small.sizes != tuple(min(size_hint(size), _LARGEST_SMALL) for size in noted.shape):
+            return None
+        shape = str(tuple(noted.shape))
+        for layout, operand in self._operands:
+            if layout == small and str(tuple(operand.shape)) == shape:
+                return _lying_like(noted, operand)
+        known: dict[int, Any] = {0: 0}
+        following, small_following = 1, 1
+        strides: list[Any] = [0] * noted.dim()
+        for dim in _inner_first(small.sizes, small.strides):
+            if small.strides[dim] != small_following:
+                return None  # it has gaps, as no operand has
+            known[small_following] = strides[dim] = following
+            following, small_following = following * noted.shape[dim], small_following * small.sizes[dim]
+        known.setdefault(small_following, following)
+        known.setdefault(1, 1)
+        known.update({stand_in: stride for stride, stand_in in self._foreign.items()})
+        for dim, size in enumerate(small.sizes):
+            if size == 1:
+                if small.strides[dim] not in known:
+                    return None
+                strides[dim] = known[small.strides[dim]]
+        return _lying(noted, strides)
+
+
+def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Dimensions of more than one element, from the innermost in memory to the outermost."""
+    return sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (strides[dim], -dim))
+
+
+@functools.lru_cache(maxsize=4096)
+def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> tuple[Layout | None, ...] | None:
+    def real(value: Any) -> Any:
+        if not isinstance(value, _Small):
+            return value
+        sizes, strides = value.layout
+        reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+        numbers = torch.ones(max(reach, 1), dtype=value.dtype, device=value.device)
+        return numbers.as_strided(sizes, strides)
+
+    def given(value: Any) -> Any:
+        return tree_map(real, value, is_leaf=lambda item: isinstance(item, _Small))
+
+    with without_modes(), torch.no_grad():
+        try:
+            result = target(*map(given, args), **{name: given(value) for name, value in kwargs})
+        except (RuntimeError, IndexError, TypeError, NotImplementedError, AssertionError) as error:
+            # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
+            log.info("the layout of what %s returns cannot be tried: %s", target, error)
+            return None
+    return tuple(
+        Layout(tuple(leaf.shape), tuple(leaf.stride())) if isinstance(leaf, torch.Tensor) else None
+        for leaf in tree_leaves(result)
+    )
+
+
+def _as_it_lies(noted: torch.Tensor, layout: Layout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """A fake tensor like the noted one that lies as a real result of the sizes that are planned with."""
+    known = layout_of(noted)
+    if known == layout or known.sizes != layout.sizes:
+        return noted
+    if all(isinstance(size, int) for size in noted.shape):
+        return _lying(noted, layout.strides)
+    shape = str(tuple(noted.shape))
+    for operand in operands:
+        if operand.layout is torch.strided and str(tuple(operand.shape)) == shape and layout_of(operand) == layout:
+            return _lying_like(noted, operand)
+    # Sizes are symbols: strides are products of them.
+    strides: list[Any] = [0] * noted.dim()
+    following, reached = 1, 1
+    for dim in sorted(range(noted.dim()), key=lambda dim: (layout.strides[dim], layout.sizes[dim] > 1, -dim)):
+        if layout.strides[dim] != reached:
+            return None
+        strides[dim] = following
+        following, reached = following * noted.shape[dim], reached * layout.sizes[dim]
+    return _lying(noted, strides)
+
+
+def _lying_like(noted: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    return _lying(noted, operand.stride())
+
+
+def _lying(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
+    if str(noted.stride()) == str(tuple(strides)):  # as text: comparing symbols would add guards
+        return noted
+    with noted.fake_mode:  # type: ignore[attr-defined]
+        return torch.empty_strided(noted.shape, tuple(strides), dtype=noted.dtype, device=noted.device)
+
+
+def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
+    """A fake tensor in a larger storage, if it is in one: some kernels make more than they return."""
+    if value is None:
+        return None
+    more = size - size_hint(value.untyped_storage().nbytes())
+    if more <= 0 or not lies_plainly(value):
+        return value
+    with value.fake_mode:  # type: ignore[attr-defined]
+        whole = torch.empty(value.numel() + -(-more // value.dtype.itemsize), dtype=value.dtype, device=value.device)
+        return whole.as_strided(value.shape, value.stride())

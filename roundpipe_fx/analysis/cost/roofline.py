@@ -1,0 +1,147 @@
+"""The roofline model: an operation takes the longer of its arithmetic and its memory traffic.
+
+Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
+Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
+(``torch.utils.flop_counter``). Random numbers come on top: the CPU's generator draws one after another, however many
+threads there are (``benchmarks/drawing.py`` measures it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.ir.joint_graph import has_tag
+
+__all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
+
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """What bounds a device.
+
+    Attributes:
+        name: the device, in words.
+        flops: attainable floating-point operations a second, by dtype; ``torch.float32`` stands in for the rest.
+        bandwidth: memory bytes a second.
+        link: bytes a second from this device to another.
+        host: bytes a second between this device and the host, in each direction.
+        overhead: seconds that launching an operation costs, whatever its size.
+        memory: bytes of the device; 0 where that is no fixed number.
+        draw: seconds that drawing a random number takes beyond writing it.
+    """
+
+    name: str
+    flops: Mapping[torch.dtype, float] = field(hash=False)
+    bandwidth: float
+    link: float
+    host: float
+    overhead: float
+    memory: int = 0
+    draw: float = 0.0
+
+    def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
+        """Modelled seconds of a node's operation."""
+        operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
+        return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
+
+    def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
+        """Modelled seconds of ``flops`` operations that move ``traffic`` bytes and draw so many random numbers."""
+        peak = self.flops.get(dtype, self.flops[torch.float32])
+        return max(flops / peak, traffic / self.bandwidth) + draws * self.draw + self.overhead
+
+    def transfer_seconds(self, size: int) -> float:
+        """Modelled seconds of sending ``size`` bytes to another device."""
+        return size / self.link
+
+
+def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int) -> Roofline:
+    rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
+    return Roofline(name, rates, bandwidth, link, host, overhead=4e-6, memory=gib * 2**30)
+
+
+# Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of
+# the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained.
+DEVICES: Mapping[str, Roofline] = {
+    "cpu": Roofline(
+        "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e10, 2e-6, draw=5e-9
+    ),
+    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80),
+    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80),
+    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 50e9, 141),
+    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9, 25e9, 48),
+    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9, 25e9, 24),
+    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9, 25e9, 24),
+}
+
+
+def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
+    """The roofline for a device: by its reported name where it is in the table, a typical one otherwise.
+
+    Args:
+        device: the device.
+        name: of a device in the table, instead of the one at hand.
+    """
+    if name is not None:
+        return DEVICES[name]
+    if device.type == "cuda" and torch.cuda.is_available():
+        reported = torch.cuda.get_device_name(device)
+        for name, roofline in DEVICES.items():
+            if name in reported:
+                return roofline
+    return DEVICES["cpu"] if device.type in ("cpu", "meta") else DEVICES["A100"]
+
+
+# The CPU's attention, which PyTorch's flop counter does not know, takes the same arguments as CUDA's.
+_SAME_FLOPS: Mapping[Any, Any] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
+
+
+def flops_of(node: fx.Node) -> int:
+    """Floating-point operations of an FX node, 0 where PyTorch's flop counter has no formula (pointwise, views)."""
+    return flops_of_call(node.target, node.args, node.kwargs, node.meta.get("val"))
+
+
+def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations of an operator's call; operands may be nodes or tensors."""
+    packet = getattr(target, "overloadpacket", None)
+    formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    if formula is None:
+        return 0
+    args, kwargs, out = tree_map(_shape, (args, kwargs, result))
+    return int(formula(*args, **kwargs, out_val=out))
+
+
+def numbers_drawn(target: Any, result: Any) -> int:
+    """Random numbers that an operator draws for its result.
+
+    Attention is marked as drawing too; the CPU's kernel does not, and no other device's takes long to.
+    """
+    if not has_tag(target, torch.Tag.nondeterministic_seeded):
+        return 0
+    if any(argument.name == "dropout_p" for argument in target._schema.arguments):
+        return 0
+    values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+    return _shape(values[-1]).numel() if values else 0  # the mask, where there are several; never a generator's state
+
+
+def _shape(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return tree_map(_shape, value.meta.get("val"))
+    if isinstance(value, torch.Tensor):
+        return torch.Size(torch_private.size_hint(size) for size in value.shape)
+    if isinstance(value, torch.SymInt):
+        return torch_private.size_hint(value)
+    return value

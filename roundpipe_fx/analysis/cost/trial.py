@@ -1,0 +1,184 @@
+"""trial: an operator run once, alone, on made-up operands: what it allocates, and how its results lie in memory.
+
+Neither is in a graph. Fake kernels tell most strides rightly, not all; what a kernel allocates for itself they do not
+tell at all. What depends on the numbers that an operator is given is taken from several: the most that any need.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
+from roundpipe_fx.torch_private import WatchedMemory, rng_states, size_hint, watch_memory
+
+__all__ = ["Layout", "Trial", "run_apart", "try_alone"]
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+
+T = TypeVar("T")
+
+
+class Layout(NamedTuple):
+    """How a tensor lies in memory."""
+
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What running an operator alone has shown.
+
+    Attributes:
+        workspace: bytes that its kernel allocates and frees before it returns.
+        left: bytes that it allocates and does not, and those of a copy of a result that is sparse: autograd makes one
+            for the leaf.
+        layouts: of its results, flattened; ``None`` for those that are no strided tensors.
+        storages: bytes behind its results, flattened.
+    """
+
+    workspace: int
+    left: int
+    layouts: tuple[Layout | None, ...]
+    storages: tuple[int, ...]
+
+
+_tried: dict[Any, Trial | None] = {}
+_trying = threading.Lock()
+_MOST_KNOWN = 1 << 14
+
+
+def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Trial | None:
+    """Run a node's operator alone, or remember what that has shown; ``None``: made-up operands do not suit it.
+
+    To be called where neither a mode nor a profiler of the user's is active (:func:`run_apart`).
+
+    Args:
+        node: an operation on fake tensors.
+        device: where to run it.
+        single: on operands of one element.
+    """
+    # What kernels do may depend on these too.
+    settings = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+    )
+    key = signature_of(node, single), str(device), single, settings
+    with _trying:
+        if key in _tried:
+            return _tried[key]
+    trial = _run(node, device, single)
+    with _trying:
+        if len(_tried) >= _MOST_KNOWN:
+            _tried.clear()
+        _tried[key] = trial
+    return trial
+
+
+def run_apart(work: Callable[[], T]) -> T:
+    """Run something in a thread of its own: it has no modes, and no profiler of the user's."""
+    with ThreadPoolExecutor(1, "roundpipe_fx trials") as thread:
+        return thread.submit(work).result()
+
+
+_BY_NUMBERS = (
+    aten.linalg_matrix_exp,
+    aten.isin,
+    aten.repeat_interleave,
+    aten._embedding_bag,
+    aten._embedding_bag_forward_only,
+    aten._embedding_bag_backward,
+    aten._embedding_bag_dense_backward,
+    aten._embedding_bag_sparse_backward,
+    aten._embedding_bag_per_sample_weights_backward,
+)
+"""Beside operators whose results' sizes depend on data: those whose workspace does, found by trying all on the CPU."""
+
+
+def _depends_on_numbers(node: fx.Node) -> bool:
+    target: Any = node.target
+    if target is aten.index.Tensor:
+        return any(map(is_mask, node.all_input_nodes))
+    return target.overloadpacket in _BY_NUMBERS or has_tag(target, torch.Tag.dynamic_output_shape)
+
+
+def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
+    trials = [_run_on(node, device, torch.Tensor.zero_, single)]
+    if _depends_on_numbers(node):
+        sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
+        least = min((count for size in sizes if (count := size_hint(size))), default=1)
+        trials += [_run_on(node, device, fill, single) for fill in (_ones, _spread(least))]
+    known = [trial for trial in trials if trial is not None]
+    if not known:
+        return None
+    most = max(trial.workspace for trial in known)
+    return Trial(most, max(trial.left for trial in known), known[0].layouts, known[0].storages)
+
+
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.fill_(1)
+
+
+def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Numbers that differ: as many as there may be of small integers, and large ones of both signs."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        count = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
+        if tensor.dtype is torch.bool:
+            return tensor.copy_(count % 2)
+        exact = not tensor.is_floating_point() and not tensor.is_complex()
+        return tensor.copy_(count.clamp(max=limit - 1) if exact else 1000 * (count + 1.0).cos())
+
+    return fill
+
+
+def _run_on(
+    node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool
+) -> Trial | None:
+    try:
+        args, kwargs = made_up_arguments(node, device, fill, single)
+        with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
+            try:
+                if device.type != "cpu":  # the first time handles and kernels are loaded
+                    node.target(*args, **kwargs)  # type: ignore[operator]
+                seen: list[WatchedMemory] = []
+                result = watch_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
+            finally:
+                restore()
+    except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
+        # Made-up operands do not suit every operator.
+        log.info("%s cannot be tried alone: %s", node.target, error)
+        return None
+    results = tree_leaves(result)
+    return Trial(
+        seen[0].peak - seen[0].left,
+        seen[0].left + sum(map(_sparse_bytes, results)),
+        tuple(map(_layout, results)),
+        tuple(0 if _layout(result) is None else result.untyped_storage().nbytes() for result in results),
+    )
+
+
+def _layout(value: Any) -> Layout | None:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return None
+    return Layout(tuple(value.shape), tuple(value.stride()))
+
+
+def _sparse_bytes(value: Any) -> int:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.sparse_coo:
+        return 0
+    return value._values().nbytes + value._indices().nbytes

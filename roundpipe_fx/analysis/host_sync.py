@@ -1,0 +1,87 @@
+"""Host syncs: which operations must run once a step. The one predicate of the compiler, the counter and eager scopes.
+
+An operation counts as a host sync here if the host has to wait for the device's answer, or if it makes a discrete
+decision out of data:
+
+- tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``);
+- reading and writing by a mask; ``index`` carries the first tag always, and synchronizes for boolean or byte indices;
+- copies from an accelerator to the host;
+- *selections*: operators that return ``indices`` (``topk``, ``sort``, ``max`` along a dimension), ``argmax``,
+  ``multinomial``, ``searchsorted`` and their like. Their indices say where tokens go, and where gradients go: chosen
+  again from values that a kernel has rounded otherwise, they would be others than the forward used. Pooling is no
+  selection: its indices belong to its own kernels, which run again together;
+- operators that the user registered (:func:`roundpipe_fx.register_sync_op`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import has_tag
+
+__all__ = ["why_host_sync"]
+
+aten = torch.ops.aten
+
+_BY_INDEX = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl.default,
+    aten._index_put_impl_.default,
+    aten._unsafe_index.Tensor,
+    aten._unsafe_index_put.default,
+)
+_MASKED_INSIDE = (aten.masked_scatter_backward.default,)
+"""Kernels that select by a mask inside, although their results have a known size."""
+_SELECTING = (aten.argmax, aten.argmin, aten.multinomial, aten.searchsorted, aten.bucketize)
+
+
+def why_host_sync(
+    operator: torch._ops.OpOverload,
+    args: Sequence[Any],
+    operands: Iterable[torch.Tensor],
+    results: Iterable[torch.Tensor],
+    registered: Collection[Any] = (),
+) -> str | None:
+    """Why an operation must not be repeated, in a few words; ``None`` if it may be.
+
+    Args:
+        operator: what is called.
+        args: its positional arguments, nodes or tensors.
+        operands: tensors that it reads, real or fake.
+        results: tensors that it returns, real or fake.
+        registered: operators that the user declared to force a host sync.
+    """
+    if operator in registered or operator.overloadpacket in registered:
+        return "registered by the user"
+    if operator in _BY_INDEX:
+        return "its size depends on data" if any(map(_is_mask, args[1])) else None
+    if has_tag(operator, torch.Tag.data_dependent_output):
+        return "its result is read by the host"
+    if has_tag(operator, torch.Tag.dynamic_output_shape) or operator in _MASKED_INSIDE:
+        return "its size depends on data"
+    if _copies_to_host(operands, results):
+        return "copied from the device to the host"
+    return "decides a route" if _selects(operator) else None
+
+
+def _is_mask(index: Any) -> bool:
+    value = index.meta.get("val") if isinstance(index, fx.Node) else index
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def _copies_to_host(operands: Iterable[torch.Tensor], results: Iterable[torch.Tensor]) -> bool:
+    kinds = {value.device.type for value in results}
+    return kinds == {"cpu"} and any(value.device.type not in ("cpu", "meta") for value in operands)
+
+
+@functools.cache
+def _selects(operator: torch._ops.OpOverload) -> bool:
+    named = any(result.name == "indices" for result in operator._schema.returns)
+    return named or operator.overloadpacket in _SELECTING

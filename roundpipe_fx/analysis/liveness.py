@@ -1,0 +1,176 @@
+"""Liveness: how many bytes live at one time while events make and read storages.
+
+A storage lives from the event that makes it until the last event that reads it, or to the end if somebody holds it.
+The peak is taken before anything of an event's reads dies: results and operands live side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_fx.analysis.caching_allocator import CachingAllocator
+
+__all__ = ["Event", "LivePeak", "levels_of", "peak_of"]
+
+_SCRATCH = -2
+"""Stands for what an event needs beside its results."""
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that runs.
+
+    Attributes:
+        what: for whoever reads the peak.
+        reads: storages.
+        makes: storages.
+        over: storages whose place its result takes, the first that dies here and was made in the same room.
+        room: where it runs.
+        scratch: bytes that it needs beside its results and that are free again when it ends.
+    """
+
+    what: Any
+    reads: Sequence[int]
+    makes: Sequence[int]
+    over: tuple[int, ...] = ()
+    room: Any = None
+    scratch: int = 0
+
+
+@dataclass(frozen=True)
+class LivePeak:
+    """The most bytes that live at one time.
+
+    Attributes:
+        bytes: how many.
+        position: of the event that runs then; -1: before the first.
+        live: storages alive then with their bytes, largest first, if they were asked for.
+    """
+
+    bytes: int
+    position: int
+    live: tuple[tuple[int, int], ...]
+
+
+def peak_of(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    before: Collection[int] = (),
+    lasting: Collection[int] = (),
+    arriving: Mapping[int, Collection[int]] | None = None,
+    list_live: bool = False,
+    allocator: CachingAllocator | None = None,
+) -> LivePeak:
+    """The peak of a sequence of events.
+
+    Args:
+        events: what runs, in order.
+        sizes: bytes by storage.
+        before: storages that live when the first event runs.
+        lasting: storages that live to the end.
+        arriving: storages that somebody else makes, by position of the event before which he does.
+        list_live: whether to say what lives at the peak.
+        allocator: says what is counted for a size, and goes on from there; ``None``: the size itself. Not with
+            ``before``; what lives to the end is left with it.
+    """
+    arriving = arriving or {}
+    last = dict.fromkeys(before, -1)
+    for position, arrived in arriving.items():
+        last.update(dict.fromkeys(arrived, position))
+    for position, event in enumerate(events):
+        for storage in event.makes:
+            last[storage] = position
+        for storage in event.reads:
+            if storage in last:
+                last[storage] = position
+    for storage in lasting:
+        if storage in last:
+            last[storage] = len(events)
+    # By position; what is never read and what lives to the end lie in the last two places.
+    dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
+    for storage, position in last.items():
+        dying[position].append(storage)
+    counted: Any = sizes if allocator is None else {}
+    room: dict[int, Any] = {}
+    live = sum(sizes[storage] for storage in before if last[storage] >= 0)
+    peak, at = live, -1
+    for position, event in enumerate(events):
+        if position in arriving:
+            if allocator is not None:
+                counted.update((storage, allocator.take(storage, sizes[storage])) for storage in arriving[position])
+            live += sum(counted[storage] for storage in arriving[position])
+        for storage in event.makes:
+            if allocator is not None:
+                counted[storage] = allocator.take(storage, sizes[storage])
+            live += counted[storage]
+            room[storage] = event.room
+        written = None
+        for storage in event.over:
+            if last.get(storage) == position and storage in room and room[storage] == event.room:
+                written = storage
+                live -= counted[storage]
+                break
+        scratch = event.scratch
+        if allocator is not None:
+            scratch = allocator.take(_SCRATCH, scratch)
+            allocator.give_back(_SCRATCH)
+        if live + scratch > peak:
+            peak, at = live + scratch, position
+        for storage in dying[position]:
+            if storage != written:
+                live -= counted[storage]
+                if allocator is not None:
+                    allocator.give_back(storage)
+    return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
+
+
+def levels_of(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    lasting: Collection[int] = (),
+    arriving: Mapping[int, Collection[int]] | None = None,
+) -> list[tuple[int, int]]:
+    """For each event the bytes that live while it runs, and when it is over; the arguments are those of ``peak_of``.
+
+    The largest of the first ones is the peak.
+    """
+    levels: list[tuple[int, int]] = []
+    arriving = arriving or {}
+    last: dict[int, int] = {}
+    for position, event in enumerate(events):
+        last.update(dict.fromkeys((*arriving.get(position, ()), *event.makes), position))
+        last.update((storage, position) for storage in event.reads if storage in last)
+    last.update((storage, len(events)) for storage in lasting if storage in last)
+    dying: list[list[int]] = [[] for _ in range(len(events) + 1)]
+    for storage, position in last.items():
+        dying[position].append(storage)
+    room: dict[int, Any] = {}
+    live = 0
+    for position, event in enumerate(events):
+        live += sum(sizes[storage] for storage in (*arriving.get(position, ()), *event.makes))
+        room.update(dict.fromkeys(event.makes, event.room))
+        over = (s for s in event.over if last.get(s) == position and s in room and room[s] == event.room)
+        written = next(over, None)
+        live -= sizes[written] if written is not None else 0
+        during = live + event.scratch
+        live -= sum(sizes[storage] for storage in dying[position] if storage != written)
+        levels.append((during, live))
+    return levels
+
+
+def _alive(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    before: Collection[int],
+    arriving: Mapping[int, Collection[int]],
+    last: Mapping[int, int],
+    at: int,
+) -> tuple[tuple[int, int], ...]:
+    born = dict.fromkeys(before, -1)
+    for position, event in enumerate(events[: at + 1]):
+        born.update(dict.fromkeys(arriving.get(position, ()), position))
+        born.update(dict.fromkeys(event.makes, position))
+    alive = [(storage, sizes[storage]) for storage in born if last[storage] >= at]
+    return tuple(sorted(alive, key=lambda item: -item[1]))

@@ -1,0 +1,440 @@
+"""Operations and storages: the joint graph as a planner of memory sees it.
+
+Views vanish: an *operation* is a node that computes, and what it reads and makes are *storages*, numbered. A storage
+is bytes that live from the operation that makes it to the last one that reads it, through any number of views.
+Parameters and other graph inputs are at hand everywhere and are no storages; incoming gradients are.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.in_place import operands_to_write_over
+from roundpipe_fx.analysis.liveness import Event
+from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.analysis.recomputation import Form, makes_mask_alone, selection, stand_in_of, state_bytes
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_seeded,
+    is_symbolic_scalar,
+    is_view,
+    tensor_values,
+)
+from roundpipe_fx.ir.recompute_marks import checkpoints_of
+from roundpipe_fx.ir.region import budget_of_region
+
+__all__ = ["OUTSIDE", "Operation", "OperationGraph", "Step", "Way", "read_operations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A node that computes.
+
+    Attributes:
+        index: position among the operations: the forward's in order, then the backward's, last segment first.
+        node: the node.
+        segment: its segment.
+        stage: its stage.
+        reads: storages that it reads, each once.
+        makes: storages that it makes.
+        seconds: modelled.
+        over: storages that its result may be written over, those that die here.
+        workspace: bytes that its kernel needs for itself while it runs.
+    """
+
+    index: int
+    node: fx.Node
+    segment: int
+    stage: int
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    seconds: float
+    over: tuple[int, ...]
+    workspace: int
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a forward storage is made again.
+
+    Attributes:
+        operation: the forward operation that is repeated.
+        node: the node that a repetition copies: the operation's, or for a gather the value's.
+        form: the same operation, a gather by saved indices, or a dropout that draws only its mask.
+        reads: storages that are needed for it.
+        makes: storages that it yields.
+        scratch: bytes that it makes beside these and that die at once, its kernel's own included.
+        seconds: modelled.
+    """
+
+    operation: Operation
+    node: fx.Node
+    form: Form
+    reads: tuple[int, ...]
+    makes: tuple[int, ...]
+    scratch: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One operation of the backward.
+
+    Attributes:
+        operation: what runs; a forward operation if ``way`` says how it runs again.
+        way: ``None`` for an operation of the backward.
+        reads: storages; a forward storage stands for its latest copy, if it has been made again.
+        stage: the stage in whose backward it runs.
+        stand_in: for a dropout that draws only its mask, the gradient it is drawn for.
+    """
+
+    operation: Operation
+    way: Way | None
+    reads: tuple[int, ...]
+    stage: int
+    stand_in: fx.Node | None = None
+
+    @property
+    def makes(self) -> tuple[int, ...]:
+        """Storages that it makes, or makes again."""
+        return self.operation.makes if self.way is None else self.way.makes
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of recomputation: 0 for an operation of the backward."""
+        return 0.0 if self.way is None else self.way.seconds
+
+
+@dataclass(frozen=True)
+class OperationGraph:
+    """All operations and storages of a joint graph with segments and stages.
+
+    Attributes:
+        forward: the forward's operations, in order.
+        backward: the backward's by segment, each in order.
+        sizes: bytes by storage.
+        makers: index of the forward operation that makes a storage; absent for those of the backward and tangents.
+        makers_segment: by storage, the segment of its maker; for tangents the number of segments.
+        values: by forward storage, the node (no view, no tuple) that stands for it, where there is one.
+        always_kept: forward storages that are kept whatever is chosen: hoisted ones.
+        not_kept: forward storages that must not be kept from the forward on.
+        hold_at: by storage that is not kept, the last segment of its checkpoint, if that spans several: made again
+            before that one's backward, it serves all of them.
+        outputs: forward storages that the caller gets.
+        copied: forward storages that nobody reads but the caller, who copies them when the forward is over.
+        tangents: storages of incoming gradients.
+        held: those of them that the caller may hold; the others are single zeros, which nobody does.
+        loss: bytes that a loss takes that is computed outside.
+        loss_lasts: bytes of them that are there until the backward is over.
+        gradients: storages that the backward returns.
+        ways: by forward storage, how it is made again; absent where it must not be.
+        alone: for masks of dropouts, the way that draws the mask without the dropout's input.
+        stand_ins: for a mask and the index of the operation that reads it, the gradient that it can be drawn for.
+        states: bytes of the generator's state, by index of a seeded forward operation.
+        last_segments: by forward storage, the last segment whose forward or backward reads it.
+        stages: by segment, its stage.
+        regions: storages made in parts of the model with a budget of their own, with that budget.
+        segments: how many segments there are.
+        step: what else the step holds, where it makes several calls; ``None``: nothing.
+    """
+
+    forward: tuple[Operation, ...]
+    backward: dict[int, list[Operation]]
+    sizes: list[int]
+    makers: dict[int, int]
+    segment_of: list[int]
+    values: dict[int, fx.Node]
+    always_kept: frozenset[int]
+    not_kept: frozenset[int]
+    hold_at: dict[int, int]
+    outputs: frozenset[int]
+    copied: frozenset[int]
+    tangents: frozenset[int]
+    held: frozenset[int]
+    loss: int
+    loss_lasts: int
+    gradients: frozenset[int]
+    ways: dict[int, Way]
+    alone: dict[int, Way]
+    stand_ins: dict[tuple[int, int], fx.Node]
+    states: dict[int, int]
+    last_segments: dict[int, int]
+    stages: dict[int, int]
+    regions: tuple[tuple[frozenset[int], int | float], ...]
+    segments: int
+    step: StepNeeds | None = None
+
+    @functools.cached_property
+    def at_hand(self) -> frozenset[int]:
+        """Forward storages that live until the backward whatever is chosen: hoisted ones and the caller's."""
+        return self.always_kept | self.outputs
+
+    @functools.cached_property
+    def forward_events(self) -> list[Event]:
+        """The forward's operations as events."""
+        return [Event(o, o.reads, o.makes, o.over, (o.stage, False), o.workspace) for o in self.forward]
+
+    @functools.cached_property
+    def crossers(self) -> dict[int, list[tuple[int, int]]]:
+        """By segment, the storages it makes that a later one reads, each with the last that does."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        for storage, last in self.last_segments.items():
+            if last > self.segment_of[storage] and storage not in self.at_hand:
+                found.setdefault(self.segment_of[storage], []).append((storage, last))
+        return found
+
+    @functools.cached_property
+    def crossing(self) -> frozenset[int]:
+        """All that one segment makes and a later one reads."""
+        return frozenset(storage for storages in self.crossers.values() for storage, _ in storages)
+
+    def is_forward(self, storage: int) -> bool:
+        """Whether a storage is made by the forward."""
+        return storage in self.makers
+
+
+def read_operations(
+    joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True, sums: bool = False
+) -> OperationGraph:
+    """Read the operations off a graph with segments and stages.
+
+    Args:
+        joint: the graph; not changed.
+        segments: how many segments it has.
+        granularity: what the device's allocator rounds sizes up to, in bytes.
+        in_place: whether stages run eagerly, so that results may be written over operands that die.
+        sums: whether gradients of parameters are added to sums that are at hand, so that none of them stays.
+    """
+    # Compiled stages insist on strides, so for them zeros are made in full.
+    expected = joint.expected_tangents if in_place else joint.tangents
+    reader = _Reader(joint, expected, granularity, in_place)
+    forward_nodes = joint.in_phase(Phase.FORWARD)
+    backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
+    for node in joint.inputs:
+        reader.read_input(node)
+    tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
+    forward = [operation for node in forward_nodes if (operation := reader.read(node)) is not None]
+    forward_storages = {storage for operation in forward for storage in operation.makes}
+    backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
+    for node in backward_nodes:
+        operation = reader.read(node)
+        if operation is not None:
+            backward[operation.segment].append(operation)
+    for storage in tangents:
+        reader.segment_of[storage] = segments
+    outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
+    copied = _copied(joint, reader) - {s for block in (forward, *backward.values()) for o in block for s in o.reads}
+    outputs -= copied
+    primals, added = joint.primals, joint.parameters if sums else frozenset()
+    gradients = {
+        storage
+        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
+        if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
+        for storage in reader.of(node)
+    }
+    values: dict[int, fx.Node] = {}
+    hoisted = set()
+    ways: dict[int, Way] = {}
+    alone: dict[int, Way] = {}
+    for node in forward_nodes:
+        if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
+            continue
+        (storage,) = reader.of(node) or (OUTSIDE,)
+        if storage in forward_storages:
+            values.setdefault(storage, node)
+    by_index = {operation.index: operation for operation in forward}
+    states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
+    for storage in forward_storages:
+        operation = by_index[reader.makers[storage]]
+        value = values.get(storage)
+        picked = selection(value) if value is not None else None
+        if value is not None and picked is not None:
+            source, _, indices = picked
+            reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
+            ways[storage] = Way(operation, value, Form.GATHER, reads, (storage,), 0, operation.seconds)
+        elif Mark.HOISTED in operation.node.meta:
+            hoisted.add(storage)
+        else:
+            scratch = operation.workspace
+            if operation.index in states:  # the generator's own state is put aside while it draws again
+                scratch += states[operation.index]
+            ways[storage] = Way(
+                operation, operation.node, Form.SAME, operation.reads, operation.makes, scratch, operation.seconds
+            )
+            if value is not None and makes_mask_alone(value):
+                scratch += sum(reader.sizes[s] for s in operation.makes if s != storage)
+                alone[storage] = Way(operation, operation.node, Form.MASK, (), (storage,), scratch, operation.seconds)
+    # The caller's outputs are at hand in any case.
+    not_kept = {s for s, node in values.items() if Mark.NOT_KEPT in node.meta and s not in outputs}
+    return OperationGraph(
+        tuple(forward),
+        backward,
+        reader.sizes,
+        {storage: reader.makers[storage] for storage in forward_storages},
+        reader.segment_of,
+        values,
+        frozenset(hoisted),
+        frozenset(not_kept),
+        _hold_at(forward, backward, not_kept),
+        frozenset(outputs & forward_storages),
+        frozenset(copied & forward_storages),
+        tangents,
+        held,
+        loss_bytes(expected, granularity),
+        lasting_bytes(expected, granularity),
+        frozenset(gradients - {OUTSIDE}),
+        ways,
+        alone,
+        {
+            (storage, operation.index): stand_in
+            for storage in alone
+            for block in backward.values()
+            for operation in block
+            if storage in operation.reads and (stand_in := stand_in_of(values[storage], operation.node)) is not None
+        },
+        states,
+        _last_segments(forward, backward, forward_storages),
+        _stages(joint, segments),
+        _regions(forward),
+        segments,
+    )
+
+
+def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
+    """By segment, its stage. A segment of which nothing is left (its values equal earlier ones) has that before it."""
+    found = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
+    for segment in range(segments):
+        found.setdefault(segment, found.get(segment - 1, 0))
+    return found
+
+
+def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
+    """Storages of new values of inputs that are updated; what the caller gets as a result as well is not among them."""
+    results: tuple[set[int], set[int]] = set(), set()
+    for place, node in enumerate(joint.forward_outputs):
+        if isinstance(node, fx.Node):
+            results[place in joint.updates].update(reader.of(node))
+    return results[True] - results[False]
+
+
+def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
+    """Runs of operations with one budget."""
+    found = []
+    for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
+        storages = frozenset(storage for operation in run for storage in operation.makes)
+        if budget is not None:
+            found.append((storages, budget))
+    return tuple(found)
+
+
+def _hold_at(
+    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], not_kept: Collection[int]
+) -> dict[int, int]:
+    """Where to make again, and hold, what checkpoints of several segments make.
+
+    A storage belongs to the innermost checkpoint that holds its maker and all its readers. Only what the backward
+    reads, or what a checkpoint further inside begins with, is worth holding.
+    """
+    spans: dict[int, tuple[int, int]] = {}
+    owner: dict[int, tuple[int, ...]] = {}
+    begins: set[int] = set()
+    for operation in forward:
+        path = checkpoints_of(operation.node)
+        for number in path:
+            first, last = spans.get(number, (operation.segment, operation.segment))
+            spans[number] = min(first, operation.segment), max(last, operation.segment)
+        owner.update((storage, path) for storage in operation.makes if storage in not_kept)
+        for storage in operation.reads:
+            if storage in owner:
+                begins |= {storage} if len(path) > len(owner[storage]) else set()
+                both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
+                owner[storage] = tuple(number for number, _ in both)
+    wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
+    found = {}
+    for storage, path in owner.items():
+        first, last = spans[path[-1]] if path else (0, 0)
+        if first < last and storage in wanted:
+            found[storage] = last
+    return found
+
+
+def _last_segments(
+    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], storages: Collection[int]
+) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for operation in (*forward, *(item for block in backward.values() for item in block)):
+        for storage in operation.reads:
+            if storage in storages:
+                found[storage] = max(found.get(storage, 0), operation.segment)
+    return found
+
+
+class _Reader:
+    """Reads operations off nodes, in order."""
+
+    def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
+        self._in_place = in_place
+        self._numbers = StorageNumbers(granularity)
+        self._tangents = set(joint.tangents)
+        self._expected = set(expected)
+        self.makers: dict[int, int] = {}
+        self.segment_of: list[int] = []
+        self._count = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        return self._numbers.sizes
+
+    def of(self, node: fx.Node) -> list[int]:
+        return self._numbers.of(node)
+
+    def read_input(self, node: fx.Node) -> None:
+        values = tensor_values(node)
+        if node in self._tangents:
+            expected = node in self._expected
+            self._numbers.give(node, [self._numbers.new_tangent(value, expected) for value in values])
+            self.segment_of += [0] * len(values)
+        else:
+            self._numbers.give(node, [OUTSIDE] * len(values))
+
+    def read(self, node: fx.Node) -> Operation | None:
+        """Note what ``node`` yields; an operation if it computes."""
+        made = self._numbers.follow(node)
+        self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
+        if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):
+            return None
+        index = self._count
+        self._count += 1
+        self.makers.update(dict.fromkeys(made, index))
+        return Operation(
+            index,
+            node,
+            node.meta[Mark.SEGMENT],
+            node.meta[Mark.STAGE],
+            tuple(self._numbers.reads(node)),
+            tuple(made),
+            node.meta[Mark.SECONDS],
+            self._over(node) if self._in_place and len(made) == 1 else (),
+            node.meta.get(Mark.WORKSPACE, 0),
+        )
+
+    def _over(self, node: fx.Node) -> tuple[int, ...]:
+        found = []
+        for operand in operands_to_write_over(node):
+            (over,) = self.of(operand)
+            others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
+            if over != OUTSIDE and over not in others:
+                found.append(over)
+        return tuple(found)

@@ -1,0 +1,158 @@
+"""How a forward value is made again: by the same operation, or in a form that asks less.
+
+- Of a hoisted ``sort`` or ``topk`` only the indices are kept; the values are gathered by them.
+- The mask of a dropout depends on the generator's state and on the shape of what it is drawn for, not on its numbers.
+  Where only the mask is needed it is drawn for the incoming gradient, which is at hand, and what led to the dropout's
+  input need not run again.
+- A batch norm that used the batch's own statistics is made again without the running ones, which it only updates: by
+  then they are no more what they were, and would have to be copied before.
+"""
+
+from __future__ import annotations
+
+import enum
+import operator
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
+
+__all__ = ["Form", "Snapshots", "makes_mask_alone", "repetition", "selection", "stand_in_of", "state_bytes"]
+
+aten = torch.ops.aten
+
+_STATE_BYTES = {"cpu": 5056, "cuda": 16}
+
+_SELECTIONS = {
+    aten.topk.default: 2,
+    aten.sort.default: 1,
+    aten.sort.stable: None,
+    aten.cummax.default: 1,
+    aten.cummin.default: 1,
+}
+"""Operators that select along a dimension, and the position of the argument ``dim``."""
+
+
+class Form(enum.StrEnum):
+    """In which form a forward operation runs again."""
+
+    SAME = "same"
+    GATHER = "gather"
+    MASK = "mask"
+
+
+def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
+    """For the values of a hoisted selection: what it selected from, along which dimension, and its indices.
+
+    ``None`` where ``values`` is something else, or where nobody kept the indices.
+    """
+    if values.target is not operator.getitem or values.args[1] != 0:
+        return None
+    (maker,) = input_nodes(values)
+    if maker.target not in _SELECTIONS or Mark.HOISTED not in maker.meta:
+        return None
+    indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
+    if not indices:
+        return None
+    place = _SELECTIONS[maker.target]
+    dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
+    source = maker.args[0]
+    assert isinstance(source, fx.Node) and isinstance(dim, int)
+    return source, dim, indices[0]
+
+
+def makes_mask_alone(mask: fx.Node) -> bool:
+    """Whether ``mask`` is a dropout's, and all that read it in the backward have a stand-in for the dropout's input."""
+    if mask.target is not operator.getitem or mask.args[1] != 1:
+        return False
+    (maker,) = input_nodes(mask)
+    if maker.target is not aten.native_dropout.default:
+        return False
+    later = [user for user in mask.users if user.op != "output" and user.meta.get(Mark.PHASE) is not Phase.FORWARD]
+    return bool(later) and all(stand_in_of(mask, user) is not None for user in later)
+
+
+def stand_in_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
+    """The gradient that can stand in for the input of the dropout that drew ``mask``; ``None`` if none can."""
+    if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
+        return None
+    gradient = reader.args[0]
+    (maker,) = input_nodes(mask)
+    source = maker.args[0]
+    assert isinstance(gradient, fx.Node) and isinstance(source, fx.Node)
+    left, right = gradient.meta["val"], source.meta["val"]
+    # As text: comparing symbolic sizes would add guards.
+    alike = (
+        left.dtype == right.dtype
+        and left.device == right.device
+        and str((left.shape, left.stride())) == str((right.shape, right.stride()))
+        and str(left.storage_offset()) == str(right.storage_offset()) == "0"
+    )
+    return gradient if alike else None
+
+
+def state_bytes(node: fx.Node) -> int:
+    """Bytes of the generator's state that replaying ``node`` saves."""
+    return _STATE_BYTES.get(tensor_values(node)[0].device.type, 16)
+
+
+def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node) -> fx.Node:
+    """A copy of a forward node that reads what the original reads, inserted before a node.
+
+    It is annotated like the original, which in another form than the same it must not stay.
+    """
+    with joint.graph.inserting_before(before):
+        picked = selection(original) if form is Form.GATHER else None
+        if picked is not None:
+            copy = joint.graph.call_function(aten.gather.default, picked)
+        else:
+            copy = joint.graph.node_copy(original)
+    copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
+    if _updates_statistics_alone(original):
+        source, weight, bias, _, _, in_training, momentum, epsilon = original.args
+        copy.target = aten._native_batch_norm_legit.no_stats
+        copy.args = (source, weight, bias, in_training, momentum, epsilon)
+        copy.meta["val"] = tuple(original.meta["val"][:3])
+    copy.meta[Mark.ORIGIN] = original.name
+    return copy
+
+
+def _updates_statistics_alone(node: fx.Node) -> bool:
+    """Whether a batch norm reads running statistics for nothing but their new values, which nobody else reads."""
+    if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
+        return False
+    source, weight, running = (node.args[place] for place in (0, 1, 3))
+    assert isinstance(source, fx.Node) and isinstance(running, fx.Node)
+    # The kernel computes in the type of the statistics that it is handed; without them, of the weight or the source.
+    own = weight if isinstance(weight, fx.Node) else source
+    new = [user for user in node.users if user.target is operator.getitem and user.args[1] in (3, 4)]
+    return own.meta["val"].dtype is running.meta["val"].dtype and all(
+        reader.op == "output" for statistic in new for reader in statistic.users
+    )
+
+
+class Snapshots:
+    """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
+
+    def __init__(self, joint: JointGraph, costs: CostModel) -> None:
+        self._joint = joint
+        self._costs = costs
+        self._taken: dict[fx.Node, fx.Node] = {}
+
+    def of(self, source: fx.Node) -> fx.Node:
+        """The copy of ``source``, made at the first asking."""
+        if source not in self._taken:
+            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
+            with self._joint.graph.inserting_before(next(self._joint.computed())):
+                copy = self._joint.graph.create_node(
+                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
+                )
+            value = source.meta["val"]
+            with value.fake_mode:
+                copy.meta["val"] = torch.empty_like(value)
+            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
+            annotate_node(copy, self._costs)
+            self._taken[source] = copy
+        return self._taken[source]

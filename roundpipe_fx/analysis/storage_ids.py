@@ -1,0 +1,132 @@
+"""Storages by number: which bytes an FX node's value stands on, followed through views, tuples and in-place writes.
+
+Fake tensors know their storage, but a copy of a node carries the values of its original; so aliases are told by the
+nodes that a node reads, and each node that computes gets storages of its own.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost.of_node import tensor_bytes
+from roundpipe_fx.gradient_sums import SUMMING, add_to
+from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
+from roundpipe_fx.partial_writes import PARTIAL_WRITES
+
+__all__ = ["OUTSIDE", "StorageNumbers"]
+
+OUTSIDE = -1
+"""Stands for the storage of what is at hand anyway: parameters, the user's inputs."""
+
+
+class StorageNumbers:
+    """Numbers storages as nodes are followed in order.
+
+    Args:
+        granularity: what the device's allocator rounds sizes up to, in bytes.
+
+    Attributes:
+        sizes: bytes by storage.
+    """
+
+    def __init__(self, granularity: int = 1) -> None:
+        self._granularity = granularity
+        self._leaves: dict[fx.Node, list[int]] = {}
+        self.sizes: list[int] = []
+
+    def of(self, node: fx.Node) -> list[int]:
+        """The storages behind a node's tensors, in order; ``OUTSIDE`` for those that do not count."""
+        return self._leaves.get(node, [])
+
+    def give(self, node: fx.Node, storages: list[int]) -> None:
+        """Say what a graph input stands on; nothing, if it is a sum that there is not yet."""
+        self._leaves[node] = storages
+
+    def new(self, value: torch.Tensor) -> int:
+        """A new storage of the size of the tensor's."""
+        return self.new_of(tensor_bytes([value]))
+
+    def new_of(self, size: int) -> int:
+        """A new storage of so many bytes."""
+        self.sizes.append(-(-size // self._granularity) * self._granularity)
+        return len(self.sizes) - 1
+
+    def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
+        """The storage of an incoming gradient; one that is not expected is a single zero, seen at every place."""
+        return self.new(value) if expected else self.new_of(value.dtype.itemsize)
+
+    def reads(self, node: fx.Node) -> list[int]:
+        """Storages that a node reads, each once."""
+        return list(dict.fromkeys(s for source in input_nodes(node) for s in self.of(source) if s != OUTSIDE))
+
+    def follow(self, node: fx.Node) -> list[int]:
+        """Number what a node makes; the new storages."""
+        if node.target is operator.getitem:
+            self._leaves[node] = self._item(node)
+            return []
+        if node.target in SUMMING and (node.target is add_to or self.of(_total(node))):
+            self._leaves[node] = self.of(_total(node)) or self.of(node.all_input_nodes[-1])
+            return []
+        values = tensor_values(node)
+        written = _written(node)
+        if written is not None:
+            self._leaves[node] = list(self.of(written))
+            return []
+        known: dict[int, int] = {}
+        for source in input_nodes(node):
+            for value, storage in zip(tensor_values(source), self.of(source), strict=False):
+                if value.layout is torch.strided:
+                    known.setdefault(value.untyped_storage()._cdata, storage)
+        leaves: list[int] = []
+        made: list[int] = []
+        for value in values:
+            key = value.untyped_storage()._cdata if value.layout is torch.strided else None
+            if key is not None and key in known:
+                storage = known[key]
+            else:
+                storage = self.new(value)
+                made.append(storage)
+                if key is not None:
+                    known[key] = storage
+            leaves.append(storage)
+        self._leaves[node] = leaves
+        return made
+
+    def _item(self, node: fx.Node) -> list[int]:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        value = source.meta.get("val")
+        if isinstance(value, torch.Tensor) or not isinstance(index, int):
+            return self.of(source)
+        assert value is not None
+        before = sum(_count_tensors(item) for item in value[:index])
+        return self.of(source)[before : before + _count_tensors(value[index])]
+
+
+def _total(node: fx.Node) -> fx.Node:
+    total = node.args[0]
+    assert isinstance(total, fx.Node)
+    return total
+
+
+def _written(node: fx.Node) -> fx.Node | None:
+    """The argument that a node writes its result into, if it does."""
+    if node.target in PARTIAL_WRITES.values():
+        return node.all_input_nodes[0]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given: Any = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
+            return given if isinstance(given, fx.Node) else None
+    return None
+
+
+def _count_tensors(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return 1
+    return sum(_count_tensors(item) for item in value) if isinstance(value, (tuple, list)) else 0

@@ -1,0 +1,98 @@
+"""The ``torch.compile`` backend: ``torch.compile(model, backend="roundpipe_fx", options={...})``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.api.compilation import compile_graph
+from roundpipe_fx.frontend.graph_breaks import around_calls
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.remat.learned_steps import LearnedSteps
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.torch_private import UserLine
+
+__all__ = ["Backend", "make_backend", "roundpipe_fx_backend"]
+
+Backend = Callable[..., Callable[..., Any]]
+
+
+def make_backend(
+    options: Options,
+    on_plan: Callable[[Plan], None],
+    assumptions: Assumptions | None = None,
+    pipelining: Pipelining | None = None,
+    likeness: Likeness | None = None,
+) -> Backend:
+    """A Dynamo backend with its options bound.
+
+    Args:
+        options: how to compile.
+        on_plan: called with each plan that is made.
+        assumptions: what plans assume about run time; steps extend it.
+        pipelining: how microbatches are pipelined; ``None``: they are not.
+        likeness: how the first graph of the step at hand was cut.
+    """
+    warned: set[UserLine] = set()
+    assumptions = assumptions or Assumptions()
+
+    def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return compile_graph(
+            module, example_inputs, options, registered_sync_ops(), on_plan, warned, assumptions, pipelining, likeness
+        )
+
+    budgeted = options.memory_budget is not None
+    outside = assumptions.steps.runs_eagerly
+    # Pipelines are of one graph, so nothing breaks, and they are called for each microbatch.
+    around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted, outside)
+    roundpipe_fx.backend_ctx_ctor = around  # type: ignore[attr-defined]
+    return roundpipe_fx
+
+
+_warned: set[UserLine] = set()
+
+
+def roundpipe_fx_backend(
+    module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
+
+    Plans are logged at level INFO by the logger ``roundpipe_fx.compiler.lower``.
+
+    Raises:
+        ValueError: an unknown option or value.
+        TypeError: a value of a wrong type.
+    """
+    try:
+        parsed = Options.parse(options or {})
+    except (TypeError, ValueError) as error:
+        raise torch_private.passed_through(error) from None
+    assumptions = _assumptions_of(options or {})
+    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned, assumptions)
+
+
+_MOST = 64
+_shared: dict[int, tuple[Mapping[str, Any], Assumptions]] = {}
+
+
+def _assumptions_of(options: Mapping[str, Any]) -> Assumptions:
+    """One for all graphs of a ``torch.compile``: it gives each the very same options.
+
+    Nothing is planned anew there. But who compiles is told where the graphs of a step hold more than the budget.
+    """
+    if id(options) not in _shared:
+        while len(_shared) >= _MOST:
+            del _shared[next(iter(_shared))]
+        _shared[id(options)] = options, Assumptions(steps=LearnedSteps(again=False))
+    return _shared[id(options)][1]
+
+
+roundpipe_fx_backend.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]
+torch_private.forward_backend_context()
+torch_private.log_metrics_with_functions()

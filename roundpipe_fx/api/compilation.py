@@ -1,0 +1,309 @@
+"""Compilation of one graph: AOTAutograd's callbacks, from a joint graph to programs and back to a callable.
+
+What AOTAutograd gets back are graphs of stage calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.analysis.cost import COMPILED_STAGES
+from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.codegen import Program, seen_by_autograd
+from roundpipe_fx.compiler.lower import Lowered, asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
+from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
+from roundpipe_fx.frontend.opaque_backward import OpaqueCall
+from roundpipe_fx.frontend.size_range import lower_for_sizes
+from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
+from roundpipe_fx.pipeline.lowering import lower_pipeline
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.executor import load_program
+from roundpipe_fx.runtime.forward_calls import observed
+from roundpipe_fx.runtime.pipelined_calls import pipelined
+from roundpipe_fx.runtime.seen_gradients import noting_gradients
+from roundpipe_fx.runtime.seen_sizes import sizes_seer
+from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
+from roundpipe_fx.runtime.step_calls import NotedGraph
+from roundpipe_fx.runtime.watched_step import WatchedStep
+from roundpipe_fx.torch_private import UserLine
+
+__all__ = ["compile_graph"]
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Compilation:
+    """What AOTAutograd's callbacks for one graph share."""
+
+    options: Options
+    registered_syncs: Collection[Any]
+    assumptions: Assumptions
+    name: str
+    labels: list[tuple[str, bool]]
+    autocast: frozenset[str]
+    on_plan: Callable[[Plan], None]
+    lowered: Lowered | None = None
+    compiled: dict[str, Boxed] = field(default_factory=dict)
+    pipelining: Pipelining | None = None
+    likeness: Likeness = field(default_factory=Likeness)
+    graph: PipelinedGraph | None = None
+    watched: WatchedStep | None = None
+    opaque: list[OpaqueCall] = field(default_factory=list)
+    """Held until all stages are compiled, which hold what they call."""
+    call_name: str = ""
+    noted: NotedGraph | None = None
+
+    def partition(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        if not is_outermost(joint):
+            return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
+        if self.pipelining is not None:
+            return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
+        run_passes = functools.partial(
+            lower,
+            options=self.options,
+            registered_syncs=self.registered_syncs,
+            share=self.assumptions.share,
+            workspaces=self.assumptions.workspaces,
+            step=self.assumptions.steps.needs(self.call_name),
+        )
+        differentiated = torch_private.differentiated_outputs(joint)
+        self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered)
+        self.on_plan(self.lowered.plan)
+        assert self.lowered.backward is not None
+        self.noted = self._noted(self.lowered, differentiated)
+        return self.lowered.forward.module, self.lowered.backward.module
+
+    def _noted(self, lowered: Lowered, differentiated: Sequence[int]) -> NotedGraph | None:
+        """What the steps' calls of this graph are noted as; ``None`` where that would change no plan."""
+        if self.options.rotor is not None:
+            return None
+        training = lowered.backward is not None
+        asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
+        if asked is None or (isinstance(asked, float) and asked == 1.0):
+            return None
+        operations = lowered.chosen.graph if lowered.chosen is not None else None
+        name, footprint = self.call_name, lowered.footprint
+        self.assumptions.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
+        outputs = lowered.forward.outputs
+        return NotedGraph(name, footprint, outputs, lowered.parameters, frozenset(differentiated), training)
+
+    def _for_sizes(
+        self,
+        joint: fx.GraphModule,
+        num_fwd_outputs: int,
+        lower: Callable[[JointGraph], T],
+        lowered_of: Callable[[T], Lowered],
+    ) -> T:
+        """Lower a graph for the sizes that it is to be used with."""
+        assumed = self.assumptions.of_graph(self.name)
+        with torch_private.without_modes(), _without_gc():
+            view = self._view(joint, num_fwd_outputs)
+            if bounded_in_bytes(view, self.options):
+                return lower_for_sizes(view, assumed, lower, lambda found: lowered_of(found).recompute_seconds > 0)
+            torch_private.assume_sizes(joint, assumed)
+            return lower(view)
+
+    def _partition_for_pipeline(
+        self, joint: fx.GraphModule, num_fwd_outputs: int, pipelining: Pipelining
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        differentiated = torch_private.differentiated_outputs(joint)
+        run_passes = functools.partial(
+            lower_pipeline,
+            options=self.options,
+            pipelining=pipelining,
+            registered_syncs=self.registered_syncs,
+            share=self.assumptions.share,
+            like=self.likeness.structure,
+            in_halves=self.likeness.in_halves,
+            workspaces=self.assumptions.workspaces,
+        )
+        pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda pipeline: pipeline.main.lowered)
+        seen = Seen(self._see_size, self.assumptions.see_workspace) if pipeline.budget is not None else None
+        self.graph = pipelined_graph(pipeline, differentiated, seen)
+        self.lowered = pipeline.main.lowered
+        self.on_plan(plan_of_pipeline(self.graph, pipelining))
+        assert self.lowered.backward is not None
+        return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
+
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None
+        if self.graph is not None:
+            kept = self.lowered.forward.results[self.lowered.forward.outputs :]
+            return pipelined(self.graph, [_stand_in(node) for node in kept])
+        plan = self.lowered.plan
+        run = self._load(self.lowered, self.lowered.forward)
+        if self.noted is not None:
+            run = self.assumptions.calls.forward(run, self.noted)
+        self.watched = self._watch(self.lowered)
+        if self.watched is not None:
+            run = self.watched.forward(run)
+        see = sizes_seer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
+        return observed(run, plan.outputs if plan.static else 0, see)
+
+    def _see_size(self, symbol: str, size: int) -> None:
+        self.assumptions.see(f"{self.name}/{symbol}", size)
+
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        assert self.lowered is not None and self.lowered.backward is not None
+        if self.graph is not None:
+            return _never_called  # the pipeline runs the backward
+        run = self._load(self.lowered, self.lowered.backward)
+        if self.noted is not None:
+            run = self.assumptions.calls.backward(run, self.noted)
+        if self.watched is not None:
+            run = self.watched.backward(run)
+        unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
+        # Where sizes are symbols autograd makes zeros for outputs that nobody used, and nothing tells them apart.
+        if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
+            return run
+        places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
+        return noting_gradients(run, places, functools.partial(self.assumptions.see_brought, self.name))
+
+    def _watch(self, lowered: Lowered) -> WatchedStep | None:
+        """Have a step show whether compiled stages exceed the budget; ``None`` if that would change nothing.
+
+        Eager stages hold what was planned. What all plans hold alike beyond it decides nothing between them, unless the
+        budget is bytes.
+        """
+        if lowered.stage_compiler == "eager" or not bounded_in_bytes(lowered.joint, self.options):
+            return None
+        assert lowered.backward is not None and lowered.plan.budget is not None
+        budget, planned = lowered.plan.budget, lowered.plan.peak_bytes - lowered.setting.beyond_plan
+
+        def see(peak: int) -> None:
+            if peak > budget:
+                self.assumptions.see_workspace(COMPILED_STAGES, peak - planned)
+
+        device = lowered.setting.device
+        outside = lasting_bytes(lowered.tangents, allocation_granularity(device))
+        return WatchedStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
+
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        outputs = module.graph.output_node().args[0]
+        joint = self._view(module, len(outputs))  # type: ignore[arg-type]
+        if self.pipelining is not None:
+            with torch_private.without_modes(), _without_gc():
+                pipeline = lower_pipeline(
+                    joint,
+                    self.options,
+                    self.pipelining,
+                    self.registered_syncs,
+                    training=False,
+                    like=self.likeness.structure,
+                )
+            graph = pipelined_graph(pipeline, [])
+            self.on_plan(plan_of_pipeline(graph, self.pipelining))
+            return pipelined(graph, [])
+        with torch_private.without_modes(), _without_gc():
+            lowered = lower(joint, self.options, self.registered_syncs, training=False)
+        self.on_plan(lowered.plan)
+        run = self._load(lowered, lowered.forward)
+        noted = self._noted(lowered, ())
+        return observed(run if noted is None else self.assumptions.calls.forward(run, noted))
+
+    def _load(self, lowered: Lowered, program: Program) -> Boxed:
+        see = self.assumptions.see_workspace if lowered.plan.budget is not None else None
+        stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
+        return load_program(program, stages, strided=lowered.stage_compiler != "eager")
+
+    def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
+        joint = joint_graph_of(module, num_forward_outputs, self.labels)
+        return expect_loss(joint, self.autocast, self.assumptions.brought(self.name))
+
+
+def compile_graph(
+    module: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    options: Options,
+    registered_syncs: Collection[Any],
+    on_plan: Callable[[Plan], None],
+    warned: set[UserLine],
+    assumptions: Assumptions | None = None,
+    pipelining: Pipelining | None = None,
+    likeness: Likeness | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo's.
+
+    Args:
+        module: Dynamo's graph.
+        example_inputs: its inputs, fake.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        on_plan: called with each plan that is made.
+        warned: lines of graph breaks that the user was told of already; extended.
+        assumptions: what plans assume about run time; steps extend it.
+        pipelining: how microbatches are pipelined; ``None``: they are not.
+        likeness: how the first graph of the step at hand was cut.
+    """
+    assumptions = assumptions or Assumptions()
+    warn_of_graph_break(module, warned, options.memory_budget is not None, assumptions.steps.runs_eagerly)
+    prepare(module)
+    labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
+    name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
+    likeness = likeness or Likeness()
+    if pipelining is not None:
+        pipelining = dataclasses.replace(pipelining, offloaded=likeness.offloaded)
+    compilation = _Compilation(
+        options,
+        registered_syncs,
+        assumptions,
+        name,
+        labels,
+        frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
+        on_plan,
+        pipelining=pipelining,
+        likeness=likeness,
+        call_name=f"{name} {_shapes(example_inputs)}",
+    )
+    return capture(module, example_inputs, compilation)
+
+
+def _shapes(inputs: Sequence[Any]) -> str:
+    """Tells graphs apart that differ in their inputs' sizes alone."""
+    kinds = [(str(tuple(value.shape)), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
+    modes = torch.is_grad_enabled()
+    return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def _without_gc() -> Iterator[None]:
+    """No garbage collection inside: passes make many objects that live on, and scanning them each time is slow."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _stand_in(node: Any) -> Any:
+    """What autograd gets for a value that the pipeline keeps itself."""
+    return torch.empty(0) if isinstance(node, fx.Node) and is_tensor(node) else 0
+
+
+def _never_called(arguments: list[Any]) -> Any:
+    raise RuntimeError("the backward of a pipelined graph runs in its pipeline.")
+
+
+_never_called._boxed_call = True  # type: ignore[attr-defined]

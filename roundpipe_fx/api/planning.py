@@ -1,0 +1,144 @@
+"""Planning without the memory: whether and how a model would fit a device, before there is one."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.api.compiled_module import CompiledModule
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.ir.options import Options, meant
+from roundpipe_fx.pipeline.settings import parse_pipelining
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.torch_private import fakes_on
+
+__all__ = ["plan"]
+
+_SHARE = 0.9
+
+
+def plan(
+    model: nn.Module,
+    *args: Any,
+    memory_budget: int | float | str | None = None,
+    device: str | None = None,
+    stages: int | str | list[str] | tuple[str, ...] = "auto",
+    offloaded: bool = False,
+    num_microbatches: int | None = None,
+    **kwargs: Any,
+) -> Plan:
+    """Plan a training step for a device without running it and without allocating its memory.
+
+    ::
+
+        with torch.device("meta"):
+            model = transformers.LlamaForCausalLM(config).bfloat16()
+        tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
+        print(roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200"))
+
+    The model may lie on any device, the meta device included; its parameters are replaced by ones without storage.
+    Stages are planned as run eagerly, with the operations that PyTorch chooses on the CPU: where a GPU has a fused
+    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. What kernels
+    allocate for themselves is measured when a model is compiled on its device, and is not in a plan from here.
+
+    Args:
+        model: any module that ``torch.compile`` can trace as one graph.
+        *args: its inputs; of tensors only shapes and dtypes matter.
+        memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
+            parameters and buffers, unless it is offloaded; no limit for ``"cpu"``.
+        device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: the GPU at hand
+            if its name is among them, else the CPU.
+        stages: as for :func:`roundpipe_fx.compile`.
+        offloaded: whether the model is to stay on the CPU, while the device has what the stage at hand reads, as with
+            ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
+        num_microbatches: as for :func:`roundpipe_fx.compile`; offloaded 2 if it is not given.
+        **kwargs: more inputs.
+
+    Returns:
+        the plan: it fits, at ``recompute_seconds``. It has the emitted code too.
+
+    Raises:
+        InfeasibleBudgetError: it does not fit; the message says what binds and how many bytes it takes.
+        ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value.
+        TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
+    """
+    _check_names(model, kwargs)
+    name = _device_name(device)
+    options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
+    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+    budget = options.memory_budget
+    if budget is None:
+        total = DEVICES[name].memory
+        budget = int(_SHARE * total) - (0 if offloaded else weights) if total else 1.0
+        if budget <= 0:
+            raise InfeasibleBudgetError(
+                f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
+                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the stage at hand "
+                "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
+                weights,
+            )
+    options = Options(options.stages, None, budget, "roofline", "eager", name)
+    # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
+    # loss would be missing in the graph.
+    stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
+    args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
+    # For these sizes, whatever others were planned or compiled for before.
+    pipelining = None
+    if offloaded or num_microbatches is not None:
+        count = 2 if num_microbatches is None else num_microbatches
+        parsed = parse_pipelining(None, count, None, None, options.stages, None, options.memory_budget)
+        assert parsed is not None
+        pipelining = dataclasses.replace(parsed, offloaded=offloaded)
+    model = copy.deepcopy(model, stand_ins)
+    planned = CompiledModule(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
+    return planned.trace(*args, **kwargs)
+
+
+_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches")
+
+
+def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
+    """Look for misspelt options among the names of the model's inputs."""
+    accepted = inspect.signature(model.forward).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+    for name in inputs:
+        hint = meant(name, _OPTIONS, cutoff=0.8)
+        if name in accepted or (takes_all and not hint):
+            continue
+        if takes_all:
+            warnings.warn(f"roundpipe_fx: plan() gives {name!r} to the model as an input.{hint}", stacklevel=3)
+        else:
+            raise TypeError(
+                f"plan() got an unexpected keyword argument {name!r}: neither it nor the model's forward knows "
+                f"it.{hint}"
+            )
+
+
+def _device_name(device: str | None) -> str:
+    if device is None:
+        reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")
+    if device not in DEVICES:
+        known = ", ".join(DEVICES)
+        raise ValueError(f"no roofline for a device named {device!r}.{meant(device, DEVICES)} Known: {known}.")
+    return device
+
+
+def _stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
+    """By ``id``, tensors without memory for all of a model and its inputs: the same for what is given twice."""
+    found: dict[int, Any] = {}
+    for parameter in model.parameters():
+        found[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+    for value in tree_leaves([inputs, *(list(vars(module).values()) for module in model.modules())]):
+        if isinstance(value, torch.Tensor) and id(value) not in found:
+            found[id(value)] = fake(value)
+    return found

@@ -1,0 +1,92 @@
+"""Planning anew: what a step shows that its plan did not know makes the next plan.
+
+Data-dependent sizes, memory that operators take for themselves, and calls that are alive at once are seen as steps run;
+that there is less memory
+than the budget says is seen where it runs out.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
+
+__all__ = ["planning_anew"]
+
+log = logging.getLogger(__name__)
+
+_SMALLER = 0.8
+"""What is left of the budget after running out of memory."""
+_CLOSER = 0.98
+"""What is left beside that of a budget in which microbatches do not fit together."""
+_TRIES = 5
+"""So often is a step planned anew because its microbatches do not fit together."""
+
+
+def planning_anew(
+    run: Callable[[], Any],
+    compile_anew: Callable[[], None],
+    assumptions: Assumptions,
+    devices: Sequence[torch.device],
+    budgeted: bool,
+) -> Any:
+    """Run a step; compile it anew before if its plan is out of date, and once more if memory runs out.
+
+    Args:
+        run: the step, or its forward.
+        compile_anew: have the next ``run`` compile and plan again.
+        assumptions: what plans take for granted, and steps extend.
+        devices: whose random number generators the step draws from, beside the CPU's.
+        budgeted: whether the step has a memory budget, which can be made smaller.
+
+    Raises:
+        InfeasibleBudgetError: steps have shown that the budget cannot be met.
+        torch.OutOfMemoryError: memory ran out, and with a smaller budget too, or there is no smaller one.
+    """
+    if assumptions.steps.stale and torch.is_grad_enabled():
+        assumptions.steps.plan_together(assumptions.share)
+        assumptions.stale = True
+    if assumptions.stale:
+        assumptions.renew()
+        log.info("planning anew with what steps have shown: %s", assumptions.assumed)
+        compile_anew()
+    if not budgeted or not torch.is_grad_enabled():
+        return run()
+    with torch_private.rng_states(devices) as restore:
+        try:
+            return _fitted(run, compile_anew, assumptions)
+        except torch.OutOfMemoryError as error:
+            # Outside the handler the error's traceback no longer holds what the step had allocated.
+            failure = error.with_traceback(None)
+        restore()
+    assumptions.share *= _SMALLER
+    warnings.warn(
+        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
+        f"{assumptions.share:.0%} of the budget and running the step again.",
+        stacklevel=4,
+    )
+    compile_anew()
+    try:
+        return _fitted(run, compile_anew, assumptions)
+    except (torch.OutOfMemoryError, InfeasibleBudgetError):
+        raise failure from None
+
+
+def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], assumptions: Assumptions) -> Any:
+    """Run a step; compile it anew for less where its microbatches do not fit together."""
+    for _ in range(_TRIES):
+        try:
+            return run()
+        except UnequalMicrobatchesError as error:
+            assumptions.share *= _CLOSER * error.allowed / error.needed
+            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * assumptions.share)
+            compile_anew()
+    return run()

@@ -1,0 +1,1 @@
+"""Interfaces of other libraries: ``torch.utils.checkpoint``, RoundPipe, torchgpipe, RETURNN, rotor."""

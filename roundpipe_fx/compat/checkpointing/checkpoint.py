@@ -1,0 +1,170 @@
+"""Checkpointed functions: ``torch.utils.checkpoint`` in which one can ask which pass is running.
+
+The work is PyTorch's own non-reentrant checkpoint. What is added is the record of passes
+(:mod:`roundpipe_fx.compat.checkpointing.layer_pass`), which the questions of torchgpipe and fairscale
+(``is_checkpointing``, ``is_recomputing``) and of RoundPipe (``doing_recompute``) are answered from.
+
+In a model compiled with roundpipe_fx nothing of this runs: the calls become recompute regions of the graph, and the
+questions are answered while tracing, as in a first pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.compat.checkpointing.layer_pass import Layer, current_pass, enter_layer, running
+
+__all__ = ["checkpoint", "checkpoint_sequential", "is_checkpointing", "is_recomputing"]
+
+ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: ContextFn = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Run a function whose intermediate values are not kept for the backward but computed again there.
+
+    As :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``, which does it: keyword arguments, nested
+    structures, parameters that need gradients beside inputs that do not, ``torch.autograd.grad``,
+    ``backward(inputs=…)`` and several backwards work, random numbers and autocast are repeated exactly, and the
+    generators' states are left as they were. Inside, :func:`is_checkpointing`, :func:`is_recomputing`,
+    :func:`roundpipe_fx.save_for_recompute` and :func:`roundpipe_fx.doing_recompute` work.
+
+    In a model compiled with roundpipe_fx the call is a recompute region: what is made inside and read only there is
+    not kept, but for what must not be asked twice, what was given to ``save_for_recompute`` and what a selective
+    policy saves.
+
+    Args:
+        function: called as ``function(*args, **kwargs)``, once now and once more for each backward.
+        *args: its inputs.
+        use_reentrant: taken for compatibility; the non-reentrant form is used always.
+        preserve_rng_state: whether recomputation draws the same random numbers. Compiled, ``False`` means that no
+            generator state is saved: what was drawn inside is kept instead, so gradients are right all the same.
+        context_fn: as in PyTorch, for selective checkpointing
+            (``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
+        determinism_check: ``"default"`` compares shapes, dtypes and devices of what is recomputed; ``"none"``.
+        debug: record the operations of both passes for the error message. Compiled it does nothing.
+        early_stop: stop recomputing when all that is needed is there.
+        **kwargs: its keyword inputs.
+
+    Raises:
+        torch.utils.checkpoint.CheckpointError: in the backward, when recomputation differs from the first pass.
+        ValueError: an option has an unknown value.
+    """
+    options: dict[str, Any] = {}
+    if not preserve_rng_state:
+        options["preserve_rng_state"] = False
+    if context_fn is not noop_context_fn:
+        options["context_fn"] = context_fn
+    if determinism_check != "default":
+        options["determinism_check"] = determinism_check
+    if debug:
+        options["debug"] = True
+    if not early_stop:
+        options["early_stop"] = False
+    if torch.compiler.is_compiling():
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    if use_reentrant:
+        warnings.warn(
+            "roundpipe_fx.checkpoint is always non-reentrant; use_reentrant=True has no effect. Leave it out.",
+            stacklevel=2,
+        )
+    if not torch.is_grad_enabled():
+        return torch_checkpoint(function, *args, use_reentrant=False, **options, **kwargs)
+    run = functools.partial(_run, function, enter_layer(_name(function)))
+    return torch_checkpoint(run, *args, use_reentrant=False, **options, **kwargs)
+
+
+def _run(function: Callable[..., Any], layer: Layer, /, *args: Any, **kwargs: Any) -> Any:
+    with running(layer):
+        return function(*args, **kwargs)
+
+
+def checkpoint_sequential(
+    functions: nn.Sequential | Sequence[Callable[..., Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+) -> Any:
+    """Run a chain of functions in segments, all but the last of which are checkpointed.
+
+    As :func:`torch.utils.checkpoint.checkpoint_sequential` with ``use_reentrant=False``.
+
+    Args:
+        functions: an ``nn.Sequential`` or a list of functions, each called with the result of the one before.
+        segments: how many segments to divide them into.
+        input: of the first one.
+        use_reentrant: taken for compatibility; the non-reentrant form is used always.
+        preserve_rng_state: as for :func:`checkpoint`.
+
+    Raises:
+        ValueError: ``segments`` is not between 1 and the number of functions.
+    """
+    chain = list(functions.children()) if isinstance(functions, nn.Sequential) else list(functions)
+    if not 1 <= segments <= len(chain):
+        raise ValueError(f"segments={segments}: it must be between 1 and the number of functions, {len(chain)}.")
+    size = len(chain) // segments
+    for start in range(0, size * (segments - 1), size):
+        run = functools.partial(_run_chain, chain[start : start + size])
+        input = checkpoint(run, input, use_reentrant=use_reentrant, preserve_rng_state=preserve_rng_state)
+    return _run_chain(chain[size * (segments - 1) :], input)
+
+
+def _run_chain(functions: Sequence[Callable[..., Any]], value: Any) -> Any:
+    for function in functions:
+        value = function(value)
+    return value
+
+
+def is_checkpointing() -> bool:
+    """Whether this thread is in the first pass of a checkpointed function.
+
+    Compiled: whether the place is inside a checkpointed function.
+    """
+    if torch.compiler.is_compiling():
+        return torch_private.tracing_inside_checkpoint()
+    running_pass = current_pass()
+    return running_pass is not None and not running_pass.recomputing
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is in the recomputation of a checkpointed function. ``False`` in a compiled model."""
+    if torch.compiler.is_compiling():
+        return False
+    running_pass = current_pass()
+    return running_pass is not None and running_pass.recomputing
+
+
+def _name(function: Callable[..., Any]) -> str:
+    """A layer's name for people."""
+    if isinstance(function, functools.partial):
+        if function.func is _run_chain:
+            return f"a segment of {len(function.args[0])} functions that begins with {_name(function.args[0][0])}"
+        return _name(function.func)
+    module = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
+    if isinstance(module, nn.Module):
+        method = "" if module is function else f".{getattr(function, '__name__', '')}"
+        inside = ", ".join(f"{name}: {type(child).__name__}" for name, child in list(module.named_children())[:3])
+        return f"{type(module).__name__}{method}({inside})"
+    return getattr(function, "__qualname__", repr(function))

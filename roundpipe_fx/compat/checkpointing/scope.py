@@ -1,0 +1,254 @@
+"""RETURNN's gradient checkpoint scope: what is made inside is not stored for the backward, wherever it is read.
+
+::
+
+    with gradient_checkpoint_scope():
+        weight = self.weight + torch.randn_like(self.weight)
+    y = x @ weight  # needs the noisy weight for the backward: it is made again then, not kept
+
+A checkpointed *function* does not store what it makes and reads itself, but what leaves it is stored by whoever reads
+it. A scope is about the *values*: what is made inside is never stored.
+
+Eager, a dispatch mode records the operations inside (:mod:`roundpipe_fx.compat.checkpointing.tape`), and saved-tensor
+hooks put a handle in the place of each tensor that was made there, also after the scope has ended, as long as any such
+tensor lives (:mod:`roundpipe_fx.compat.checkpointing.persistent_hooks`). The first handle that the backward asks for
+lets the tape make all of them again; each is freed after its use. Compiled, the scope is a mark on the values, which
+the planner heeds.
+
+Known from RETURNN (``returnn.torch.util.gradient_checkpoint``), which records and replays in the same way; replaying
+all of a scope, with one state of the generators for the whole of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.compat.checkpointing.persistent_hooks import LingeringHooks
+from roundpipe_fx.compat.checkpointing.tape import Tape, View
+from roundpipe_fx.ir.recompute_marks import annotated_scope
+
+__all__ = ["gradient_checkpoint_scope"]
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.scopes: list[gradient_checkpoint_scope] = []
+        """Scopes that are entered, or that have ended and of whose tensors some live; oldest first."""
+        self.making_again = False
+
+
+_local = _Local()
+
+
+class gradient_checkpoint_scope:
+    """Tensors that are made inside are not stored for the backward; they are computed again when first needed.
+
+    ::
+
+        with roundpipe_fx.gradient_checkpoint_scope():
+            x = a + b
+        y = x * c  # x is not kept, although it is read outside
+
+    Random numbers are drawn again from the same generator states, autocast plays no part in what is repeated, and what
+    is made again is freed after its use. Scopes nest. Without gradients a scope does nothing. Of other saved-tensor
+    hooks, those that are entered inside the scope are asked first, as everywhere; those around it are asked for all
+    that was not made inside.
+
+    Use each object for one ``with``. In a model compiled with roundpipe_fx a scope marks the values, which are then not
+    kept whatever the budget.
+
+    Raises:
+        RuntimeError: entered twice, or ended in another thread than it was entered in; in the backward, when a tensor
+            that the scope reads has been updated in place since.
+    """
+
+    def __init__(self) -> None:
+        self._in_graph = annotated_scope() if torch.compiler.is_compiling() else None
+        self._recorder: _Recorder | None = None
+
+    def __enter__(self) -> None:
+        if self._in_graph is not None:
+            next(self._in_graph)
+            return
+        if self._recorder is not None:
+            raise RuntimeError("this gradient_checkpoint_scope was entered before: make a new one for each use.")
+        self._enter()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._in_graph is not None:
+            next(self._in_graph, None)
+            return
+        self._check_thread("ended")
+        assert self._recorder is not None
+        self._recorder.__exit__(*error)
+        self._ended = True
+        self._leave_if_over()
+
+    def exit_saved_tensors_hooks_scope(self) -> None:
+        """After the scope: from now on tensors made inside are stored like others where something new reads them.
+
+        Without this call that happens when the last of them has died. Has no effect inside the scope, or when it has
+        happened.
+
+        Raises:
+            RuntimeError: called in another thread than the scope was entered in.
+        """
+        if self._in_graph is not None:
+            return
+        self._check_thread("left")
+        if self._ended:
+            self._leave()
+
+    def _enter(self) -> None:
+        self._thread = threading.get_ident()
+        self._among = _local.scopes
+        self._ended = False
+        self._tape = Tape(_refer, _when_dead(weakref.ref(self)))
+        self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
+        self._hooks = LingeringHooks(_pack, _unpack)
+        self._recorder = _Recorder(self._tape)
+        self._hooks.push()
+        _local.scopes.append(self)
+        self._recorder.__enter__()
+
+    def _check_thread(self, what: str) -> None:
+        if self._recorder is None:
+            raise RuntimeError(f"this gradient_checkpoint_scope was {what} before it was entered.")
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"this gradient_checkpoint_scope was {what} in another thread than it was entered in: saved-tensor "
+                "hooks belong to a thread."
+            )
+
+    def _leave_if_over(self) -> None:
+        """Leave, once the scope has ended and nothing that was made inside lives. Any thread may find that out."""
+        if self._ended and not self._tape.lives:
+            self._leave()
+
+    def _leave(self) -> None:
+        self._hooks.leave()
+        if self in self._among:
+            self._among.remove(self)
+        self._tape.prune({handle.view.number for handle in self._handles})
+
+    def _handle_of(self, tensor: torch.Tensor) -> _Handle | None:
+        view = self._tape.made(tensor)
+        if view is None:
+            return None
+        handle = _Handle(self._tape, self._handles, view)
+        self._handles.add(handle)
+        return handle
+
+
+def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], None]:
+    def leave() -> None:
+        found = scope()
+        if found is not None:
+            found._leave_if_over()
+
+    return leave
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes the operations of its thread on a tape.
+
+    Modes of several threads that begin and end crosswise would leave PyTorch's flags for Dynamo, which are the
+    process's, as if one were still active; so the last recorder puts them back to what they were before the first.
+    """
+
+    _lock = threading.Lock()
+    _active = 0
+    _before: tuple[bool, ...] = ()
+    _meanwhile: tuple[bool, ...] = ()
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __enter__(self) -> _Recorder:
+        with _Recorder._lock:
+            if not _Recorder._active:
+                _Recorder._before = torch_private.dispatch_mode_flags()
+            _Recorder._active += 1
+            super().__enter__()
+            _Recorder._meanwhile = torch_private.dispatch_mode_flags()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with _Recorder._lock:
+            super().__exit__(*error)
+            _Recorder._active -= 1
+            torch_private.set_dispatch_mode_flags(_Recorder._meanwhile if _Recorder._active else _Recorder._before)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _local.making_again:
+            return func(*args, **(kwargs or {}))
+        return self._tape.run(func, args, kwargs or {})
+
+
+class _Handle:
+    """What stands for a tensor in the graph of autograd."""
+
+    def __init__(self, tape: Tape, others: weakref.WeakSet[_Handle], view: View) -> None:
+        self.view = view
+        self.value: torch.Tensor | None = None
+        self._tape = tape
+        self._others = others
+        self._writes = tape.writes(view.number)
+        self._lock = threading.Lock()
+
+    def get(self) -> torch.Tensor:
+        """The tensor, made again if need be, and then let go of."""
+        if self._tape.writes(self.view.number) != self._writes:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+                f"tensor of shape {tuple(self.view.size)} made in a gradient_checkpoint_scope, after it was saved."
+            )
+        with self._lock:
+            value = self.value
+            self.value = None
+        return self._make_again() if value is None else value
+
+    def _make_again(self) -> torch.Tensor:
+        """Make again what all handles of the scope stand for; the others' values wait until the backward ends."""
+        handles = [handle for handle in self._others if handle.value is None and handle is not self]
+        if not torch_private.when_backward_ends(lambda: _drop(handles)):
+            handles = []  # somebody looks at a saved tensor, outside of a backward
+        outer, _local.making_again = _local.making_again, True
+        try:
+            storages = self._tape.make_again({handle.view.number for handle in (self, *handles)})
+        finally:
+            _local.making_again = outer
+        for handle in handles:
+            handle.value = handle.view.of(storages[handle.view.number])
+        return self.view.of(storages[self.view.number])
+
+
+def _drop(handles: list[_Handle]) -> None:
+    for handle in handles:
+        handle.value = None
+
+
+def _pack(tensor: torch.Tensor) -> _Handle | None:
+    for scope in reversed(tuple(_local.scopes)):
+        handle = scope._handle_of(tensor)
+        if handle is not None:
+            return handle
+    return None
+
+
+def _unpack(handle: _Handle) -> torch.Tensor:
+    return handle.get()
+
+
+def _refer(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """What gives a tensor of another scope later, without keeping it."""
+    handle = _pack(tensor)
+    return None if handle is None else handle.get

@@ -1,0 +1,126 @@
+"""The chain of a row of layers, measured by running each of them forward and back, as rotor does."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.report.peak_memory import measure_peak
+
+__all__ = ["measure_layers"]
+
+
+def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.device) -> Chain:
+    """Measure layers, with a few runs of each.
+
+    Buffers (statistics of batch norms), gradients and generators are afterwards as they were.
+
+    Args:
+        layers: each takes the result of the one before.
+        value: what enters the first: a tensor, or a structure of tensors.
+        device: where they run.
+
+    Returns:
+        the chain; a gradient of a parameter counts as a temporary of its backward and of all that come after, since it
+        stays.
+    """
+    forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_bytes(value)], [0], [], []
+    with _left_alone(layers, device):
+        for layer in layers:
+            value = _detached(value)
+            with torch.enable_grad():
+                forward.append(_seconds(functools.partial(layer, value), device))
+                with measure_peak(device) as ran:
+                    result = layer(value)
+                held = ran.current
+                saved.append(held)
+                temporary.append(ran.bytes - held)
+                boundary.append(_bytes(result))
+                outputs = [leaf for leaf in _floats(result) if leaf.requires_grad]
+                inputs = [leaf for leaf in _floats(value) if leaf.requires_grad]
+                parameters = [p for p in layer.parameters() if p.requires_grad]
+                seeds = [torch.ones_like(output) for output in outputs]
+                wanted = (*inputs, *parameters)
+                differentiate = functools.partial(torch.autograd.grad, outputs, wanted, seeds, allow_unused=True)
+                differentiable = bool(outputs and wanted)
+                again = functools.partial(differentiate, retain_graph=True)
+                backward.append(_seconds(again, device) if differentiable else 0.0)
+                with measure_peak(device) as ran:
+                    if differentiable:
+                        differentiate()
+                backward_temporary.append(max(ran.bytes - boundary[-2], 0))
+            value = result
+    gradients = [sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad) for layer in layers]
+    standing = 0
+    for index in reversed(range(len(layers))):
+        backward_temporary[index] += standing
+        standing += gradients[index]
+        temporary[index] += sum(gradients[index:])
+    return Chain(
+        tuple(forward),
+        tuple(backward),
+        tuple(boundary),
+        tuple(saved),
+        tuple(temporary),
+        (*backward_temporary, 0),
+    )
+
+
+_TIMES = 3
+
+
+def _seconds(call: Callable[[], Any], device: torch.device) -> float:
+    """Median of some calls, after one to warm up."""
+    call()
+    found = []
+    for _ in range(_TIMES):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        found.append(time.perf_counter() - begun)
+    return statistics.median(found)
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def _bytes(value: Any) -> int:
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _detached(value: Any) -> Any:
+    def detach(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.detach().requires_grad_(leaf.is_floating_point())
+
+    return tree_map(detach, value)
+
+
+@contextmanager
+def _left_alone(layers: SequenceOf[nn.Module], device: torch.device) -> Iterator[None]:
+    buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
+    with torch_private.rng_states([device] if device.type == "cuda" else []) as restore:
+        try:
+            yield
+        finally:
+            restore()
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)

@@ -1,0 +1,153 @@
+"""A sequence as checkpoints inside of checkpoints.
+
+In a persistent sequence a layer keeps what its backward needs, or it begins a run of layers of which only the input
+is kept, and which runs again, by a sequence of its own, when its backward comes. That is a checkpointed function with
+others inside. So a sequence is executed by nested calls of :func:`roundpipe_fx.checkpoint`, which repeats random
+numbers and autocast, stops early, and works for whatever layers take and return.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_fx.compat.checkpointing.checkpoint import checkpoint
+from roundpipe_fx.remat.sequences.sequence import (
+    Backward,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Sequence,
+)
+
+__all__ = ["Kept", "Rerun", "nest", "run"]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A layer that keeps what its backward needs."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Rerun:
+    """A run of layers, the first of which keeps its input; ``inside``: how they run again."""
+
+    first: int
+    last: int
+    inside: tuple[Kept | Rerun, ...]
+
+
+def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
+    """How the layers of a chain run in the forward.
+
+    Args:
+        sequence: of a chain with ``length`` layers and a loss.
+        length: how many layers.
+
+    Raises:
+        ValueError: the sequence is none of this chain, or not persistent; names the operation.
+    """
+    reader = _Reader(sequence, length)
+    found = reader.read(0, length)
+    reader.end()
+    return found
+
+
+class _Reader:
+    """Reads a sequence operation by operation; recursion is as deep as checkpoints are nested."""
+
+    def __init__(self, sequence: Sequence, loss: int) -> None:
+        self._operations = list(sequence)
+        self._loss = loss
+        self._position = 0
+
+    def _next(self) -> Operation | None:
+        return self._operations[self._position] if self._position < len(self._operations) else None
+
+    def _take(self, expected: Operation) -> None:
+        if self._next() != expected:
+            raise ValueError(
+                f"operation {self._position} of the sequence is {self._next() or 'missing'} where a persistent "
+                f"sequence of this chain has {expected}."
+            )
+        self._position += 1
+
+    def end(self) -> None:
+        if self._next() is not None:
+            raise ValueError(f"operation {self._position} of the sequence, {self._next()}, comes after its end.")
+
+    def read(self, first: int, last: int) -> tuple[Kept | Rerun, ...]:
+        """Layers ``first`` to ``last``, all of their backwards included; the loss is the layer behind the last one."""
+        found: list[Kept | Rerun] = []
+        at = first
+        while at <= last:
+            if at == self._loss:
+                self._take(Loss())
+                break
+            if self._next() == ForwardEnable(at):
+                self._take(ForwardEnable(at))
+                found.append(Kept(at))
+                at += 1
+                continue
+            self._take(ForwardCheck(at))
+            until = at + 1
+            while self._next() == ForwardNograd(until):
+                self._take(ForwardNograd(until))
+                until += 1
+            found.append(Rerun(at, until - 1, ()))
+            at = until
+        for place, item in reversed(list(enumerate(found))):
+            if isinstance(item, Kept):
+                self._take(Backward(item.index))
+            else:
+                found[place] = Rerun(item.first, item.last, self.read(item.first, item.last))
+        return tuple(found)
+
+
+def run(
+    functions: SequenceOf[Callable[..., Any]], how: tuple[Kept | Rerun, ...], value: Any, preserve_rng_state: bool
+) -> Any:
+    """Run layers as nested checkpoints say.
+
+    Args:
+        functions: the layers; each takes the result of the one before.
+        how: from :func:`nest`.
+        value: what enters the first.
+        preserve_rng_state: whether what runs again draws the same random numbers.
+    """
+    for item in how:
+        if isinstance(item, Kept):
+            value = functions[item.index](value)
+        else:
+            value = checkpoint(
+                _Runner(functions, item.inside, preserve_rng_state), value, preserve_rng_state=preserve_rng_state
+            )
+    return value
+
+
+class _Runner:
+    """A run of layers as a function; named by them."""
+
+    def __init__(
+        self, functions: SequenceOf[Callable[[Any], Any]], how: tuple[Kept | Rerun, ...], preserve_rng_state: bool
+    ) -> None:
+        self._functions, self._how, self._preserve = functions, how, preserve_rng_state
+        layers = list(_layers(how))
+        self.__qualname__ = f"layers {layers[0]} to {layers[-1]}"
+
+    def __call__(self, value: Any) -> Any:
+        return run(self._functions, self._how, value, self._preserve)
+
+
+def _layers(how: tuple[Kept | Rerun, ...]) -> Iterator[int]:
+    for item in how:
+        if isinstance(item, Kept):
+            yield item.index
+        else:
+            yield from range(item.first, item.last + 1)

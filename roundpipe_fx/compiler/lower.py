@@ -1,0 +1,444 @@
+"""The way of the data: a captured joint graph through the passes to programs and their plan."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.caching_allocator import allocator_of
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model, tensor_bytes
+from roundpipe_fx.analysis.operations import read_operations
+from roundpipe_fx.analysis.simulator import (
+    Course,
+    PeakMoment,
+    allocation_granularity,
+    course_of,
+    footprint_of_course,
+    peak_of_course,
+)
+from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
+from roundpipe_fx.budget import default_budget
+from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.frontend.resolved_random_branches import release_settled_draws
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
+from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.batch_norm import release_running_statistics
+from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
+from roundpipe_fx.passes.cse import equal_values, share_equal_values
+from roundpipe_fx.passes.dropout import expand_dropout
+from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.fuse_costs import fuse_costs
+from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.interpolation import restore_interpolation
+from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.packed_gradients import continue_sums
+from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
+from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.reinplace import reinplace
+from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
+from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.split_backward import split_backward
+from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
+from roundpipe_fx.passes.start_early import start_early
+from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.streams import fork_recompute
+from roundpipe_fx.passes.sum_gradients import sum_gradients
+from roundpipe_fx.passes.workspaces import mark_workspaces
+from roundpipe_fx.remat.choose import Chosen, choose, refusal
+from roundpipe_fx.remat.follow_sequence import fit_sequence
+from roundpipe_fx.remat.search import Candidate
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = [
+    "Lowered",
+    "Prepared",
+    "Setting",
+    "asked_budget",
+    "bounded_in_bytes",
+    "cut_as_asked",
+    "emit",
+    "lower",
+    "prepare",
+]
+
+log = logging.getLogger(__name__)
+
+_WORTH_SHARING = 0.001
+"""Share of what the backward reads that equal values must hold."""
+
+CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A joint graph made into programs.
+
+    Attributes:
+        joint: the graph, with every decision explicit.
+        setting: what emission knew beside it.
+        chosen: the plan that was chosen; ``None``: there was nothing to choose from.
+        modules: the stage modules.
+        forward: the program that runs the forward.
+        backward: the program that runs the backward; ``None`` for an inference graph.
+        seconds: modelled, by stage and phase.
+        recompute_seconds: modelled; of what the backward repeats.
+        tangents: the incoming gradients that a step is expected to bring; others are a single zero.
+    """
+
+    joint: JointGraph
+    setting: Setting
+    chosen: Chosen | None
+    modules: Mapping[tuple[int, Phase], StageModule]
+    forward: Program
+    backward: Program | None
+    seconds: Mapping[tuple[int, Phase], float]
+    recompute_seconds: float
+    tangents: Collection[fx.Node]
+
+    @property
+    def stage_compiler(self) -> StageCompiler:
+        """What the stage modules were emitted for."""
+        return self.setting.compiler
+
+    @property
+    def gradient_owners(self) -> Sequence[int | None]:
+        """For each of the backward's results, the number of the input whose gradient it is, or a part of, if any."""
+        return self.joint.gradient_owners
+
+    @property
+    def updates(self) -> Mapping[int, int]:
+        """Inputs that the caller updates in place, by number of the result with the new value."""
+        return self.joint.updates
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """Numbers of the inputs that are parameters or buffers."""
+        return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
+        joint, setting = self.joint, self.setting
+        peak, step = self._peak, setting.step
+        if step is not None:
+            peak = dataclasses.replace(peak, bytes=step.peak(self.footprint))
+        recompute = setting.options.recompute or "none"
+        return make_plan(
+            joint,
+            setting.segments,
+            setting.cuts,
+            self.modules,
+            self.forward,
+            self.backward,
+            recompute,
+            peak,
+            self.chosen,
+            setting.beyond_plan,
+            step.alive if step is not None else 1,
+        )
+
+    @functools.cached_property
+    def _course(self) -> Course:
+        granularity = allocation_granularity(self.setting.device)
+        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates)
+
+    @functools.cached_property
+    def _peak(self) -> PeakMoment:
+        """Of one call."""
+        trained = sorted({owner for owner in self.joint.gradient_owners if owner is not None})
+        return peak_of_course(self._course, allocator_of(self.setting.device), trained)
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        """What one call does to memory."""
+        counted_more = allocator_of(self.setting.device) is not None
+        beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
+        return footprint_of_course(self._course, self.gradient_owners, beyond)
+
+
+def lower(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any] = (),
+    training: bool = True,
+    share: float = 1.0,
+    workspaces: Mapping[str, int] | None = None,
+    step: StepNeeds | None = None,
+) -> Lowered:
+    """Run the passes and emit stage modules and programs.
+
+    Args:
+        joint: a captured graph; it is rewritten.
+        options: the user's.
+        registered_syncs: operators that the user declared to force a host sync.
+        training: whether the graph has a backward.
+        share: of the budget that may be used.
+        workspaces: what operators whose needs depend on data, and compiled stages, have been seen to allocate for
+            themselves, by name.
+        step: what else the step holds, where it makes several calls.
+
+    Raises:
+        InfeasibleBudgetError: the budget is below what the step needs at the least.
+        ValueError: a stage name that does not exist in the model.
+    """
+    prepared = prepare(joint, options, registered_syncs, workspaces)
+    joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
+    beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if prepared.compiler != "eager" else 0
+    budget = asked_budget(joint, options, prepared.device) if training else None
+    if step is not None and step.limit is not None:
+        budget, share = step.limit, 1.0
+    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond, step)
+    if budget is None:
+        chooser = CHOOSERS[options.recompute or "none"] if training else None
+        lowered = emit(joint, setting, chooser=chooser)
+    else:
+        lowered = _within(joint, setting, budget)
+    if isinstance(prepared.costs, MeasuredCosts):
+        prepared.costs.save()
+    log.info("%s", lowered.plan)
+    return lowered
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A graph that is ready to be cut, and what it was annotated with."""
+
+    joint: JointGraph
+    device: torch.device
+    compiler: StageCompiler
+    costs: CostModel
+
+
+def prepare(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any],
+    workspaces: Mapping[str, int] | None = None,
+) -> Prepared:
+    """The passes up to segments: what every way of cutting a graph has in common."""
+    device = options.device or _device_of(joint)
+    compiler = options.stage_compiler_for(device)
+    costs = cost_model(options.cost, device, options.device_name)
+    joint = release_settled_draws(fold_conjugate_numbers(joint))
+    joint = release_running_statistics(expand_masks(continue_sums(joint)))
+    if compiler == "eager" and options.device_name in (None, "cpu"):
+        joint = restore_interpolation(expand_dropout(joint))
+    if compiler == "eager":
+        joint = copy_parts_alone(joint)
+        at_hand = device if options.device_name is None else None
+        joint = mark_strided_gradients(restore_layouts(joint, at_hand))
+    joint = annotate(drop_repeated_views(joint), costs)
+    if options.device_name is None:  # the device is at hand
+        joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
+    joint = hoist_decisions(joint, registered_syncs)
+    joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
+    if compiler != "eager":
+        joint = fuse_costs(joint, costs)
+    return Prepared(joint, device, compiler, costs)
+
+
+def cut_as_asked(
+    joint: JointGraph,
+    options: Options,
+    costs: CostModel,
+    updates_whole: bool = False,
+    only_starts: Sequence[int] | None = None,
+) -> tuple[JointGraph, list[Segment], list[StageCut]]:
+    """Cut a graph into segments, and those into the stages that the user asked for.
+
+    Args:
+        joint: an annotated graph.
+        options: the user's.
+        costs: of operations and transfers.
+        updates_whole: whether an input that is updated is to be read and updated in one segment.
+        only_starts: where segments begin, if that is known.
+    """
+    bounds = region_bounds(joint)
+    if isinstance(options.stages, tuple):
+        positions = positions_of_names(joint, options.stages, module_path_text, options.following)
+        joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole, only_starts)
+        joint, cuts = stages_at_positions(joint, segments, positions)
+    else:
+        joint, segments = cut_segments(joint, bounds, updates_whole, only_starts)
+        joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
+    return joint, segments, cuts
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What emission knows beside the graph."""
+
+    options: Options
+    device: torch.device
+    compiler: StageCompiler
+    costs: CostModel
+    segments: list[Segment]
+    cuts: list[StageCut]
+    share: float
+    beyond_plan: int = 0
+    """Bytes that compiled stages are taken to hold beyond what the graph says."""
+    step: StepNeeds | None = None
+    """What else the step holds, where it makes several calls."""
+
+
+def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
+    """Whether the budget of a training graph is bytes, whatever its sizes."""
+    if isinstance(options.memory_budget, int) or options.rotor is not None:
+        return True
+    device = options.device or _device_of(joint)
+    by_default = options.memory_budget is None and options.recompute is None and options.device_name is None
+    return by_default and device.type == "cuda"
+
+
+def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> int | float | None:
+    """The budget to plan for; ``None``: as the option ``recompute`` says."""
+    if options.rotor is not None:
+        return options.rotor.limit
+    if options.memory_budget is not None:
+        return options.memory_budget
+    if options.recompute is None and options.device_name is None and device.type == "cuda":
+        return default_budget(device)
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None for node in forward):
+        return 1.0
+    if options.recompute != "full" and any(Mark.NOT_KEPT in node.meta for node in forward):
+        return 1.0  # regions are recomputed just in time, which is the planner's work
+    return None
+
+
+def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
+    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
+    in_place = setting.compiler == "eager"
+    step = _with_gradients(setting.step, joint)
+    margin = 0
+    emitted: list[tuple[Candidate, int]] = []
+    while True:
+        spare = joint.copy()
+        granularity = allocation_granularity(setting.device)
+        operations = read_operations(joint, len(setting.segments), granularity, in_place)
+        operations = dataclasses.replace(operations, step=step)
+        rotor = setting.options.rotor
+        if rotor is None:
+            shared = _with_equal_values_shared(joint)
+            whole = None
+            if shared is not None:
+                whole = read_operations(shared, len(setting.segments), granularity, in_place)
+                whole = dataclasses.replace(whole, step=step)
+            chosen = choose(operations, budget, setting.share, margin, whole, emitted)
+            if shared is not None and chosen.followed is whole:
+                joint = shared
+        else:
+            limit = int(rotor.limit * setting.share)
+            fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
+            frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
+            chosen = Chosen(fitted.candidate, limit, operations, frontier, operations)
+        joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.cuts, setting.costs)
+        lowered = emit(joint, setting, chosen=chosen)
+        excess = lowered.plan.peak_bytes - chosen.limit
+        if excess <= 0:
+            return lowered
+        if not chosen.fits:
+            raise refusal(chosen, lowered.plan.peak_bytes, budget)
+        emitted.append((chosen.candidate, lowered.plan.peak_bytes))
+        log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
+        margin += excess
+        joint = spare
+
+
+def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
+    """What a step needs, with the gradients of the graph that is planned: no plan changes them."""
+    if step is None:
+        return None
+    gradients: Counter[int] = Counter()
+    for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True):
+        if isinstance(node, fx.Node) and owner is not None:
+            gradients[owner] += tensor_bytes(tensor_values(node))
+    return dataclasses.replace(step, gradients=dict(gradients))
+
+
+def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
+    """A copy, for plans that keep everything.
+
+    ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    if any(budget_of_region(node) is not None or Mark.NOT_KEPT in node.meta for node in forward):
+        return None
+    saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
+    freed = sum(tensor_bytes(tensor_values(node)) for node in equal_values(joint))
+    # A few numbers that layers count with are not worth reading the graph once more.
+    return share_equal_values(joint.copy()) if freed > _WORTH_SHARING * saved else None
+
+
+def emit(
+    joint: JointGraph,
+    setting: Setting,
+    *,
+    chooser: Callable[[JointGraph], Collection[fx.Node]] | None = None,
+    chosen: Chosen | None = None,
+    split: bool = False,
+    sums: bool = False,
+) -> Lowered:
+    """Emit stage modules and programs.
+
+    Args:
+        joint: a graph with stages; if a plan was chosen, one that follows it.
+        setting: what else there is to know.
+        chooser: says what is kept, where no plan was chosen.
+        chosen: the plan. Without both the graph is one of inference.
+        split: whether gradients of parameters are made in modules of their own.
+        sums: whether stage modules add gradients to those of earlier microbatches.
+    """
+    training = chooser is not None or chosen is not None
+    if chooser is not None:
+        joint = rematerialize(joint, chooser(joint), setting.costs)
+        joint = start_early(joint)
+    if split:
+        joint = split_backward(joint)
+    if training:
+        joint = replay_rng(joint, setting.costs)
+    if sums:
+        joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
+    joint.drop_unread()
+    seconds: dict[tuple[int, Phase], float] = {}
+    again = 0.0
+    for node in joint.computed():
+        key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
+        seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
+        again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
+    modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
+    forward = emit_forward_program(joint, modules)
+    backward = emit_backward_program(joint, modules) if training else None
+    if backward is not None:
+        fork_recompute(backward.module.graph, _recomputing(joint))
+    tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
+    return Lowered(joint, setting, chosen, modules, forward, backward, seconds, again, tangents)
+
+
+def _recomputing(joint: JointGraph) -> set[str]:
+    """Names of the stage modules that repeat forward operations."""
+    return {f"stage_{node.meta[Mark.STAGE]}_{Phase.RECOMPUTE}" for node in joint.computed() if Mark.ORIGIN in node.meta}
+
+
+def _device_of(joint: JointGraph) -> torch.device:
+    """The device that the work runs on: the first accelerator among the graph's values, else the CPU."""
+    for node in joint.graph.nodes:
+        for value in tensor_values(node):
+            if value.device.type not in ("cpu", "meta"):
+                return value.device
+    return torch.device("cpu")

@@ -1,0 +1,1 @@
+"""Capture: from a model, through Dynamo and AOTAutograd, to a joint graph."""

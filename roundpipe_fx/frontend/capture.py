@@ -1,0 +1,114 @@
+"""Capture: from Dynamo's graph, through AOTAutograd, to a joint graph.
+
+AOTAutograd calls back three times: to partition the joint graph, which is where the passes run, then to compile the
+forward and, at the first backward, the backward. Who compiles hands these callbacks in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from torch import fx
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
+from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.recompute_marks import mark_checkpoints
+
+__all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
+
+Boxed = Callable[[list[Any]], Any]
+
+
+class Callbacks(Protocol):
+    """What AOTAutograd calls while it compiles one graph.
+
+    Attributes:
+        opaque: set before any call: backward calls that were made opaque, to be held until all stages are compiled.
+    """
+
+    opaque: list[OpaqueCall]
+
+    def partition(
+        self, joint: fx.GraphModule, _inputs: Any, *, num_fwd_outputs: int, **_: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The forward and the backward graph of a joint graph."""
+
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        """The compiled forward."""
+
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        """The compiled backward."""
+
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+        """A compiled graph without a backward."""
+
+
+def prepare(module: fx.GraphModule) -> None:
+    """Write into Dynamo's graph what AOTAutograd would drop or could not trace; it is changed in place.
+
+    Args:
+        module: Dynamo's graph.
+
+    Raises:
+        RecomputeDataError: the model calls ``save_for_recompute`` in a way that is not allowed.
+    """
+    mark_checkpoints(module)
+    torch_private.spell_out_lstm(module)
+    keep_settled_draws(module)
+
+
+def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks) -> Callable[..., Any]:
+    """Hand Dynamo's graph to AOTAutograd.
+
+    Args:
+        module: Dynamo's graph, prepared.
+        example_inputs: its inputs, fake.
+        compilation: is called back with the joint graph.
+
+    Returns:
+        what Dynamo calls in place of the graph.
+    """
+    with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
+        return torch_private.aot_autograd(
+            fw_compiler=compilation.forward,
+            bw_compiler=compilation.backward,
+            inference_compiler=compilation.inference,
+            partition_fn=compilation.partition,
+        )(module, example_inputs)
+
+
+def joint_graph_of(
+    module: fx.GraphModule, num_forward_outputs: int, input_labels: Sequence[tuple[str, bool]]
+) -> JointGraph:
+    """A graph of AOTAutograd's as the passes see it.
+
+    Args:
+        module: the graph.
+        num_forward_outputs: how many of its outputs are the forward's.
+        input_labels: of each input of Dynamo's graph, its path and whether it is a parameter.
+    """
+    labels: dict[fx.Node, str] = {}
+    parameters = set()
+    names: set[str] = set()
+    for node in module.graph.find_nodes(op="placeholder"):
+        index = torch_private.plain_input(node)
+        if index is not None and index < len(input_labels):
+            label, is_parameter = input_labels[index]
+            # Modules in a closure or a list all look like roots, with parameters of the same name.
+            repeated = next(n for n in itertools.count() if (f"{label}_{n}" if n else label) not in names)
+            labels[node] = f"{label}_{repeated}" if repeated else label
+            names.add(labels[node])
+            if is_parameter:
+                parameters.add(node)
+    mutated = frozenset(torch_private.mutated_inputs(module))
+    return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
+
+
+def is_outermost(joint: fx.GraphModule) -> bool:
+    """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
+    placeholders = joint.graph.find_nodes(op="placeholder")
+    return not placeholders or any("desc" in node.meta for node in placeholders)

@@ -1,0 +1,228 @@
+"""Custom operators whose registered backward cannot be traced become traceable.
+
+A backward that was registered from Python (``torch.library.register_autograd``) is traced into the joint graph. Some
+cannot be: they read data on the host (``.tolist()``), as Hugging Face's fallback for grouped matrix products does.
+While a graph is captured, such a backward is replaced by one opaque operator that runs it as it is. Its fake
+implementation is trivial, because gradients have the shapes of the operator's inputs.
+
+What changes from step to step (tensors, sizes that are symbols) reaches the operator as arguments; what is constant is
+kept beside the graph under a key, which is an argument too. Equal keys mean equal constants, compared by value, since
+stages that are alike are compiled once. A key's entry lives as long as a stage that has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.frontend.call_template import emptied, filled, same
+
+__all__ = ["OpaqueCall", "calls_in", "opaque_backwards"]
+
+
+@contextlib.contextmanager
+def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
+    """While entered, custom operators called in ``module`` whose backward cannot be traced get an opaque one.
+
+    Yields:
+        the calls that were made opaque meanwhile; to be held until the stages that make them are compiled.
+    """
+    targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
+    definitions = torch_private.registered_backwards(list(dict.fromkeys(targets)))
+    originals = [(definition._backward_fn, definition._setup_context_fn) for definition in definitions]
+    calls: list[OpaqueCall] = []
+    for definition, (backward, setup_context) in zip(definitions, originals, strict=True):
+        definition._backward_fn = _traceable(definition._qualname, backward, calls)
+        definition._setup_context_fn = _remembering(setup_context)
+    try:
+        yield calls
+    finally:
+        for definition, (backward, setup_context) in zip(definitions, originals, strict=True):
+            definition._backward_fn = backward
+            definition._setup_context_fn = setup_context
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is constant about an input.
+
+    Attributes:
+        order: its dimensions, from the outermost in memory to the innermost; its gradient is laid out alike.
+        dtype: its type.
+        device: where it lies.
+    """
+
+    order: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True, eq=False)
+class OpaqueCall:
+    """What is constant about a call of the opaque operator.
+
+    Attributes:
+        function: the registered backward.
+        needs: which inputs of the operator need a gradient, as the context says it.
+        wanted: the same for tensors only, flat.
+        template: saved tensors, the context's attributes and the incoming gradients, without what the operator is
+            given (:mod:`roundpipe_fx.frontend.call_template`).
+        inputs: each input of the operator that needs a gradient.
+    """
+
+    function: Callable[..., Any]
+    needs: Any
+    wanted: tuple[bool, ...]
+    template: Any
+    inputs: tuple[_Kind, ...]
+
+
+_calls: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictionary()
+
+
+def calls_in(graph: fx.Graph) -> list[OpaqueCall]:
+    """The opaque calls that a stage module's graph makes; whoever runs it has to hold them."""
+    nodes = graph.find_nodes(op="call_function", target=torch.ops.roundpipe_fx.opaque_backward.default)
+    return [_calls[str(node.args[-1])] for node in nodes]
+
+
+class _Context:
+    """What a registered backward sees of autograd's context: saved tensors and the attributes that were set."""
+
+    def __init__(self, saved: Sequence[Any], needs_input_grad: Any, attributes: dict[str, Any]) -> None:
+        self.saved_tensors = tuple(saved)
+        self.needs_input_grad = needs_input_grad
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+_INPUTS = "_roundpipe_inputs"
+_NOT_THE_USERS = (_INPUTS, "needs_input_grad", "_pt_metadata")
+"""Attributes of a context that others than the operator's ``setup_context`` have set."""
+
+
+def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Let the context remember shapes and layouts of the operator's inputs, for the gradients'."""
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
+        leaves, structure = tree_flatten(inputs)
+        kinds = [
+            (tuple(value.shape), _Kind(_order(value), value.dtype, value.device))
+            if isinstance(value, torch.Tensor)
+            else None
+            for value in leaves
+        ]
+        setattr(ctx, _INPUTS, (kinds, structure))
+        return setup_context(ctx=ctx, inputs=inputs, output=output, **keywords) if setup_context else None
+
+    return remember
+
+
+def _order(value: torch.Tensor) -> tuple[int, ...]:
+    strides = [torch_private.size_hint(stride) for stride in value.stride()]
+    return tuple(sorted(range(value.dim()), key=lambda dim: (-strides[dim], dim)))
+
+
+def _traceable(name: str, original: Callable[..., Any], calls: list[OpaqueCall]) -> Callable[..., Any]:
+    def backward(context: Any, *gradients: Any) -> Any:
+        if torch_private.traces(lambda: original(context, *gradients), gradients):
+            return original(context, *gradients)
+        return _call_opaque(name, original, context, gradients, calls)
+
+    return backward
+
+
+def _call_opaque(
+    name: str, original: Callable[..., Any], context: Any, gradients: tuple[Any, ...], calls: list[OpaqueCall]
+) -> Any:
+    kinds, structure = getattr(context, _INPUTS)
+    attributes = {key: value for key, value in vars(context).items() if key not in _NOT_THE_USERS}
+    flat_needs, _ = tree_flatten(context.needs_input_grad)
+    wanted = tuple(bool(need) and kind is not None for need, kind in zip(flat_needs, kinds, strict=True))
+    needed = [kind for want, kind in zip(wanted, kinds, strict=True) if want]
+    tensors: list[torch.Tensor] = []
+    sizes = [size for shape, _ in needed for size in shape]
+    template = emptied((tuple(context.saved_tensors), attributes, gradients), tensors, sizes)
+    call = OpaqueCall(original, context.needs_input_grad, wanted, template, tuple(kind for _, kind in needed))
+    key, call = _registered(name, call)
+    calls.append(call)
+    made = iter(_opaque_backward(tensors, sizes, key))
+    return tuple(tree_unflatten([next(made) if want else None for want in wanted], structure))
+
+
+def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
+    """The key of a call and what is kept under it: the same for calls with equal constants."""
+    digest = hashlib.sha256(repr((call.needs, call.template, call.inputs)).encode()).hexdigest()[:8]
+    for number in itertools.count():
+        key = f"{name}/{digest}" + (f".{number}" if number else "")
+        known = _calls.get(key)
+        if known is None:
+            _calls[key] = call
+            return key, call
+        alike = (known.function, known.wanted, known.inputs) == (call.function, call.wanted, call.inputs)
+        if alike and same((known.needs, known.template), (call.needs, call.template)):
+            return key, known
+    raise AssertionError
+
+
+@torch.library.custom_op("roundpipe_fx::opaque_backward", mutates_args=())
+def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[torch.Tensor]:
+    call = _calls[key]
+    saved, attributes, gradients = filled(call.template, tensors, sizes)
+    result = call.function(_Context(saved, call.needs, attributes), *gradients)
+    results = _flat_results(call, result if isinstance(result, (tuple, list)) else (result,))
+    wanted = [value for value, want in zip(results, call.wanted, strict=True) if want]
+    taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    made = []
+    for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
+        own = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
+        if own.untyped_storage().data_ptr() in taken:  # an operator's results are nobody else's, nor each other's
+            own = own.clone()
+        taken.add(own.untyped_storage().data_ptr())
+        made.append(own)
+    return made
+
+
+@_opaque_backward.register_fake
+def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[torch.Tensor]:
+    call = _calls[key]
+    return [_empty(kind, shape) for kind, shape in zip(call.inputs, _shapes(call, sizes), strict=True)]
+
+
+def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
+    """Gradients of the operator's inputs, flat; ``None`` stands for all of a list."""
+    found: list[Any] = []
+    for need, result in zip(call.needs, results, strict=True):
+        count = len(tree_flatten(need)[0])
+        found += [None] * count if result is None else tree_flatten(result)[0] if isinstance(need, list) else [result]
+    return found
+
+
+def _as_gradient(value: torch.Tensor, kind: _Kind, shape: Sequence[int]) -> torch.Tensor:
+    """A gradient as autograd would hand it on, and as it was traced: in the type, shape and layout of the input."""
+    if tuple(value.shape) != tuple(shape):
+        value = value.sum_to_size(shape)
+    if value.dtype == kind.dtype and value.stride() == _empty(kind, shape, "meta").stride():
+        return value
+    return _empty(kind, shape).copy_(value)
+
+
+def _shapes(call: OpaqueCall, sizes: Sequence[int]) -> list[Sequence[int]]:
+    """Shapes of the gradients: the first of the sizes; the others are the context's."""
+    remaining = iter(sizes)
+    return [[next(remaining) for _ in kind.order] for kind in call.inputs]
+
+
+def _empty(kind: _Kind, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
+    outer_first = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=device or kind.device)
+    return outer_first.permute([kind.order.index(dim) for dim in range(len(shape))])

@@ -1,0 +1,80 @@
+"""Size ranges: for which sizes of its inputs a plan is made.
+
+A graph that was traced with symbolic sizes runs with many of them, but its plan is made with numbers. A budget in
+bytes must hold for each size that the plan is used with. So the plan is made for sizes a step above those at hand and
+used up to there; a guard lets Dynamo compile anew beyond. Where it recomputes, it is not used far below either, since
+smaller inputs need less of that. Steps are shares of the size, so sizes that are far apart take few plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.torch_private import InputSize, assume_sizes, bounds_of_data, input_sizes
+
+__all__ = ["lower_for_sizes", "steps_above"]
+
+log = logging.getLogger(__name__)
+
+_STEP = 0.125
+
+T = TypeVar("T")
+
+
+def lower_for_sizes(
+    joint: JointGraph,
+    assumed: Mapping[str, int],
+    lower: Callable[[JointGraph], T],
+    recomputes: Callable[[T], bool],
+) -> T:
+    """Lower a graph within a budget in bytes, and have the result used with sizes for which it was made only.
+
+    Args:
+        joint: a captured graph; it may be rewritten.
+        assumed: what sizes that depend on data are taken to be, by symbol.
+        lower: lowers a graph.
+        recomputes: whether what ``lower`` returned recomputes something.
+
+    Raises:
+        InfeasibleBudgetError: the budget is below what the step needs with the sizes at hand, or with the largest that
+            the user said there would be.
+    """
+    sizes = input_sizes(joint.module)
+    factor = 1 + _STEP / max(len(sizes), 1)
+    most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
+    exact = {size.symbol: size.largest or size.at_hand for size in sizes}
+    # What holds for larger sizes of data holds for smaller ones, and the search may miss it for these.
+    bounds = {**assumed, **bounds_of_data(joint.module, assumed)}
+    attempts = [{**assumed, **most}, {**assumed, **exact}, {**bounds, **exact}]
+    attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
+    refused: list[InfeasibleBudgetError] = []
+    for attempt in attempts:
+        own = joint.copy() if attempt is not attempts[-1] else joint
+        try:
+            assume_sizes(own.module, attempt)
+            lowered = lower(own)
+            break
+        except InfeasibleBudgetError as error:
+            refused.append(error)
+            log.info("the budget does not reach for sizes of %s", attempt)
+    else:
+        raise min(refused, key=lambda error: error.minimum)
+    for size in sizes:
+        if size.largest is None:
+            size.keep_within(_least(size, factor) if recomputes(lowered) else 0, attempt[size.symbol])
+    return lowered
+
+
+def steps_above(size: int, factor: float) -> int:
+    """A size by up to ``factor`` larger, and a multiple of what the size is a multiple of, as far as that is small."""
+    unit = math.gcd(size, 1 << max(int((factor - 1) * size) // 2, 1).bit_length() - 1)
+    return size + int((factor - 1) * size) // unit * unit
+
+
+def _least(size: InputSize, factor: float) -> int:
+    return math.ceil(size.at_hand / factor)

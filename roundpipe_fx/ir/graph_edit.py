@@ -1,0 +1,75 @@
+"""graph_edit: nodes that passes add to a captured graph, with values and origin as the tracer would have noted them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import is_view, tensor_values
+
+__all__ = ["inherit_origin", "insert_call", "let_stand_for", "replace_by", "views_of"]
+
+_ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "partitioner_tag", "custom")
+
+
+def inherit_origin(node: fx.Node, source: fx.Node) -> None:
+    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
+    for key in _ORIGIN:
+        if key in source.meta:
+            node.meta[key] = source.meta[key]
+
+
+def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
+    """Add a call before a node that it stands for, with its fake value.
+
+    Args:
+        before: where; the new node has its origin.
+        target: an operator.
+        *args: nodes and constants.
+        value: the fake value, where another node has it already.
+        **kwargs: nodes and constants.
+    """
+    with before.graph.inserting_before(before):
+        made = before.graph.call_function(target, args, kwargs)
+    inherit_origin(made, before)
+    if value is not None:
+        made.meta["val"] = value
+        return made
+    values = next(tensor_values(node) for node in (before, *before.all_input_nodes) if tensor_values(node))
+    fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
+    with values[0].fake_mode:  # type: ignore[attr-defined]
+        made.meta["val"] = target(*fake_args, **fake_kwargs)
+    return made
+
+
+def replace_by(node: fx.Node, by: fx.Node) -> None:
+    """Let an added node take the place of one that has the same value, which is erased."""
+    by.meta["val"] = node.meta["val"]  # views of it are told by its storage
+    node.replace_all_uses_with(by)
+    node.graph.erase_node(node)
+
+
+def let_stand_for(node: fx.Node, one: fx.Node) -> None:
+    """Let an equal value that lies elsewhere be read in place of a node's: its views show that one's memory now."""
+    values: dict[fx.Node, Any] = {node: one.meta["val"]}
+    for view in list(views_of(node)):
+        args, kwargs = fx.node.map_arg(
+            (view.args, view.kwargs),
+            lambda source: values.get(source, source.meta.get("val")),
+        )
+        with tensor_values(one)[0].fake_mode:  # type: ignore[attr-defined]
+            values[view] = view.target(*args, **kwargs)  # type: ignore[operator]
+    for view, value in values.items():
+        if view is not node:
+            view.meta["val"] = value
+    node.replace_all_uses_with(one)
+
+
+def views_of(node: fx.Node) -> Iterator[fx.Node]:
+    """All views of a value, those of views after what they are views of."""
+    for user in node.users:
+        if is_view(user):
+            yield user
+            yield from views_of(user)

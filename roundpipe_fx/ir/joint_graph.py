@@ -1,0 +1,364 @@
+"""The joint graph: one functional ATen FX graph that holds a model's forward and its backward.
+
+This is the view that every pass reads and writes. It is AOTAutograd's joint graph — inputs *primals* then
+*tangents*, outputs forward outputs then gradients — with the few facts a pass needs about it. Being functional (no
+operation mutates its inputs), it can be cut anywhere.
+
+What passes decide about a node is kept in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing else.
+An inference graph is the same thing without tangents and gradients.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
+
+__all__ = [
+    "JointGraph",
+    "Mark",
+    "Phase",
+    "has_side_effect",
+    "has_tag",
+    "input_nodes",
+    "is_mask",
+    "is_seeded",
+    "is_sum",
+    "is_symbolic_scalar",
+    "is_tensor",
+    "is_view",
+    "module_path",
+    "module_paths",
+    "node_outputs",
+    "saved_values",
+    "storages",
+    "tensor_values",
+    "viewed",
+]
+
+
+class Phase(enum.StrEnum):
+    """When a node runs in a training step."""
+
+    FORWARD = "forward"
+    RECOMPUTE = "recompute"
+    """In the backward, but independent of the incoming gradients: may start before they arrive."""
+    BACKWARD = "backward"
+    WEIGHT = "weight"
+    """In the backward, and leads to gradients of parameters only: may run any time later (split_backward)."""
+
+
+class Mark:
+    """Keys of ``node.meta`` that passes write, one line a key; the pass that owns a key is named."""
+
+    PHASE = "rpfx_phase"
+    """:class:`Phase` (annotate; rematerialize for the nodes it adds or moves)."""
+    BYTES = "rpfx_bytes"
+    """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
+    WORKSPACE = "rpfx_workspace"
+    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none (workspaces)."""
+    SECONDS = "rpfx_seconds"
+    """Modelled seconds of running the node once (annotate)."""
+    FLOPS = "rpfx_flops"
+    """Floating-point operations of the node (annotate)."""
+    HOISTED = "rpfx_hoisted"
+    """Why the node must not run twice, as text; absent if it may (hoist_host_syncs)."""
+    NOT_KEPT = "rpfx_not_kept"
+    """Why the value must not be kept from forward to backward, as text; absent if it may (recompute_regions)."""
+    SEGMENT = "rpfx_segment"
+    """Index of the segment the node belongs to (segments)."""
+    STAGE = "rpfx_stage"
+    """Index of the stage the node belongs to (stages)."""
+    ORIGIN = "rpfx_origin"
+    """Name of the forward node that a recomputed node repeats (rematerialize)."""
+    STRIDED = "rpfx_strided"
+    """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
+    BROUGHT = "rpfx_brought"
+    """True on an incoming gradient that a step has brought although the model returns a number too (outside_loss)."""
+    LOSS_TIMES = "rpfx_loss_times"
+    """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
+    until the backward is over (outside_loss)."""
+    REPLAYED = "rpfx_replayed"
+    """True on a seeded operation that runs again from its saved generator state (rng)."""
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A captured graph and what capture knows about it.
+
+    Attributes:
+        module: the functional ATen graph. Passes own it and rewrite it in place.
+        num_forward_outputs: how many of the outputs, counted from the first, belong to the forward.
+        labels: readable name by graph input, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
+        parameters: graph inputs that are parameters or buffers of the model.
+        mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
+            statistics). Their value at backward time is not the one the forward read.
+        parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
+            (tied_gradients, sum_gradients).
+    """
+
+    module: fx.GraphModule
+    num_forward_outputs: int
+    labels: Mapping[fx.Node, str] = field(default_factory=dict)
+    parameters: frozenset[fx.Node] = frozenset()
+    mutated_inputs: frozenset[fx.Node] = frozenset()
+    parts: tuple[int, ...] = ()
+
+    @property
+    def graph(self) -> fx.Graph:
+        """The FX graph."""
+        return self.module.graph
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """Graph inputs in order: primals, then tangents, then sums of gradients."""
+        return self.graph.find_nodes(op="placeholder")
+
+    @property
+    def tangents(self) -> list[fx.Node]:
+        """Graph inputs that carry incoming gradients."""
+        return [node for node in self.inputs if str(node.target).startswith("tangents")]
+
+    @property
+    def expected_tangents(self) -> list[fx.Node]:
+        """Incoming gradients that a step is expected to bring, or whose zeros are made in full.
+
+        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest, unless steps
+        have shown that somebody does.
+        """
+        tangents = self.tangents
+        losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
+        known = {Mark.STRIDED, Mark.BROUGHT}
+        return [node for node in tangents if node in losses or known & node.meta.keys()] if losses else tangents
+
+    @property
+    def primals(self) -> list[fx.Node]:
+        """Graph inputs of the forward."""
+        return [node for node in self.inputs if not str(node.target).startswith("tangents") and not is_sum(node)]
+
+    @property
+    def sums(self) -> list[fx.Node]:
+        """Graph inputs that carry what earlier microbatches' gradients add up to (sum_gradients)."""
+        return [node for node in self.inputs if is_sum(node)]
+
+    @property
+    def outputs(self) -> list[Any]:
+        """All graph outputs (nodes, or constants and ``None``): the forward's, then the backward's."""
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+    @property
+    def forward_outputs(self) -> list[Any]:
+        """What the forward returns."""
+        return self.outputs[: self.num_forward_outputs]
+
+    @property
+    def gradients(self) -> list[Any]:
+        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts.
+
+        Tokens that order effects are inputs without a gradient, and are returned by a backward that has effects.
+        """
+        return self.outputs[self.num_forward_outputs :]
+
+    @property
+    def gradient_owners(self) -> list[int | None]:
+        """For each of :attr:`gradients` the number of its input; ``None`` where there is no gradient.
+
+        The gradient of an input is the sum of all that are its own.
+        """
+        described = gradient_inputs(self.module, self.num_forward_outputs)
+        return [*described[: len(self.gradients) - len(self.parts)], *self.parts]
+
+    @property
+    def updates(self) -> dict[int, int]:
+        """Inputs that the caller updates in place: number of the input by number of the output with its new value."""
+        return input_mutations(self.module)
+
+    def computed(self) -> Iterator[fx.Node]:
+        """Nodes that compute something, in graph order."""
+        return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
+
+    def in_phase(self, phase: Phase) -> list[fx.Node]:
+        """Computing nodes of one phase, in graph order."""
+        return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
+
+    def copy(self) -> JointGraph:
+        """The same graph, node by node, to be rewritten on its own."""
+        graph = fx.Graph()
+        copies: dict[fx.Node, fx.Node] = {}
+        output = graph.output(graph.graph_copy(self.graph, copies))
+        output.meta = dict(self.graph.output_node().meta)
+        return JointGraph(
+            graph_module(self.module, graph),
+            self.num_forward_outputs,
+            {copies[node]: label for node, label in self.labels.items()},
+            frozenset(copies[node] for node in self.parameters),
+            frozenset(copies[node] for node in self.mutated_inputs),
+            self.parts,
+        )
+
+    def drop_unread(self) -> None:
+        """Erase what nobody reads, but for what draws random numbers or has another effect."""
+        for node in reversed(self.graph.nodes):
+            if not node.users and not has_side_effect(node) and not is_seeded(node):
+                self.graph.erase_node(node)
+
+    def label(self, node: fx.Node) -> str:
+        """A name for people: the model's own for a graph input, the node's otherwise."""
+        return self.labels.get(node, node.name)
+
+
+def input_nodes(node: fx.Node) -> list[fx.Node]:
+    """Nodes that ``node`` reads, without repetition, in argument order."""
+    return node.all_input_nodes
+
+
+def tensor_values(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that ``node`` produces, flattened; empty for symbolic scalars and ``None``."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _tensors(value: Any) -> Sequence[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    return [tensor for item in value for tensor in _tensors(item)] if isinstance(value, (tuple, list)) else ()
+
+
+def storages(node: fx.Node) -> list[int]:
+    """Identities of the storages behind the values of ``node``; equal identities mean aliases."""
+    return [_storage_id(value) for value in tensor_values(node) if value.layout is torch.strided]
+
+
+def _storage_id(value: torch.Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether ``node`` produces exactly one tensor (not a tuple of them)."""
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def is_sum(node: fx.Node) -> bool:
+    """Whether ``node`` is a graph input that carries what earlier microbatches' gradients add up to."""
+    return node.op == "placeholder" and str(node.target).startswith("sums")
+
+
+def is_symbolic_scalar(node: fx.Node) -> bool:
+    """Whether ``node`` produces a number that is known only at run time (SymInt, SymFloat, SymBool)."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def is_mask(node: fx.Node) -> bool:
+    """Whether ``node`` produces a boolean or byte tensor: as an index it asks how many positions it selects."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether all values of ``node`` share the storage of one of its inputs: running it again costs nothing.
+
+    Taking one tensor out of a tuple (``getitem``) is a view only if the tuple itself was one (``split``).
+    """
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        (source,) = input_nodes(node)
+        return is_view(source)
+    own = storages(node)
+    if not own:
+        return False
+    of_inputs = {storage for source in input_nodes(node) for storage in storages(source)}
+    return all(storage in of_inputs for storage in own)
+
+
+def viewed(node: fx.Node) -> fx.Node:
+    """What a node's value is a view of, through any number of views; the node itself if it is no view."""
+    while is_view(node):
+        own = set(storages(node))
+        sources = [source for source in input_nodes(node) if tensor_values(source)]
+        node = next((source for source in sources if own & set(storages(source))), sources[0])
+    return node
+
+
+def is_seeded(node: fx.Node) -> bool:
+    """Whether the node draws random numbers from a generator."""
+    return has_tag(node.target, torch.Tag.nondeterministic_seeded)
+
+
+@functools.cache
+def has_tag(target: Any, tag: torch.Tag) -> bool:
+    """Whether a node's target is an operator with a tag. Asked once: reading tags takes long."""
+    return isinstance(target, torch._ops.OpOverload) and tag in target.tags
+
+
+def has_side_effect(node: fx.Node) -> bool:
+    """Whether the node does more than make its value (assertions, printing); drawing random numbers is not meant.
+
+    FX asks this of a node's arguments too, which is slow; for a functional graph the operator decides.
+    """
+    if node.op in ("placeholder", "output"):
+        return True
+    return node.op == "call_function" and _target_has_side_effect(node.target, node)
+
+
+_side_effects: dict[Any, bool] = {}
+
+
+def _target_has_side_effect(target: Any, example: fx.Node) -> bool:
+    if target not in _side_effects:
+        _side_effects[target] = example.is_impure(impure_random=False)
+    return _side_effects[target]
+
+
+def node_outputs(node: fx.Node) -> list[fx.Node]:
+    """The nodes that carry the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
+    if isinstance(node.meta.get("val"), (tuple, list)):
+        return [user for user in node.users if user.target is operator.getitem]
+    return [node]
+
+
+def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
+    """Path of the model's module in whose ``forward`` the node was made, ``""`` if unknown or the root.
+
+    Args:
+        node: a forward or backward node.
+        clean: turns the tracer's spelling of a path into the user's (``layers.0.attention``).
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    for path, _ in reversed(list(stack.values())):
+        return clean(path)
+    return ""
+
+
+def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
+    """Paths of all modules that were running when the node was made, outermost first."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    return [clean(path) for path, _ in stack.values()]
+
+
+def saved_values(joint: JointGraph) -> list[fx.Node]:
+    """What the forward must hand to the backward, in order: forward values and graph inputs that the backward reads."""
+    later = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
+    tangents = set(joint.tangents)
+    returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}
+    return [
+        node
+        for node in joint.graph.nodes
+        if node.op != "output"
+        and node not in tangents
+        and not is_sum(node)
+        and node.meta.get(Mark.PHASE, Phase.FORWARD) is Phase.FORWARD
+        and (node in returned or any(user.meta.get(Mark.PHASE) in later for user in node.users))
+    ]

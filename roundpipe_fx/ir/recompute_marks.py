@@ -1,0 +1,162 @@
+"""How recompute regions and saved data are written into a traced graph, and read from it.
+
+- ``torch.utils.checkpoint`` reaches Dynamo's graph as a higher-order operation with a body. :func:`mark_checkpoints`
+  writes into each node of a body which checkpoints it is in, where it survives AOTAutograd (``node.meta["custom"]``).
+- ``save_for_recompute`` is an operator without a result, whose inputs are what is to be kept.
+- A ``gradient_checkpoint_scope`` is PyTorch's own ``torch.fx.traceback.annotate``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.torch_private import (
+    PassedThrough,
+    checkpoint_body,
+    checkpoint_policy,
+    module_path_text,
+    traced_forward_call,
+)
+
+__all__ = [
+    "RecomputeDataError",
+    "annotated_scope",
+    "checkpoints_of",
+    "is_in_scope",
+    "keeps_generator_state",
+    "mark_checkpoints",
+    "policy_of",
+    "save_in_graph",
+    "saves_for_recompute",
+]
+
+_CHECKPOINTS = "roundpipe_fx_checkpoints"
+_SCOPE = "roundpipe_fx_scope"
+
+
+class RecomputeDataError(PassedThrough, ValueError, RuntimeError):
+    """A compiled model calls ``save_for_recompute`` in a way that is not allowed; raised when it is compiled."""
+
+
+@torch.library.custom_op("roundpipe_fx::save_for_recompute", mutates_args=())
+def _save_for_recompute(data: list[torch.Tensor], call: int) -> None:
+    """What a call of a module's ``forward`` saves for recomputation; does nothing when it runs."""
+
+
+@_save_for_recompute.register_fake
+def _(data: list[torch.Tensor], call: int) -> None:
+    return None
+
+
+_SAVE = torch.ops.roundpipe_fx.save_for_recompute.default
+# Without this the operator, which has no result, would be dropped from graphs as dead.
+fx.node.has_side_effect(_SAVE)
+
+
+def save_in_graph(tensors: Sequence[torch.Tensor]) -> None:
+    """While a model is traced: note in the graph that these tensors are to be kept."""
+    if len(tensors):
+        torch.ops.roundpipe_fx.save_for_recompute(list(tensors), traced_forward_call())
+
+
+def saves_for_recompute(node: fx.Node) -> bool:
+    """Whether a node notes what is to be kept."""
+    return node.target is _SAVE
+
+
+def annotated_scope() -> Generator[None, None, None]:
+    """While a model is traced: what is made between the first and the second step is in a gradient checkpoint scope.
+
+    A generator, not a context manager: Dynamo traces ``with`` inside of one, but no stored context manager's
+    ``__enter__``.
+    """
+    with torch.fx.traceback.annotate({_SCOPE: True}):
+        yield
+
+
+def mark_checkpoints(module: fx.GraphModule) -> None:
+    """Write into the bodies of checkpoints, of a graph of Dynamo's, which checkpoints each node is in.
+
+    Raises:
+        RecomputeDataError: gradients are on, and ``save_for_recompute`` is called twice in one forward of a layer, or
+            with a tensor that requires grad.
+    """
+    _mark(module, (), itertools.count())
+
+
+def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers: Iterator[int]) -> None:
+    saves: set[Any] = set()
+    for node in module.graph.nodes:
+        if inside:
+            node.meta["custom"] = {**(node.meta.get("custom") or {}), _CHECKPOINTS: inside}
+        body = checkpoint_body(module, node)
+        if body is not None:
+            preserve = bool(node.kwargs.get("preserve_rng_state", True))
+            # Debugging records what runs again; in a graph nothing does, and tracing cannot be recorded.
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name != "debug"}
+            _mark(body, (*inside, (next(numbers), preserve)), numbers)
+        elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
+            _check_saved(node)
+            # A checkpointed function is a layer; outside any, a call of a module is one.
+            layer = None if inside else node.args[1]
+            if layer in saves:
+                raise RecomputeDataError(
+                    f"save_for_recompute was called a second time in one forward of layer {_layer(node)}. Save "
+                    f"everything in one call: save_for_recompute(a, b).\n{_where(node)}"
+                )
+            saves.add(layer)
+
+
+def _check_saved(node: fx.Node) -> None:
+    for source in node.all_input_nodes:
+        value = source.meta.get("example_value")
+        if isinstance(value, torch.Tensor) and value.requires_grad:
+            raise RecomputeDataError(
+                f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
+                "grad. What is saved is not differentiated through; save tensor.detach(), or leave it to be computed "
+                f"again.\n{_where(node)}"
+            )
+
+
+def _layer(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    if not stack:
+        return "the model"
+    path, kind = stack[-1]
+    name = kind if isinstance(kind, str) else kind.__name__
+    return f"{module_path_text(path) or 'the model'} ({name.rpartition('.')[2]})"
+
+
+def _where(node: fx.Node) -> str:
+    """The user's line: the innermost one that is not in this package."""
+    frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
+    own = f"{Path(__file__).parents[1]}{os.sep}"
+    return next((frame.rstrip() for frame in reversed(frames) if frame.strip() and own not in frame), "")
+
+
+def checkpoints_of(node: fx.Node) -> tuple[int, ...]:
+    """Numbers of the checkpoints that a node is in, outermost first."""
+    return tuple(number for number, _ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
+
+
+def keeps_generator_state(node: fx.Node) -> bool:
+    """Whether a random operation may be replayed from a saved state: none of its checkpoints says otherwise."""
+    return all(preserve for _, preserve in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
+
+
+def is_in_scope(node: fx.Node) -> bool:
+    """Whether a node is in a gradient checkpoint scope."""
+    return _SCOPE in (node.meta.get("custom") or {})
+
+
+def policy_of(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
+    """What the selective policy of a node's checkpoint says of it; ``None`` outside any checkpoint."""
+    return checkpoint_policy(node) if checkpoints_of(node) else None

@@ -1,0 +1,180 @@
+"""arrange: sequences of the steps of a segment's backward that take ever less memory, and ever more seconds.
+
+:mod:`roundpipe_fx.remat.order` puts the steps into an order with a low peak. Beyond that a sequence can be
+*thriftier*: what was made again and is alive at the peak without being read there is dropped, and made once more before
+its next reader (as XLA's rematerialization pass does). The thriftiest may be one of :mod:`roundpipe_fx.remat.lean`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.operations import OperationGraph, Step
+from roundpipe_fx.remat.lean import lean_sequence
+from roundpipe_fx.remat.order import order_events
+from roundpipe_fx.remat.schedule import backward_events
+
+__all__ = ["MOST_THRIFT", "Arranger"]
+
+MOST_THRIFT = 4
+"""So often, and once more for a lean sequence, a sequence is followed by a thriftier one."""
+_TRIES = 8
+"""How many droppings are looked at for one that lowers the peak."""
+_LONGEST = 12
+"""What takes more steps than this to make once more is not dropped."""
+
+
+class Arranger:
+    """Arranges the steps of one block. A sequence lists positions of steps; a step that runs twice is listed twice."""
+
+    def __init__(
+        self, graph: OperationGraph, steps: Sequence[Step], before: Collection[int], lasting: Collection[int]
+    ) -> None:
+        self._graph = graph
+        self._steps = steps
+        self._before = before
+        self._lasting = lasting
+        used = {storage for step in steps for storage in (*step.reads, *step.makes)}
+        self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
+        self._seen: dict[tuple[int, ...], tuple[list[Event], dict[int, int], dict[int, int]]] = {}
+        self._peaks: dict[tuple[int, ...], int] = {}
+
+    def structure(self) -> Any:
+        """Equal for blocks that are alike but for the numbers of their storages."""
+        events, sizes, _ = self._events(range(len(self._steps)))
+        numbers: dict[int, int] = {}
+        own = set(self._before).union(*(event.makes for event in events))
+
+        def number(storage: int) -> int:
+            return numbers.setdefault(storage, len(numbers)) if storage in own else -1
+
+        shape = tuple(
+            (
+                tuple(map(number, event.reads)),
+                tuple((number(s), sizes[s], s in self._lasting) for s in event.makes),
+                tuple(map(number, event.over)),
+                event.scratch,
+                step.seconds,
+            )
+            for event, step in zip(events, self._steps, strict=True)
+        )
+        return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
+
+    def arrangements(self, most: int) -> list[tuple[list[int], int]]:
+        """Sequences with their peaks: the best order of the steps, then ever thriftier ones."""
+        sequence = self._ordered(list(range(len(self._steps))))
+        found = [(sequence, self._peak(sequence))]
+        for _ in range(_TRIES):
+            thriftier = self._thriftier(sequence) if len(found) <= most else None
+            if thriftier is None:
+                break
+            # Not put into a better order each time: planning has to be quick.
+            sequence = thriftier
+            peak = self._peak(sequence)
+            if peak < found[-1][1]:
+                found.append((sequence, peak))
+        leanest = self._lean(found[-1][1]) if most else None
+        return found if leanest is None else [*found, (leanest, self._peak(leanest))]
+
+    def _lean(self, below: int) -> list[int] | None:
+        """A lean sequence, if its peak is below one that is known."""
+        steps = self._steps
+        readers = [position for position, step in enumerate(steps) if step.way is None]
+        again = {storage for step in steps if step.way is not None for storage in step.makes}
+        events, sizes, _ = self._events(readers)
+        # What is made again for a reader is there only while it runs.
+        events = [
+            replace(
+                event,
+                scratch=sum(sizes[storage] for storage in steps[position].reads if storage in again),
+                reads=[storage for storage in steps[position].reads if storage not in again],
+            )
+            for event, position in zip(events, readers, strict=True)
+        ]
+        known = peak_of(events, sizes, self._before, self._lasting).bytes
+        order = order_events(events, sizes, self._before, self._lasting, known)
+        orders = [readers] if order is None else [readers, [readers[position] for position in order]]
+        return lean_sequence(steps, orders, self._peak, below)
+
+    def as_they_come(self) -> list[tuple[list[int], int]]:
+        """The steps as they are."""
+        sequence = list(range(len(self._steps)))
+        return [(sequence, self._peak(sequence))]
+
+    def _events(self, sequence: Sequence[int]) -> tuple[list[Event], dict[int, int], dict[int, int]]:
+        """Events, bytes by storage and by copy, and storages by copy."""
+        known = tuple(sequence)
+        if known not in self._seen:
+            sizes = dict(self._sizes)
+            events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
+            self._seen[known] = events, sizes, copied
+        return self._seen[known]
+
+    def _peak(self, sequence: Sequence[int]) -> int:
+        known = tuple(sequence)
+        if known not in self._peaks:
+            events, sizes, _ = self._events(sequence)
+            self._peaks[known] = peak_of(events, sizes, self._before, self._lasting).bytes
+        return self._peaks[known]
+
+    def _ordered(self, sequence: list[int]) -> list[int]:
+        """The sequence, or a better order of it."""
+        events, sizes, _ = self._events(sequence)
+        order = order_events(events, sizes, self._before, self._lasting, self._peak(sequence))
+        return sequence if order is None else [sequence[position] for position in order]
+
+    def _thriftier(self, sequence: list[int]) -> list[int] | None:
+        """A sequence in which something that is alive at the peak is dropped before it and made again after it."""
+        events, sizes, copied = self._events(sequence)
+        peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
+        at = peak.position
+        readers: dict[int, list[int]] = {}
+        for position, event in enumerate(events):
+            for storage in event.reads:
+                readers.setdefault(storage, []).append(position)
+        best: tuple[int, float, list[int]] | None = None
+        for instance, _ in peak.live:
+            later = [position for position in readers.get(instance, ()) if position > at]
+            if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
+                continue
+            position = later[0]
+            remade = self._remade(copied[instance], position, sequence, events, readers)
+            if remade is None:
+                continue
+            tried = [*sequence[:position], *remade, *sequence[position:]]
+            cost = sum(self._steps[p].seconds for p in remade)
+            result = (self._peak(tried), cost, tried)
+            if result[0] <= peak.bytes and (best is None or result[:2] < best[:2]):
+                best = result
+        return None if best is None else best[2]
+
+    def _remade(
+        self,
+        storage: int,
+        position: int,
+        sequence: Sequence[int],
+        events: Sequence[Event],
+        readers: dict[int, list[int]],
+    ) -> list[int] | None:
+        """Steps that make a storage again at a position, from what is alive there; ``None``: it takes too many."""
+        makers: dict[int, tuple[int, int]] = {}
+        for place in range(position):
+            step = self._steps[sequence[place]]
+            if step.way is not None:
+                makers.update({s: (sequence[place], i) for s, i in zip(step.makes, events[place].makes, strict=True)})
+        found: list[int] = []
+
+        def make(wanted: int) -> None:
+            place, _ = makers[wanted]
+            for source in self._steps[place].reads:
+                if source in makers:
+                    alive = readers.get(makers[source][1], [-1])[-1] >= position
+                    if not alive and makers[source][0] not in found:
+                        make(source)
+            found.append(place)
+
+        make(storage)
+        return found if len(found) <= _LONGEST else None

@@ -1,0 +1,196 @@
+"""Blocks: the backward of one segment, arranged so that few bytes live at one time.
+
+Just-in-time recomputation gives the steps, :mod:`roundpipe_fx.remat.arrange` sequences of them that take ever less
+memory and ever more seconds. Blocks that are alike but for the numbers of their storages are arranged once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from roundpipe_fx.analysis.operations import OperationGraph, Step
+from roundpipe_fx.remat.alike import shape_of_backward
+from roundpipe_fx.remat.arrange import MOST_THRIFT, Arranger
+from roundpipe_fx.remat.schedule import Choice, Schedule, just_in_time
+
+__all__ = ["Block", "Blocks", "make_schedule"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A segment's backward.
+
+    Attributes:
+        steps: what runs, in order.
+        peak: bytes at most alive meanwhile, where of what lives from before only the segment's own forward storages
+            count.
+        seconds: modelled seconds of what runs again.
+    """
+
+    steps: tuple[Step, ...]
+    peak: int
+    seconds: float
+
+
+class Blocks:
+    """Blocks of a graph's segments.
+
+    Args:
+        graph: the operations.
+        arrange: whether to look for orders with low peaks; else steps stay as they come.
+    """
+
+    def __init__(self, graph: OperationGraph, arrange: bool = True) -> None:
+        self.graph = graph
+        self._arrange = arrange
+        self.entering, self.lasting = _crossing_backward(graph)
+        self._arrangements: dict[Any, list[tuple[list[int], int]]] = {}
+        self._blocks: dict[Any, list[Block]] = {}
+        self._shapes: dict[Any, int] = {}
+        self._costs: dict[Any, list[tuple[int, float]]] = {}
+
+    def block(self, segment: int, available: AbstractSet[int], thrift: int = 0) -> Block:
+        """A segment's backward.
+
+        Args:
+            segment: whose.
+            available: forward storages that need not be made again.
+            thrift: how far to go in dropping what was made again; the most there is, if that is less.
+        """
+        variants = self.variants(segment, available, MOST_THRIFT if thrift else 0)
+        return variants[min(thrift, len(variants) - 1)]
+
+    def variants(self, segment: int, available: AbstractSet[int], most: int = MOST_THRIFT) -> list[Block]:
+        """A segment's backward, ever thriftier, up to a thrift of ``most``."""
+        reach, entering = self._reach(segment)
+        if not entering <= available:  # it reaches back into earlier segments
+            return self._arranged(segment, just_in_time(self.graph, segment, available), most, None)
+        kind, numbers = self._kind(segment)
+        there = frozenset([numbers[storage] for storage in reach & available if storage in numbers])
+        known = (segment, most, there)
+        if known not in self._blocks:
+            steps = just_in_time(self.graph, segment, available)
+            self._blocks[known] = self._arranged(segment, steps, most, (kind, there))
+        return self._blocks[known]
+
+    def costs(
+        self, segment: int, saved: AbstractSet[int], earlier: AbstractSet[int], most: int
+    ) -> list[tuple[int, float]]:
+        """Peak bytes and seconds of the variants of a segment's backward; asked once for segments that are alike.
+
+        Args:
+            segment: whose backward.
+            saved: storages of the segment that need not be made again.
+            earlier: all storages of earlier segments, and those that are at hand in any case.
+            most: thrift.
+        """
+        kind, numbers = self._kind(segment)
+        known = (kind, most, frozenset(numbers[storage] for storage in saved if storage in numbers))
+        if known not in self._costs:
+            variants = self.variants(segment, saved | earlier, most)
+            self._costs[known] = [(block.peak, block.seconds) for block in variants]
+        return self._costs[known]
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _kind(self, segment: int) -> tuple[int, dict[int, int]]:
+        """Equal numbers for segments with backwards that are alike, and numbers for their storages."""
+        shape, numbers = shape_of_backward(self.graph, segment, self.entering[segment], self.lasting[segment])
+        return self._shapes.setdefault(shape, len(self._shapes)), numbers
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
+        """Forward storages that a segment's backward may need made again, and what of earlier segments they need."""
+        graph = self.graph
+        found: set[int] = set()
+        entering: set[int] = set()
+        pending = [storage for operation in graph.backward[segment] for storage in operation.reads]
+        while pending:
+            storage = pending.pop()
+            if storage in found or not graph.is_forward(storage):
+                continue
+            if graph.segment_of[storage] < segment and storage not in graph.at_hand:
+                entering.add(storage)
+            else:
+                found.add(storage)
+                pending += graph.ways[storage].reads if storage in graph.ways else ()
+        return frozenset(found), frozenset(entering)
+
+    def _arranged(self, segment: int, steps: list[Step], most: int, like: Any) -> list[Block]:
+        """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
+        graph = self.graph
+        read = {storage for step in steps for storage in step.reads}
+        entering = self.entering[segment] & read
+        known = self._arrangements.get((like, most)) if like is not None else None
+        if known is None:
+            made = {storage for step in steps for storage in step.makes}
+            own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+            arranger = Arranger(graph, steps, own | entering, self.lasting[segment])
+            key = (arranger.structure(), most)
+            if key not in self._arrangements:
+                self._arrangements[key] = arranger.arrangements(most) if self._arrange else arranger.as_they_come()
+            known = self._arrangements[key]
+            if like is not None:
+                self._arrangements[like, most] = known
+        credit = sum(graph.sizes[storage] for storage in entering)
+        blocks = []
+        for sequence, peak in known:
+            arranged = tuple([steps[position] for position in sequence])
+            blocks.append(Block(arranged, peak - credit, sum(step.seconds for step in arranged)))
+        return blocks
+
+
+def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:
+    """Work a choice out: what runs in the backward, in order."""
+    graph = blocks.graph
+    available = choice.kept | graph.at_hand
+    backward = []
+    for segment in range(graph.segments - 1, -1, -1):
+        steps: list[Step] = []
+        wanted = choice.held.get(segment)
+        if wanted:
+            steps += just_in_time(graph, segment, available, wanted)
+            available |= wanted
+        steps += blocks.block(segment, available, choice.thrift.get(segment, 0)).steps
+        backward.append((segment, steps))
+    live = _without_unread(backward)
+    return Schedule(choice, live, sum(step.seconds for _, steps in live for step in steps))
+
+
+def _without_unread(backward: Sequence[tuple[int, Sequence[Step]]]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+    """The steps without those that make again what nobody reads before it is made once more, if at all."""
+    read: set[int] = set()
+    found = []
+    for segment, steps in reversed(backward):
+        kept = []
+        for step in reversed(steps):
+            if step.way is not None and read.isdisjoint(step.makes):
+                continue
+            read.difference_update(step.makes)
+            read.update(step.reads)
+            kept.append(step)
+        found.append((segment, tuple(reversed(kept))))
+    return tuple(reversed(found))
+
+
+def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
+    """By segment, storages of the backward that live when its backward begins; and what of all lives when it ends."""
+    born: dict[int, int] = dict.fromkeys(graph.tangents, graph.segments)
+    dies: dict[int, int] = {}
+    for segment in range(graph.segments - 1, -1, -1):
+        for operation in graph.backward[segment]:
+            born.update(dict.fromkeys(operation.makes, segment))
+            dies.update({s: segment for s in operation.reads if s in born})
+    dies.update(dict.fromkeys((*graph.gradients, *graph.held), -1))
+    entering: list[set[int]] = [set() for _ in range(graph.segments)]
+    lasting: list[set[int]] = [set() for _ in range(graph.segments)]
+    for storage, birth in born.items():
+        death = dies.get(storage, birth)
+        for segment in range(max(death, 0), min(birth, graph.segments)):
+            entering[segment].add(storage)
+        for segment in range(death + 1, min(birth, graph.segments - 1) + 1):
+            lasting[segment].add(storage)
+    return entering, lasting

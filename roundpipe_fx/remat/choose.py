@@ -1,0 +1,127 @@
+"""The choice: the least recomputation whose peak stays within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
+from roundpipe_fx.ir.joint_graph import module_path
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.schedule import Choice, simulate
+from roundpipe_fx.remat.search import Candidate, Found, everything_kept, refine, search
+from roundpipe_fx.remat.several_calls import search_for_step
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["Chosen", "choose", "refusal"]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was chosen, and from what.
+
+    Attributes:
+        candidate: the schedule, with its peak.
+        limit: the budget in bytes.
+        graph: the operations that plans are searched for.
+        frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
+        followed: the operations of the schedule: the same, or those with equal values shared.
+        fits: whether it is taken to stay within the limit. Else it is the candidate with the lowest peak, and nothing
+            that was found stays within the limit.
+    """
+
+    candidate: Candidate
+    limit: int
+    graph: OperationGraph
+    frontier: tuple[tuple[int, float], ...]
+    followed: OperationGraph
+    fits: bool = True
+
+
+def choose(
+    graph: OperationGraph,
+    budget: int | float,
+    share: float = 1.0,
+    margin: int = 0,
+    whole: OperationGraph | None = None,
+    emitted: Sequence[tuple[Candidate, int]] = (),
+) -> Chosen:
+    """Choose a schedule for a budget.
+
+    Args:
+        graph: the operations.
+        budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
+        share: of the budget that may be used, in (0, 1].
+        margin: bytes that emitted programs were found to need beyond what was simulated here.
+        whole: the same with equal values shared, for where everything is kept.
+        emitted: candidates that were chosen before, with the peaks of the programs emitted for them.
+    """
+    blocks = Blocks(graph)
+    kept, followed = everything_kept(blocks), graph
+    if whole is not None:
+        shared = everything_kept(Blocks(whole))
+        if shared.peak.bytes < kept.peak.bytes:
+            kept, followed = shared, whole
+    fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
+    # What fits as it is needs no search.
+    if fits and share == 1.0 and not graph.regions:
+        found = Found([kept], [])
+    else:
+        found = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
+    candidates = found.candidates
+    limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
+    candidates = refine(blocks, found, limit - margin)
+    frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
+    lowest = candidates[-1]
+    known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]
+
+    def expected(candidate: Candidate) -> int:
+        same = (peak for choice, size, peak in known if (choice, size) == _key(candidate))
+        return next(same, candidate.peak.bytes + margin)
+
+    def chosen(candidate: Candidate, limit: int, fits: bool = True) -> Chosen:
+        return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph, fits)
+
+    for candidate in candidates:
+        if expected(candidate) <= limit:
+            return chosen(candidate, limit)
+    if isinstance(budget, float):
+        return chosen(lowest, max(limit, expected(lowest)))
+    # The margin is other candidates'; what this one's programs need is known when they are emitted.
+    tried = any((choice, size) == _key(lowest) for choice, size, _ in known)
+    return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
+
+
+def _key(candidate: Candidate) -> tuple[Choice, int]:
+    return candidate.schedule.choice, candidate.peak.bytes
+
+
+def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudgetError:
+    """The error for a budget that nothing stays within.
+
+    Args:
+        chosen: the lowest that was found.
+        minimum: peak of the programs that were emitted for it.
+        budget: that was asked for.
+    """
+    graph = chosen.graph
+    peak = simulate(graph, chosen.candidate.schedule, list_live=True)
+    if peak.operation is None:
+        loss = "between its forward and its backward, while a loss is computed outside the model"
+        where = loss if peak.backward else "at its beginning"
+    else:
+        module = module_path(peak.operation.node, module_path_text) or "the model"
+        phase = "backward" if peak.backward else "forward"
+        where = (
+            f"in the {phase} of {module} (stage {graph.stages[peak.segment]}, segment {peak.segment}, at "
+            f"{peak.operation.node.name})"
+        )
+    calls = f", with {graph.step.alive} calls alive at once," if graph.step is not None and graph.step.alive > 1 else ""
+    live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
+    return InfeasibleBudgetError(
+        f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model "
+        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where "
+        f"these are alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
+        minimum,
+    )

@@ -1,0 +1,132 @@
+"""Plans that follow a checkpointing sequence: segments as the links of rotor's chain.
+
+A sequence says for each segment whether all that its backward needs is kept, or its input, or nothing, in the forward
+and again each time it is run before some backward. That is a choice of what is kept and held, which is worked out and
+simulated like any other. Where the simulation exceeds the limit (values that skip over segments, gradients so far),
+the sequence is computed anew for less.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.links import Keeping, chain_of, crossing_storages
+from roundpipe_fx.remat.rotor import as_autograd_runs
+from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.search import Candidate, work_out
+from roundpipe_fx.remat.sequences.algorithms import make_sequence
+from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, Sequence
+
+__all__ = ["Fitted", "chain_of_segments", "fit_sequence"]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A sequence, and what following it comes to.
+
+    Attributes:
+        sequence: the operations.
+        candidate: the schedule, with its peak.
+    """
+
+    sequence: Sequence
+    candidate: Candidate
+
+
+def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
+    """The segments of a graph as rotor sees them.
+
+    Args:
+        graph: the operations.
+        loss_temporary: bytes that are allocated between forward and backward.
+    """
+    return _chain(Blocks(as_autograd_runs(graph), arrange=False), loss_temporary)[0]
+
+
+def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[Keeping]]:
+    """The chain, and by segment what keeping all of it means."""
+    graph = blocks.graph
+    chain, keepings = chain_of(blocks)
+    count = graph.segments
+    boundary = [0, *(int(chain.crossing[0, i]) for i in range(1, count)), 0]
+    kept = [link.options[0] for link in chain.links]  # options come by seconds: the first recomputes nothing
+    forward: dict[int, float] = defaultdict(float)
+    for operation in graph.forward:
+        forward[operation.segment] += operation.seconds
+    temporary = []
+    for i, (link, option) in enumerate(zip(chain.links, kept, strict=True)):
+        temporary.append(max(option.backward + link.standing - option.held - boundary[i] - boundary[i + 1], 0))
+    return Chain(
+        tuple(forward[i] for i in range(count)),
+        tuple(sum(operation.seconds for operation in graph.backward[i]) for i in range(count)),
+        tuple(boundary),
+        (0, *(option.held for option in kept)),
+        tuple(max(option.forward - option.held, 0) for option in kept),
+        (*temporary, loss_temporary),
+    ), [options[0] for options in keepings]
+
+
+def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int) -> Fitted:
+    """The best sequence whose schedule is simulated to stay within a limit.
+
+    Args:
+        graph: the operations.
+        limit: bytes.
+        slots: how finely memory is counted.
+        algo: name of an algorithm (:data:`roundpipe_fx.remat.sequences.algorithms.ALGORITHMS`).
+        loss_temporary: bytes that are allocated between forward and backward.
+
+    Raises:
+        InfeasibleBudgetError: there is none.
+    """
+    graph = as_autograd_runs(graph)
+    blocks = Blocks(graph, arrange=False)
+    chain, keepings = _chain(blocks, loss_temporary)
+    counted = limit if algo == "persistent" else no_limit(chain)
+    peak = None
+    while True:
+        try:
+            sequence = make_sequence(chain, counted, slots, algo)
+        except ValueError as error:
+            least = "" if peak is None else f" The tightest that was found peaks at {peak} bytes ({bytes_text(peak)})."
+            raise InfeasibleBudgetError(f"a limit of {limit} bytes cannot be met: {error}{least}", peak or 0) from None
+        candidate = work_out(blocks, _choice(graph, keepings, sequence))
+        peak = candidate.peak.bytes if peak is None else min(peak, candidate.peak.bytes)
+        excess = candidate.peak.bytes - limit
+        if excess <= 0:
+            return Fitted(sequence, candidate)
+        if algo != "persistent":
+            raise InfeasibleBudgetError(
+                f"the {algo} sequence needs {peak} bytes ({bytes_text(peak)}), and the limit is {limit}.", peak
+            )
+        counted -= max(excess, limit // slots)
+
+
+def no_limit(chain: Chain) -> int:
+    """More bytes than any sequence of a chain can need."""
+    return 2 * sum((*chain.boundary, *chain.saved, *chain.forward_temporary, *chain.backward_temporary)) + 1
+
+
+def _choice(graph: OperationGraph, keepings: list[Keeping], sequence: Sequence) -> Choice:
+    kept: set[int] = set()
+    held: dict[int, set[int]] = defaultdict(set)
+    pending: set[int] = set()
+    before_loss = True
+    for operation in sequence:
+        if isinstance(operation, ForwardEnable):
+            index = operation.index
+            pending |= keepings[index].saved | crossing_storages(graph, index, index + 1)
+        elif isinstance(operation, ForwardCheck):
+            pending |= crossing_storages(graph, 0, operation.index)
+        elif isinstance(operation, Backward):
+            if before_loss:
+                kept, before_loss = pending, False
+            else:
+                held[operation.index] |= pending - kept
+            pending = set()
+    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items() if storages})

@@ -1,0 +1,170 @@
+"""Frontier of a segment: what it can save, for how many seconds of recomputation, exactly.
+
+For a price of λ bytes a second, choosing which forward storages of a segment to save and which to make again is a
+minimum cut. Two binary variables: "storage v is needed in the backward", "operation o runs again". Needed and not made
+again pays bytes(v); running again pays λ·seconds(o) and needs all that o reads; what the backward reads is needed.
+All terms are submodular, so one maximum flow gives the optimum, and the breakpoints in λ are the vertices of the lower
+convex hull of (saved bytes, recompute seconds). They are found by intersecting neighbouring lines (Eisner and
+Severance, "Mathematical techniques for efficient record segmentation in large shared databases", 1976).
+
+The flow is SciPy's (``scipy.sparse.csgraph.maximum_flow``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from roundpipe_fx.analysis.operations import OperationGraph, Way
+
+__all__ = ["Saving", "frontier"]
+
+_CAPACITY = 1_000_000_000
+"""What all finite capacities together are scaled to: SciPy's flow counts in 32 bits."""
+_ENDLESS = 2_000_000_000
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A vertex of a segment's frontier.
+
+    Attributes:
+        saved: storages kept from forward to backward.
+        bytes: their bytes.
+        seconds: modelled seconds of making the rest again.
+    """
+
+    saved: frozenset[int]
+    bytes: int
+    seconds: float
+
+
+Known = dict[Any, list[tuple[frozenset[int], float]]]
+"""Frontiers by structure, so that segments that are alike are solved once."""
+
+
+def frontier(
+    graph: OperationGraph, needed: Sequence[int], available: Collection[int], known: Known, most: int = 8
+) -> list[Saving]:
+    """The lower convex hull of (saved bytes, recompute seconds), from nothing recomputed to nothing saved.
+
+    Args:
+        graph: the operations.
+        needed: forward storages that a backward reads.
+        available: forward storages that are at hand anyway, at no price.
+        known: what was solved before; extended.
+        most: at most so many vertices.
+    """
+    cut = _Cut(graph, needed, available)
+    structure = cut.structure()
+    if structure not in known:
+        position = {storage: index for index, storage in enumerate(cut.storages)}
+        known[structure] = [
+            (frozenset(position[storage] for storage in saving.saved), saving.seconds)
+            for saving in _vertices(cut, most)
+        ]
+    storages = list(cut.storages)
+    found = []
+    for positions, seconds in known[structure]:
+        saved = frozenset(storages[index] for index in positions)
+        found.append(Saving(saved, sum(graph.sizes[storage] for storage in saved), seconds))
+    return found
+
+
+def _vertices(cut: _Cut, most: int) -> list[Saving]:
+    if not cut.storages:
+        return [Saving(frozenset(), 0, 0.0)]
+    lowest, highest = cut.solve(0.0), cut.solve(None)
+    # lowest: bytes alone count, so nothing is saved that can be made again; highest: seconds alone.
+    found = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
+    pending = [(highest, lowest)] if len(found) == 2 else []
+    while pending and len(found) < most:
+        more, less = pending.pop(0)
+        if less.seconds <= more.seconds or less.bytes >= more.bytes:
+            continue
+        price = (more.bytes - less.bytes) / (less.seconds - more.seconds)
+        middle = cut.solve(price)
+        line = more.bytes + price * more.seconds
+        if middle.bytes + price * middle.seconds < line * (1 - 1e-6) and less.bytes < middle.bytes < more.bytes:
+            found.append(middle)
+            pending += [(more, middle), (middle, less)]
+    return sorted(found, key=lambda saving: -saving.bytes)
+
+
+class _Cut:
+    """The flow network of one segment. Vertex 0 is the source, 1 the sink."""
+
+    def __init__(self, graph: OperationGraph, needed: Sequence[int], available: Collection[int]) -> None:
+        self._graph = graph
+        self.storages: dict[int, int] = {}
+        self._runs: dict[Way, int] = {}
+        pending = [storage for storage in needed if storage not in available and graph.is_forward(storage)]
+        self._needed = set(pending)
+        while pending:
+            storage = pending.pop()
+            if storage in self.storages:
+                continue
+            self.storages[storage] = 2 + len(self.storages) + len(self._runs)
+            way = self._way(storage)
+            if way not in self._runs:
+                self._runs[way] = 2 + len(self.storages) + len(self._runs)
+                pending += [source for source in way.reads if source not in available and graph.is_forward(source)]
+
+    def structure(self) -> Any:
+        """Equal for networks that are alike."""
+        storages = tuple(
+            (vertex, self._graph.sizes[s], s in self._needed, s in self._graph.not_kept)
+            for s, vertex in self.storages.items()
+        )
+        runs = tuple(
+            (vertex, way.seconds, tuple(self.storages.get(source, 0) for source in way.reads))
+            for way, vertex in self._runs.items()
+        )
+        return storages, runs, tuple(self._runs[self._way(storage)] for storage in self.storages)
+
+    def _way(self, storage: int) -> Way:
+        # The ways of all that one operation makes are equal, so they are one vertex.
+        return self._graph.alone.get(storage) or self._graph.ways[storage]
+
+    def solve(self, price: float | None) -> Saving:
+        """The optimum at ``price`` bytes a second; ``None``: seconds alone count."""
+        sizes = {storage: self._graph.sizes[storage] for storage in self.storages}
+        if price is None:
+            quickest = min((way.seconds for way in self._runs if way.seconds > 0), default=1.0)
+            price = 2 * sum(sizes.values()) / quickest
+        scale = _CAPACITY / max(sum(sizes.values()), 1)
+        arcs: list[tuple[int, int, int]] = []
+
+        def arc(source: int, target: int, capacity: float) -> None:
+            arcs.append((source, target, min(int(capacity), _ENDLESS)))
+
+        for storage, vertex in self.storages.items():
+            if storage in self._needed:
+                arc(0, vertex, _ENDLESS)
+            barred = storage in self._graph.not_kept
+            arc(vertex, self._runs[self._way(storage)], _ENDLESS if barred else max(sizes[storage] * scale, 1))
+        for way, vertex in self._runs.items():
+            # Of equal optima the one that runs less again is wanted, so nothing is quite free.
+            arc(vertex, 1, price * way.seconds * scale + (1 if price else 0))
+            for storage in way.reads:
+                if storage in self.storages:
+                    arc(vertex, self.storages[storage], _ENDLESS)
+        reached = _source_side(arcs, 2 + len(self.storages) + len(self._runs))
+        again = {way for way, vertex in self._runs.items() if vertex in reached}
+        saved = frozenset(s for s, vertex in self.storages.items() if vertex in reached and self._way(s) not in again)
+        return Saving(saved, sum(sizes[s] for s in saved), sum(way.seconds for way in again))
+
+
+def _source_side(arcs: list[tuple[int, int, int]], vertices: int) -> set[int]:
+    """The source's side of a minimum cut between vertices 0 and 1."""
+    rows, columns, capacities = zip(*arcs, strict=True)
+    network = csr_array((np.array(capacities, dtype=np.int32), (rows, columns)), shape=(vertices, vertices))
+    residual = network - maximum_flow(network, 0, 1).flow
+    residual.data = np.maximum(residual.data, 0)
+    residual.eliminate_zeros()
+    return set(breadth_first_order(residual, 0, return_predecessors=False).tolist())

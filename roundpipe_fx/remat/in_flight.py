@@ -1,0 +1,119 @@
+"""Microbatches in flight: what a run of segments may keep when what it keeps is there several times.
+
+A device of a pipeline holds what was kept for every microbatch that has been forward and not yet backward, and runs one
+of them at a time. So bytes that are kept count as often as microbatches are in flight, and what a recomputation makes
+again counts once: the more are in flight, the more it is worth to keep only what enters a stage.
+
+The chain (:mod:`roundpipe_fx.remat.chain`) is solved for every amount of memory: once with what is kept counted for
+each microbatch, which misses that of later links when the backward has come back to earlier ones; and for several
+prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters
+in seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation
+judges.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.remat.chain import Chain, Solution, solve_chain
+from roundpipe_fx.remat.links import Keeping, choice_of
+from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.search import FINE_SLOTS, NESTED_SHARE, Rung, levels, nested_slots, spread
+
+__all__ = ["Run", "rungs_of_run", "together"]
+
+_MOST = 32
+"""So many rungs of a run are there to choose from."""
+_LEVELS = 24
+"""So many solutions of a chain are looked at, spread over all amounts of memory."""
+_PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""Of what is kept: a price of 1 makes keeping all as dear as making all again."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Segments whose kept values lie on the same devices.
+
+    Attributes:
+        first: segment.
+        end: the segment after the last one.
+        devices: numbers of the devices.
+        in_flight: microbatches that each of these devices holds at most at one time.
+    """
+
+    first: int
+    end: int
+    devices: frozenset[int]
+    in_flight: int
+
+
+def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keeping]], run: Run) -> list[Rung]:
+    """What a run may keep: ever fewer bytes for ever more seconds.
+
+    Args:
+        graph: the operations.
+        chain: of all segments.
+        keepings: what stands behind its options.
+        run: the segments.
+    """
+    part = chain.part(run.first, run.end, run.in_flight == 1)
+    whole = sum(max(option.held for option in link.options) for link in part.links)
+    most = whole + max(
+        max(option.forward, option.backward) + link.standing + link.standing_forward
+        for link in part.links
+        for option in link.options
+    )
+    slowest = sum(max(option.seconds for option in (*link.options, *link.bare)) for link in part.links)
+    solutions = [solve_chain(part, most, FINE_SLOTS, nested=False)]
+    if run.in_flight > 1:
+        rate = slowest / max(whole, 1)
+        counted = dataclasses.replace(part, times=run.in_flight)
+        chains = [(counted, most + (run.in_flight - 1) * whole)]
+        chains += [(dataclasses.replace(part, price=rate * price), most) for price in _PRICES]
+    else:
+        chains = [(part, most)]
+    for variant, limit in chains:
+        coarse = solve_chain(variant, limit, nested_slots(part))
+        low = levels(coarse)[0] * coarse.slot
+        solutions += [coarse, solve_chain(variant, int(low * NESTED_SHARE) + 1, nested_slots(part))]
+    found = [rung for solution in solutions for rung in _rungs(graph, keepings, run, part, solution)]
+    best: list[tuple[float, Rung]] = []
+    for size, rung in sorted(found, key=lambda item: (item[1].seconds, item[0])):
+        if not best or size < best[-1][0]:
+            best.append((size, rung))
+    return spread([rung for _, rung in best], _MOST)
+
+
+def _rungs(
+    graph: OperationGraph, keepings: list[list[Keeping]], run: Run, part: Chain, solution: Solution
+) -> list[tuple[float, Rung]]:
+    """Solutions with the bytes that they take with all microbatches in flight."""
+    found: list[tuple[float, Rung]] = []
+    for slots in spread(levels(solution), _LEVELS):
+        decisions = solution.decisions(slots)
+        kept = sum(map(part.kept_at, decisions))
+        seconds = float(solution.seconds[slots]) - solution.chain.price * kept
+        shifted = [
+            dataclasses.replace(
+                decision,
+                before=None if decision.before is None else decision.before + run.first,
+                link=decision.link + run.first,
+                until=decision.until + run.first,
+            )
+            for decision in decisions
+        ]
+        size = part.needed(decisions) + (run.in_flight - 1) * kept
+        found.append((size, Rung(max(seconds, 0.0), partial(choice_of, graph, keepings, shifted))))
+    return found
+
+
+def together(choices: list[Choice]) -> Choice:
+    """Choices for different segments as one."""
+    return Choice(
+        frozenset().union(*(choice.kept for choice in choices)),
+        {segment: storages for choice in choices for segment, storages in choice.held.items()},
+        {segment: thrift for choice in choices for segment, thrift in choice.thrift.items()},
+    )

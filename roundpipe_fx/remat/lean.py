@@ -1,0 +1,98 @@
+"""lean: a segment's backward in which as little as possible is kept between one reader and the next.
+
+Dropping what lies idle at the peak, one storage at a time, stops where two have to go together. This comes from the
+other end: everything is made again for each of its readers, which is as lean as a sequence of these steps gets. Then
+what runs again more than once runs less often, the costliest first, as long as the peak stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from roundpipe_fx.analysis.operations import Step
+
+__all__ = ["lean_sequence"]
+
+_LONGEST = 400
+"""Of blocks that take more steps than this when everything is made again, no lean sequence is looked for."""
+
+
+def lean_sequence(
+    steps: Sequence[Step], orders: Sequence[Sequence[int]], peak: Callable[[Sequence[int]], int], below: int
+) -> list[int] | None:
+    """A lean sequence of steps, listed by position; a step that runs twice is listed twice.
+
+    Args:
+        steps: of a segment's backward, each once.
+        orders: of those that do not run again, by position; the one that is leaner is taken.
+        peak: bytes at most alive in a sequence.
+        below: bytes: a peak that is known.
+
+    Returns:
+        the sequence; ``None`` if its peak would not be lower than the one that is known.
+    """
+    maker = {storage: position for position, step in enumerate(steps) if step.way for storage in step.makes}
+    expanded = [found for order in orders if (found := _expanded(steps, maker, order)) is not None]
+    lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
+    if lowest >= below:
+        return None
+    often = {place for place in sequence if sequence.count(place) > 1}
+    for place in sorted(often, key=lambda place: -steps[place].seconds):
+        for keep in range(1, sequence.count(place)):
+            tried = _without_unread(steps, maker, _at_most(sequence, place, keep))
+            if peak(tried) <= lowest:
+                sequence = tried
+                break
+    return sequence
+
+
+def _expanded(steps: Sequence[Step], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
+    """Everything made again for each of its readers; ``None``: that takes too many steps."""
+    found: list[int] = []
+    for reader in readers:
+        found += (*_made_for(steps, maker, reader), reader)
+        if len(found) > _LONGEST:
+            return None
+    return found
+
+
+def _made_for(steps: Sequence[Step], maker: dict[int, int], reader: int) -> list[int]:
+    """Positions of what is made again for one reader, in order."""
+    found: list[int] = []
+    pending = [(reader, False)]
+    while pending:
+        place, ready = pending.pop()
+        if place in found:
+            continue
+        if ready:
+            found.append(place)
+            continue
+        if place != reader:
+            pending.append((place, True))
+        pending += [(maker[storage], False) for storage in reversed(steps[place].reads) if storage in maker]
+    return found
+
+
+def _at_most(sequence: Sequence[int], place: int, times: int) -> list[int]:
+    """The sequence in which a step runs only the first few times."""
+    found: list[int] = []
+    for other in sequence:
+        if other != place or times > 0:
+            found.append(other)
+        times -= other == place
+    return found
+
+
+def _without_unread(steps: Sequence[Step], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
+    """The sequence without what is made and not read before it is made once more."""
+    wanted: set[int] = set()
+    found = []
+    for place in reversed(sequence):
+        step = steps[place]
+        if step.way is not None:
+            if wanted.isdisjoint(step.makes):
+                continue
+            wanted.difference_update(step.makes)
+        wanted.update(storage for storage in step.reads if storage in maker)
+        found.append(place)
+    return found[::-1]

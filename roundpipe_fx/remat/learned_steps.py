@@ -1,0 +1,166 @@
+"""Learned steps: which calls steps were made of, and what the next plans have to leave for the others.
+
+The first step is planned as if each call were alone. Where several were alive at once and hold together more than the
+budget, the user is told so, once, and the next plans are made for steps like that one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.remat.several_graphs import fit_graphs, ladder_of
+
+__all__ = ["LearnedSteps", "StepBudgetWarning"]
+
+_MOST = 16
+"""Kinds of steps that are planned for."""
+
+
+class StepBudgetWarning(UserWarning):
+    """A step took more bytes than its budget, because it made several calls."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    footprint: Footprint
+    operations: OperationGraph | None
+    budget: int
+
+
+class LearnedSteps:
+    """What steps of one model were made of.
+
+    Args:
+        again: whether plans can be made anew.
+
+    Attributes:
+        stale: whether steps have shown what plans do not know.
+        outside: lines that run eagerly, with the reasons.
+    """
+
+    def __init__(self, again: bool = True) -> None:
+        self.stale = False
+        self._again = again
+        self._steps: dict[tuple[object, ...], NotedStep] = {}
+        self._planned: dict[str, _Planned] = {}
+        self._footprints: dict[str, Footprint] = {}
+        self._asked: int | float = 0
+        self._limit: int | None = None
+        self.outside: dict[str, str] = {}
+        self._warned = False
+        self._told_of_outside = False
+
+    def plan(
+        self, graph: str, footprint: Footprint, operations: OperationGraph | None, budget: int, asked: int | float
+    ) -> None:
+        """Note the plan of a graph.
+
+        Args:
+            graph: its name.
+            footprint: of its calls.
+            operations: that it was chosen for; ``None`` for a graph without a backward.
+            budget: bytes.
+            asked: the budget as the user gave it.
+        """
+        self._planned[graph] = _Planned(footprint, operations, budget)
+        self._footprints[graph] = footprint
+        self._asked = asked
+
+    def runs_eagerly(self, line: object, why: str) -> None:
+        """Note where code runs that is part of no graph, and why."""
+        if str(line) not in self.outside:
+            self.outside[str(line)] = why.partition("\n")[0]
+            self._told_of_outside = False
+
+    def see(self, calls: int, noted: Callable[[], NotedStep]) -> None:
+        """Note a step that is over. May be called from several threads.
+
+        Args:
+            calls: how many it had.
+            noted: what it was made of; of the usual step with one call nobody asks.
+        """
+        outside = bool(self.outside) and not self._told_of_outside
+        if calls == 1 and not outside:
+            return
+        step = noted()
+        budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
+        budget = max(budgets, default=0)
+        peak = peak_of_step(step, {})
+        over = peak > budget and step.kind not in self._steps and len(self._steps) < _MOST
+        if not budgets or not (over or outside):
+            return
+        if over:
+            self._steps[step.kind] = step
+            self.stale = self._again
+        if outside or not self._warned:
+            self._warned |= over
+            self._told_of_outside |= outside
+            warnings.warn(self._news(step, peak, budget), StepBudgetWarning, stacklevel=2)
+
+    def _news(self, step: NotedStep, peak: int, budget: int) -> str:
+        graphs = sorted({call.graph for call in step.calls})
+        alive = sum(most_alive(step, graph) for graph in graphs)
+        calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
+        held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
+        allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
+        text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
+        if peak > budget and self._again:
+            text += " Each was planned as if it were alone. The next step is planned for all of them."
+        elif peak > budget:
+            text += (
+                " Each was planned as if it were alone, and torch.compile plans nothing anew: use "
+                "roundpipe_fx.compile, which plans the next step for all of them, or give a smaller budget."
+            )
+        if self.outside:
+            text += f" Not in any graph, and not counted, is what runs eagerly: {', '.join(self.outside)}."
+        return text
+
+    def needs(self, graph: str) -> StepNeeds | None:
+        """What is to be left for other calls where a graph is planned."""
+        steps = tuple(step for step in self._steps.values() if any(call.graph == graph for call in step.calls))
+        if not steps or not self._again:
+            return None
+        others: Mapping[str, Footprint] = {name: own for name, own in self._footprints.items() if name != graph}
+        return StepNeeds(graph, steps, others, limit=self._limit)
+
+    def plan_together(self, share: float) -> None:
+        """Decide what each graph may hold, where steps have several.
+
+        Args:
+            share: of the budget that may be used.
+
+        Raises:
+            InfeasibleBudgetError: they cannot be planned so that the budget holds for the step.
+        """
+        self._limit = None
+        steps = list(self._steps.values())
+        graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
+        several = any(len({call.graph for call in step.calls}) > 1 for step in steps)
+        if not several:
+            self.stale = False
+            return
+        ladders = {}
+        for graph in graphs:
+            planned = self._planned.get(graph)
+            needs = self.needs(graph)
+            if planned is not None and planned.operations is not None and needs is not None:
+                needs = StepNeeds(graph, needs.steps, needs.footprints, planned.footprint.gradients)
+                ladders[graph] = ladder_of(planned.operations, needs)
+        fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
+        fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
+        if fitted.peak > fitted.limit:
+            raise InfeasibleBudgetError(
+                f"memory_budget of {fitted.limit} bytes ({bytes_text(fitted.limit)}) cannot be met: a step of this "
+                f"model is made of {len(graphs)} graphs, which together need at least {fitted.peak} bytes "
+                f"({bytes_text(fitted.peak)}). Use a smaller batch, fewer calls before a backward, or a budget of at "
+                "least the minimum.",
+                fitted.peak,
+            )
+        self._footprints.update(fitted.footprints)
+        self._limit = fitted.limit
+        self.stale = False

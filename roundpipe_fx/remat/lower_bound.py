@@ -1,0 +1,159 @@
+"""A lower bound of peak memory: no schedule of these operations goes below it, whatever it recomputes.
+
+The schedules that are meant run every operation of the backward once, and those of the forward as often as they like,
+whole operations at a time. When an operation of the backward runs, there live at least its operands and its result,
+what the caller holds, and of the backward's storages a minimum over all that may have run by then: what has run is
+closed under "needs", so the minimum is a minimum cut (Picard, "Maximal closure of a graph and applications to
+combinatorial problems", 1976). Before that one of its operands was the last to be made; then the others lived already,
+beside what making it took. The bound is the largest of these over all operations of the backward.
+
+Forward storages are taken to be free but where an operation reads or makes them, so the bound need not be reached.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_flow
+
+from roundpipe_fx.analysis.operations import Operation, OperationGraph
+
+__all__ = ["LowerBound", "lower_bound"]
+
+_ENDLESS = 2**30
+_CAPACITY = 2**29
+"""What all storages together are scaled to: SciPy's flow counts in 32 bits."""
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """Bytes that a step needs at the least, and where.
+
+    Attributes:
+        bytes: how many.
+        operation: of the backward: while it runs, or while one of its operands is made; ``None``: in the forward.
+    """
+
+    bytes: int
+    operation: Operation | None
+
+
+def lower_bound(graph: OperationGraph) -> LowerBound:
+    """The bound for a graph: a few minimum cuts for each operation of the backward."""
+    cut = _Cut(graph)
+    best = LowerBound(max(map(cut.while_first_run, graph.forward), default=0), None)
+    for operation in cut.backward:
+        least = max(cut.while_running(operation), cut.while_operands_are_made(operation))
+        if least > best.bytes:
+            best = LowerBound(least, operation)
+    return best
+
+
+def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
+    return sum(graph.sizes[storage] for storage in storages)
+
+
+class _Cut:
+    """The network in which a cut says what of the backward has run. Vertex 0 is the source, 1 the sink."""
+
+    def __init__(self, graph: OperationGraph) -> None:
+        self.graph = graph
+        self.backward = [operation for block in graph.backward.values() for operation in block]
+        self._makers = {storage: operation for operation in self.backward for storage in operation.makes}
+        self._vertices = {operation: 2 + i for i, operation in enumerate(self.backward)}
+        self._scale = max(sum(graph.sizes) / _CAPACITY, 1.0)
+        self._held = graph.outputs | graph.held
+        """What the caller holds as long as any of the backward runs."""
+        self._arcs: list[tuple[int, int, int]] = []
+        readers: dict[int, list[Operation]] = {}
+        for operation in self.backward:
+            for storage in operation.reads:
+                readers.setdefault(storage, []).append(operation)
+                if storage in self._makers:
+                    self._arcs.append((self._vertices[operation], self._vertices[self._makers[storage]], _ENDLESS))
+        numbers = itertools.count(2 + len(self.backward))
+        for storage in (*self._makers, *(graph.always_kept & readers.keys())):
+            if storage in self._held:
+                continue
+            size = int(graph.sizes[storage] / self._scale)
+            maker = self._vertices[self._makers[storage]] if storage in self._makers else 0
+            if storage in graph.gradients:
+                self._arcs.append((maker, 1, size))
+            elif storage in readers:
+                alive = next(numbers)  # on the sink's side unless all that read the storage have run
+                self._arcs.append((maker, alive, size))
+                self._arcs += [(alive, self._vertices[reader], _ENDLESS) for reader in readers[storage]]
+        self._count = next(numbers)
+
+    def while_first_run(self, operation: Operation) -> int:
+        """Bytes that live at the least while an operation of the forward runs."""
+        beside = {*operation.reads, *operation.makes}
+        return _bytes(self.graph, beside) + operation.workspace - self._written_over(operation)
+
+    def while_running(self, operation: Operation) -> int:
+        """Bytes that live at the least while an operation of the backward runs."""
+        has_run = [self._makers[storage] for storage in operation.reads if storage in self._makers]
+        beside = self._forward(operation.reads) | set(operation.makes)
+        own = _bytes(self.graph, beside) + operation.workspace - self._written_over(operation)
+        return self._live(has_run, operation) + own
+
+    def while_operands_are_made(self, operation: Operation) -> int:
+        """Bytes that live at the least at some time before it runs: when the last of its operands is made."""
+        makers = [self._makers[storage] for storage in operation.reads if storage in self._makers]
+        if not makers:
+            return 0  # all may have been made in the forward
+        forward = self._forward(operation.reads)
+        found = [self._while_made_again(operation, storage, forward, makers) for storage in forward]
+        for last in makers:
+            others = [maker for maker in makers if maker is not last]
+            if not any(self._needs(other, last) for other in others):
+                needed = [self._makers[storage] for storage in last.reads if storage in self._makers]
+                beside = forward | self._forward(last.reads) | set(last.makes)
+                live = self._live([*others, *needed], last)
+                found.append(live + _bytes(self.graph, beside) + last.workspace - self._written_over(last))
+        return min(found)
+
+    def _while_made_again(self, operation: Operation, storage: int, forward: set[int], makers: list[Operation]) -> int:
+        """Bytes while a forward operand is made, if it is the last of an operation's operands."""
+        ways = [way for table in (self.graph.ways, self.graph.alone) if (way := table.get(storage)) is not None]
+        live = self._live(makers, operation)
+        return live + min(
+            _bytes(self.graph, (forward | self._forward(way.reads) | set(way.makes)) - self._held)
+            + way.scratch
+            - self._written_over(way.operation)
+            for way in ways
+        )
+
+    def _needs(self, operation: Operation, other: Operation) -> bool:
+        """Whether an operation runs after another in any order."""
+        pending, seen = [operation], {operation}
+        while pending:
+            for storage in pending.pop().reads:
+                maker = self._makers.get(storage)
+                if maker is not None and maker not in seen:
+                    seen.add(maker)
+                    pending.append(maker)
+        return other in seen
+
+    def _forward(self, storages: Iterable[int]) -> set[int]:
+        """Those of the forward that are not counted wherever anything of the backward runs."""
+        graph = self.graph
+        found = {storage for storage in storages if graph.is_forward(storage)}
+        return found - self._held - graph.always_kept
+
+    def _written_over(self, operation: Operation) -> int:
+        return max((self.graph.sizes[storage] for storage in operation.over), default=0)
+
+    def _live(self, has_run: Iterable[Operation], running: Operation) -> int:
+        """Bytes of the backward's storages, of those that are kept in any case, and of what the caller holds."""
+        arcs = [*self._arcs, (self._vertices[running], 1, _ENDLESS)]
+        arcs += [(0, self._vertices[operation], _ENDLESS) for operation in has_run]
+        rows, columns, capacities = zip(*arcs, strict=True)
+        network = csr_array((np.array(capacities, dtype=np.int64), (rows, columns)), shape=(self._count, self._count))
+        network.data = np.minimum(network.data, _ENDLESS)  # two arcs between the same vertices add up
+        flow = maximum_flow(network.astype(np.int32), 0, 1).flow_value
+        return int(flow * self._scale) + _bytes(self.graph, self._held)

@@ -1,0 +1,39 @@
+"""Regions: parts of the model with a budget of their own constrain what their segments may save."""
+
+from __future__ import annotations
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.remat.frontier import Saving
+
+__all__ = ["within_regions"]
+
+
+def within_regions(graph: OperationGraph, frontiers: list[list[Saving]]) -> list[list[Saving]]:
+    """Leave out savings that keep more of a region than its budget allows.
+
+    A region's budget is divided among the segments that it spans, each getting the same share of the way from the
+    least it can keep of the region to the most. The saving that keeps least is always left.
+
+    Args:
+        graph: the operations, with their regions.
+        frontiers: savings by segment, most saved first.
+    """
+    for storages, budget in graph.regions:
+        kept = [[_bytes(graph, saving.saved & storages) for saving in savings] for savings in frontiers]
+        least, most = sum(map(min, kept)), sum(map(max, kept))
+        share = budget
+        if isinstance(budget, int):
+            share = min(max((budget - least) / (most - least), 0.0), 1.0) if most > least else 1.0
+        frontiers = [
+            [saving for saving, size in zip(savings, sizes, strict=True) if size <= _limit(sizes, share)]
+            for savings, sizes in zip(frontiers, kept, strict=True)
+        ]
+    return frontiers
+
+
+def _limit(sizes: list[int], share: float) -> float:
+    return min(sizes) + share * (max(sizes) - min(sizes))
+
+
+def _bytes(graph: OperationGraph, storages: frozenset[int]) -> int:
+    return sum(graph.sizes[storage] for storage in storages)

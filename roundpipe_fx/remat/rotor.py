@@ -1,0 +1,68 @@
+"""rotor's optimum on the chain of segments: all or nothing for each segment, what peers that take a chain can do.
+
+Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019. The chain solver is the one that every plan
+uses, with a single option a segment: keep all that its backward needs. A segment whose values were not kept is run
+forward again, keeping all, right before its backward. Operations run in autograd's order, and none writes its result
+over an operand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from roundpipe_fx.analysis.operations import Operation, OperationGraph, Way
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.chain import LinkOption, solve_chain
+from roundpipe_fx.remat.links import chain_of, choice_of
+from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.search import Candidate, best_of, everything_kept, levels, spread, work_out
+
+__all__ = ["as_autograd_runs", "rotor_candidates"]
+
+_SLOTS = 500
+_LEVELS = 12
+
+
+def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
+    """Candidates of rotor's kind of which none is better than another in peak and seconds, highest peak first."""
+    graph = as_autograd_runs(graph)
+    blocks = Blocks(graph, arrange=False)
+    chain, keepings = chain_of(blocks)
+    # Options come by seconds: the first recomputes nothing.
+    everything = [options[0] for options in keepings]
+    links = []
+    for link in chain.links:
+        all_kept = link.options[0]
+        again = LinkOption(all_kept.held, link.seconds, all_kept.forward, max(all_kept.backward, all_kept.forward))
+        links.append(replace(link, options=(all_kept,), bare=(again,)))
+    found = [everything_kept(blocks)]
+    for limit in (found[0].peak.bytes, found[0].peak.bytes // 3):
+        solution = solve_chain(replace(chain, links=tuple(links)), limit, _SLOTS)
+        for slots in spread(levels(solution), _LEVELS):
+            decisions = solution.decisions(slots)
+            choice = choice_of(graph, [[keeping] for keeping in everything], decisions)
+            held = dict(choice.held)
+            for decision in decisions:
+                if decision.bare is not None:
+                    held[decision.link] = held.get(decision.link, frozenset()) | everything[decision.link].saved
+            found.append(work_out(blocks, Choice(choice.kept, held)))
+    return best_of(found)
+
+
+def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
+    """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
+    plain = {operation: replace(operation, over=()) for operation in graph.forward}
+
+    def way(old: Way) -> Way:
+        return replace(old, operation=plain[old.operation])
+
+    def block(operations: list[Operation]) -> list[Operation]:
+        return [replace(operation, over=()) for operation in operations]
+
+    return replace(
+        graph,
+        forward=tuple(plain.values()),
+        backward={segment: block(operations) for segment, operations in graph.backward.items()},
+        ways={storage: way(old) for storage, old in graph.ways.items()},
+        alone={},
+    )

@@ -1,0 +1,275 @@
+"""Schedules: the step as a sequence of operations, with forward operations that run again in the backward.
+
+A schedule says everything that decides memory: which forward storages are kept, and for the backward of each segment
+which operations run, in which order. Recomputation is *just in time*: a forward operation runs again right before the
+first operation of the segment that needs it. What is made again may also be *held* for the backward of earlier
+segments, so nested recomputation (the backward runs back to a place, forward again from there, keeping some on the
+way) is a set of storages held at some segment and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.operations import Operation, OperationGraph, Step
+from roundpipe_fx.analysis.recomputation import Form
+from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+
+__all__ = [
+    "Choice",
+    "Peak",
+    "Schedule",
+    "backward_events",
+    "footprint",
+    "just_in_time",
+    "peak_of_forward",
+    "simulate",
+]
+
+
+_SHOWN = 6
+_LOSS = -2
+"""Stands for the storages of a loss outside and its gradient."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What is kept, and what is made again and held, and when.
+
+    Attributes:
+        kept: forward storages kept from the forward on.
+        held: by segment, forward storages that are made again just before its backward, for it and earlier ones.
+        thrift: by segment, how many times what its backward makes again is dropped and made once more.
+    """
+
+    kept: frozenset[int]
+    held: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    thrift: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A choice worked out.
+
+    Attributes:
+        choice: what it was made from; ``kept`` without what nobody reads.
+        backward: the steps of each segment's backward, last segment first.
+        seconds: modelled seconds of what runs again.
+    """
+
+    choice: Choice
+    backward: tuple[tuple[int, tuple[Step, ...]], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that live at one time.
+
+    Attributes:
+        bytes: how many.
+        segment: where: the segment whose operation runs then.
+        backward: whether that is in its backward.
+        operation: the operation; ``None``: nothing runs, or between forward and backward the loss outside.
+        live: names and bytes of the largest storages alive then.
+    """
+
+    bytes: int
+    segment: int
+    backward: bool
+    operation: Operation | None
+    live: tuple[tuple[str, int], ...]
+
+
+def just_in_time(
+    graph: OperationGraph, segment: int, available: Collection[int], wanted: Collection[int] | None = None
+) -> list[Step]:
+    """A segment's backward, with forward operations that run again right before they are needed.
+
+    Args:
+        graph: the operations.
+        segment: whose backward.
+        available: forward storages that need not be made again.
+        wanted: make these forward storages again, and nothing else.
+    """
+    operations = graph.backward[segment] if wanted is None else ()
+    wanted = wanted or ()
+    stage = graph.stages[segment]
+    steps: list[Step] = []
+    made: set[int] = set()
+    needed = _closure(graph, operations, available, wanted)
+
+    def make(storage: int, reader: Operation | None) -> None:
+        pending = [(storage, reader, False)]
+        while pending:
+            current, asking, ready = pending.pop()
+            if current in made or current in available or not graph.is_forward(current):
+                continue
+            way = graph.ways[current]
+            stand_in = None
+            if asking is not None and current in graph.alone and needed.isdisjoint(set(way.makes) - {current}):
+                stand_in = graph.stand_ins.get((current, asking.index))
+                way = graph.alone[current] if stand_in is not None else way
+            if not ready:
+                pending.append((current, asking, True))
+                pending += [(source, None, False) for source in reversed(way.reads)]
+                continue
+            reads = way.reads
+            if stand_in is not None and asking is not None:
+                reads = tuple(s for s in asking.reads if s != current)
+            steps.append(Step(way.operation, way, reads, stage, stand_in))
+            made.update(way.makes)
+
+    for storage in sorted(wanted):
+        make(storage, None)
+    for operation in operations:
+        for storage in operation.reads:
+            make(storage, operation)
+        steps.append(Step(operation, None, operation.reads, stage))
+    return steps
+
+
+def _closure(
+    graph: OperationGraph, operations: Sequence[Operation], available: Collection[int], wanted: Collection[int]
+) -> set[int]:
+    """Forward storages that are read again by the backward or by what runs again for it, masks drawn alone apart."""
+    found: set[int] = set()
+    pending = list(wanted)
+    for operation in operations:
+        pending += operation.reads
+    while pending:
+        storage = pending.pop()
+        if storage in found or storage in available or not graph.is_forward(storage):
+            continue
+        found.add(storage)
+        if storage not in graph.alone:
+            pending += graph.ways[storage].reads
+    return found
+
+
+def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False) -> Peak:
+    """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
+
+    What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
+    which he may hold. What he copies into inputs dies when the forward is over. Where a step makes several calls, the
+    bytes are those of the whole step, and what is said of where they live is of this call alone.
+
+    Args:
+        graph: the operations.
+        schedule: what runs.
+        list_live: whether to say what lives at the peak.
+    """
+    course = _course(graph, schedule)
+    events, sizes = course.events, course.sizes
+    peak = peak_of(events, sizes, (), course.lasting, course.arriving, list_live)
+    size = peak.bytes if graph.step is None else graph.step.peak(_footprint(graph, course))
+    if peak.position < 0:
+        return Peak(size, 0, False, None, ())
+    event = events[peak.position]
+    live = [(_name(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    if event.what is None:
+        live = sorted([*live, ("loss outside", event.scratch)], key=lambda value: -value[1])
+        return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
+    if event.scratch:
+        live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
+    return Peak(size, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))
+
+
+def footprint(graph: OperationGraph, schedule: Schedule) -> Footprint:
+    """What one call does to memory that runs a schedule, gradients left out."""
+    return _footprint(graph, _course(graph, schedule))
+
+
+def _footprint(graph: OperationGraph, course: _Course) -> Footprint:
+    outputs = sum(graph.sizes[storage] for storage in graph.outputs)
+    lasting = tuple(course.lasting)
+    return footprint_of(course.events, len(graph.forward), course.sizes, lasting, course.arriving, outputs, {})
+
+
+@dataclass(frozen=True)
+class _Course:
+    """What happens when a schedule runs.
+
+    Attributes:
+        events: of the forward, the loss outside, and of the backward.
+        sizes: bytes by storage, copies among them.
+        arriving: storages that others make, by position.
+        lasting: storages that live to the end.
+        copied: by copy, the storage.
+    """
+
+    events: list[Event]
+    sizes: dict[int, int]
+    arriving: dict[int, Sequence[int]]
+    lasting: set[int]
+    copied: dict[int, int]
+
+
+def _course(graph: OperationGraph, schedule: Schedule) -> _Course:
+    steps = [step for _, block in schedule.backward for step in block]
+    sizes = dict(enumerate(graph.sizes))
+    # A generator's state is saved by the forward operation that is replayed, and read by each replay.
+    states: dict[int, int] = {}
+    sizes[_LOSS] = graph.loss_lasts
+    arriving: dict[int, Sequence[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
+    for step in steps:
+        index = step.operation.index
+        if step.way is not None and index in graph.states and index not in states:
+            states[index] = -3 - index
+            sizes[-3 - index] = graph.states[index]
+            arriving[index] = (-3 - index,)
+    backward, latest, copied = backward_events(graph, steps, sizes, states)
+    lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
+    loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
+    return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
+
+
+def _name(graph: OperationGraph, storage: int) -> str:
+    if storage in graph.values:
+        return graph.values[storage].name
+    if storage == _LOSS:
+        return "loss outside"
+    return "incoming gradient" if storage in graph.tangents else "gradient"
+
+
+def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], lasting: Collection[int]) -> int:
+    """Peak bytes while forward operations run, what they read from outside not counted; ``lasting`` is held."""
+    events = [graph.forward_events[operation.index] for operation in operations]
+    return peak_of(events, graph.sizes, lasting=lasting).bytes
+
+
+def backward_events(
+    graph: OperationGraph, steps: Iterable[Step], sizes: dict[int, int], states: Mapping[int, int]
+) -> tuple[list[Event], dict[int, int], dict[int, int]]:
+    """Steps with copies of a storage told apart: a copy is numbered after the storages, ``sizes`` is extended.
+
+    Returns:
+        the events; by storage its latest copy; and by copy the storage.
+    """
+    events = []
+    latest: dict[int, int] = {}
+    copied: dict[int, int] = {}
+    number = len(graph.sizes)
+    for step in steps:
+        operation, way = step.operation, step.way
+        reads, over = list(step.reads), operation.over
+        if not latest.keys().isdisjoint(reads):
+            reads = [latest.get(storage, storage) for storage in reads]
+            over = tuple([latest.get(storage, storage) for storage in over])
+        if way is None:
+            events.append(Event(operation, reads, operation.makes, over, (step.stage, True), operation.workspace))
+            continue
+        if operation.index in states:
+            reads.append(states[operation.index])
+        makes = []
+        for storage in way.makes:
+            latest[storage] = number
+            copied[number] = storage
+            sizes[number] = graph.sizes[storage]
+            makes.append(number)
+            number += 1
+        over = over if way.form is Form.SAME else ()
+        events.append(Event(operation, reads, makes, over, (step.stage, True), way.scratch))
+    return events, latest, copied

@@ -1,0 +1,208 @@
+"""The search for plans: from a graph's operations to schedules on the trade-off of peak bytes and recompute seconds.
+
+Each segment's frontier gives its options; the chain of segments with these options is solved for every amount of
+memory; each distinct solution becomes a schedule, and the simulator says what it truly peaks at. What the solver
+rounded or did not see (values that skip over segments, storages that die early) is so put right before anything is
+chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.remat.blocks import Blocks, make_schedule
+from roundpipe_fx.remat.chain import Chain, Solution, solve_chain
+from roundpipe_fx.remat.links import Keeping, chain_of, choice_of
+from roundpipe_fx.remat.progress import progress
+from roundpipe_fx.remat.schedule import Choice, Peak, Schedule, simulate
+
+__all__ = [
+    "FINE_SLOTS",
+    "NESTED_SHARE",
+    "Candidate",
+    "Found",
+    "Rung",
+    "best_of",
+    "everything_kept",
+    "levels",
+    "most_kept",
+    "nested_slots",
+    "refine",
+    "search",
+    "spread",
+    "work_out",
+]
+
+T = TypeVar("T")
+
+FINE_SLOTS = 1000
+_NESTED_SLOTS = (200, 400)
+_NESTED_WORK = 16_000
+"""Slots times segments: long chains get fewer slots."""
+NESTED_SHARE = 1.25
+"""Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
+_LEVELS = 6
+"""Of each chain so many solutions are judged, spread over the whole trade-off."""
+_HALVINGS = 6
+"""How many plans are judged between two, for the limit that lies between them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what it costs.
+
+    Attributes:
+        schedule: what runs.
+        peak: simulated.
+    """
+
+    schedule: Schedule
+    peak: Peak
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of recomputation."""
+        return self.schedule.seconds
+
+
+def everything_kept(blocks: Blocks) -> Candidate:
+    """Nothing runs again."""
+    return work_out(blocks, Choice(frozenset(blocks.graph.makers)))
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A solution of the chain that differs from those with less memory.
+
+    Attributes:
+        seconds: modelled seconds of recomputation, as the chain counts them.
+        choice: what it keeps and holds.
+    """
+
+    seconds: float
+    choice: Callable[[], Choice]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        candidates: of which none is better than another in both peak and seconds, highest peak first.
+        rungs: every solution of the chain, fewest seconds first; the candidates are some of them, judged.
+    """
+
+    candidates: list[Candidate]
+    rungs: list[Rung]
+
+
+def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -> Found:
+    """Candidates spread over the whole trade-off, and what lies between them.
+
+    Args:
+        blocks: of the graph.
+        most: so many solutions are judged, at most, of each chain: without nested recomputation, and with it.
+        kept: what keeping everything comes to, if that has been worked out.
+    """
+    chain, keepings = chain_of(blocks)
+    if blocks.graph.regions:
+        kept = most_kept(blocks, keepings)
+    kept = kept or everything_kept(blocks)
+    fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
+    found = [kept]
+    found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, most), "judging plans")]
+    low = min(item.peak.bytes for item in found)
+    solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
+    nested = _rungs(blocks.graph, keepings, solution)
+    judged = progress(spread(nested, most), "judging plans with nested recomputation")
+    found += [work_out(blocks, rung.choice()) for rung in judged]
+    return Found(best_of(found), sorted([*fine, *nested], key=lambda rung: rung.seconds))
+
+
+def nested_slots(chain: Chain) -> int:
+    """How finely memory is counted where recomputation is nested."""
+    fewest, finest = _NESTED_SLOTS
+    return min(max(_NESTED_WORK // len(chain.links), fewest), finest)
+
+
+def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
+    """More candidates around a limit: rungs between the two that it lies between, by halving.
+
+    Only what lies between its neighbours in peak and seconds is taken. So for limits that fall, refined each on its
+    own, peaks never rise and seconds never fall.
+    """
+    candidates = list(found.candidates)
+    at = next((i for i, item in enumerate(candidates) if item.peak.bytes <= limit), 0)
+    if not at:
+        return candidates
+    over, within = candidates[at - 1], candidates[at]
+    between = found.rungs
+    taken = []
+    for _ in range(_HALVINGS):
+        between = [rung for rung in between if over.seconds < rung.seconds < within.seconds]
+        if not between:
+            break
+        item = work_out(blocks, between.pop(len(between) // 2).choice())
+        if over.seconds < item.seconds < within.seconds and within.peak.bytes < item.peak.bytes < over.peak.bytes:
+            taken.append(item)
+            over, within = (over, item) if item.peak.bytes <= limit else (item, within)
+    return best_of([*candidates, *taken])
+
+
+def most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
+    """As little runs again as the budgets of regions allow."""
+    graph = blocks.graph
+    kept = {storage for options in keepings for storage in options[0].saved}
+    return work_out(blocks, Choice(frozenset(kept | graph.crossing)))
+
+
+def work_out(blocks: Blocks, choice: Choice) -> Candidate:
+    """What a choice comes to. What it would keep and must not is made again, where its checkpoint is recomputed."""
+    schedule = make_schedule(blocks, _heeding_regions(blocks.graph, choice))
+    return Candidate(schedule, simulate(blocks.graph, schedule))
+
+
+def _heeding_regions(graph: OperationGraph, choice: Choice) -> Choice:
+    barred = choice.kept & graph.not_kept
+    if not barred:
+        return choice
+    held = {segment: set(storages) for segment, storages in choice.held.items()}
+    for storage in barred & graph.hold_at.keys():
+        held.setdefault(graph.hold_at[storage], set()).add(storage)
+    frozen = {segment: frozenset(storages) for segment, storages in held.items()}
+    return Choice(choice.kept - barred, frozen, choice.thrift)
+
+
+def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Those than which no other is better in both peak and seconds, highest peak first."""
+    best: list[Candidate] = []
+    for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
+        if not best or item.peak.bytes < best[-1].peak.bytes:
+            best.append(item)
+    return best
+
+
+def _rungs(graph: OperationGraph, keepings: list[list[Keeping]], solution: Solution) -> list[Rung]:
+    def choice(slots: int) -> Choice:
+        return choice_of(graph, keepings, solution.decisions(slots))
+
+    return [Rung(float(solution.seconds[slots]), partial(choice, slots)) for slots in levels(solution)]
+
+
+def levels(solution: Solution) -> list[int]:
+    """The least memory of distinct solutions, in slots, least first."""
+    reachable = np.flatnonzero(np.isfinite(solution.seconds))
+    distinct = np.diff(solution.seconds[reachable], prepend=np.inf) < 0
+    return [int(slots) for slots in reachable[distinct]]
+
+
+def spread(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of them, evenly, with the first and the last."""
+    places = np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int))
+    return [items[place] for place in places]

@@ -1,0 +1,162 @@
+"""Sequences for a chain: the optimal persistent one, and baselines to compare it with.
+
+A sequence is *persistent* if what is kept stays until the backward that it is kept for. Among these the fastest within
+a memory limit is found by the dynamic programming that every plan of this project uses
+(:mod:`roundpipe_fx.remat.chain`), with one option a layer. Memory is counted in slots, rounded up, so what is found
+fits; with fewer bytes than slots it is exact.
+
+The published recurrence leaves the gradient that a backward makes out of that backward's peak; here it counts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from roundpipe_fx.remat.chain import Chain as PlannerChain
+from roundpipe_fx.remat.chain import Decision, Link, LinkOption, solve_chain
+from roundpipe_fx.remat.sequences.chain import Chain
+from roundpipe_fx.remat.sequences.sequence import (
+    Backward,
+    ForwardCheck,
+    ForwardEnable,
+    ForwardNograd,
+    Loss,
+    Operation,
+    Sequence,
+)
+
+__all__ = ["ALGORITHMS", "every_segment", "make_sequence", "no_checkpoint", "periodic", "persistent"]
+
+
+def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
+    """The fastest persistent sequence whose peak is within a limit.
+
+    Args:
+        chain: the layers.
+        limit: bytes, the chain's input included.
+        slots: how finely memory is counted.
+
+    Raises:
+        ValueError: no sequence fits.
+    """
+    if limit <= 0:
+        raise ValueError(f"a memory limit of {limit} bytes is not positive.")
+    slot = limit / slots if limit > slots else 1.0
+    counted = chain.in_slots(slot)
+    memory = int(limit / slot) - counted.boundary[0]
+    if memory > 0:
+        solution = solve_chain(_for_planner(counted), memory, memory, places=None)
+        if np.isfinite(solution.seconds[memory]):
+            operations = _operations(solution.decisions(memory), chain.length)
+            return Sequence(tuple(operations), "persistent", limit)
+    raise ValueError(f"no persistent sequence of this chain of {chain.length} layers fits {limit} bytes.")
+
+
+def _for_planner(chain: Chain) -> PlannerChain:
+    """The chain as the planner takes it: the loss is one more link, and gradients that come in are standing."""
+    n = chain.length
+    links = []
+    for i in range(n):
+        kept = chain.saved[i + 1]
+        forward = kept + chain.forward_temporary[i]
+        backward = kept + chain.boundary[i] + chain.backward_temporary[i]
+        links.append(
+            Link(
+                chain.forward[i],
+                chain.boundary[i + 1] + chain.forward_temporary[i],
+                (LinkOption(kept, 0.0, forward, backward),),
+                (LinkOption(0, chain.forward[i], 0, max(forward, backward)),),
+                chain.boundary[i + 1],
+            )
+        )
+    loss = LinkOption(0, 0.0, 0, chain.boundary[n] + chain.backward_temporary[n])
+    links.append(Link(0.0, 0, (loss,), (loss,)))
+    crossing = np.zeros((n + 1, n + 1), dtype=np.int64)
+    for i in range(n + 1):
+        crossing[i, i + 1 :] = chain.boundary[i + 1 :]
+    return PlannerChain(tuple(links), crossing)
+
+
+def _operations(decisions: list[Decision], n: int) -> list[Operation]:
+    """Operations of decisions, which come in the order in which a program meets them."""
+    found: list[Operation] = []
+    coming = iter(decisions)
+    pending: list[tuple[int, int] | Backward] = [(0, n)]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Backward):
+            found.append(item)
+            continue
+        decision = next(coming)
+        link, last = decision.link, item[1]
+        if link == n:
+            found.append(Loss())
+        elif decision.bare is not None:
+            found += [ForwardEnable(link), Backward(link)]
+        elif decision.option is not None:
+            found.append(ForwardEnable(link))
+            pending += [Backward(link), (link + 1, last)]
+        else:
+            found.append(ForwardCheck(link))
+            found += [ForwardNograd(index) for index in range(link + 1, decision.until)]
+            pending += [(link, decision.until - 1), (decision.until, last)]
+    return found
+
+
+def no_checkpoint(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
+    """Everything is kept; nothing runs twice."""
+    n = chain.length
+    forward = [ForwardEnable(i) for i in range(n)]
+    return Sequence((*forward, Loss(), *(Backward(i) for i in reversed(range(n)))), "no-checkpoint", limit)
+
+
+def every_segment(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
+    """Each layer keeps its input and runs again: ``torch.utils.checkpoint`` around every one."""
+    return _in_segments(chain.length, 1, chain.length, "every-segment", limit)
+
+
+def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
+    """√n segments keep their input and run again, all but the last (Chen et al., 2016)."""
+    count = max(round(math.sqrt(chain.length)), 1)
+    return _in_segments(chain.length, chain.length // count, count - 1, "periodic", limit)
+
+
+def _in_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
+    """The first ``count`` segments of a size run again, the rest is kept."""
+    found: list[Operation] = []
+    starts = [size * k for k in range(count)]
+    for start in starts:
+        found += [ForwardCheck(start), *(ForwardNograd(i) for i in range(start + 1, start + size))]
+    rest = range(size * count, n)
+    found += [*map(ForwardEnable, rest), Loss(), *map(Backward, reversed(rest))]
+    for start in reversed(starts):
+        layers = range(start, start + size)
+        found += [*map(ForwardEnable, layers), *map(Backward, reversed(layers))]
+    return Sequence(tuple(found), name, limit)
+
+
+ALGORITHMS: dict[str, Callable[..., Sequence]] = {
+    "persistent": persistent,
+    "no-checkpoint": no_checkpoint,
+    "every-segment": every_segment,
+    "periodic": periodic,
+}
+"""By name: ``(chain, limit in bytes, slots) -> Sequence``."""
+
+
+def make_sequence(chain: Chain, limit: int, slots: int, algo: str) -> Sequence:
+    """A sequence within a limit.
+
+    Raises:
+        ValueError: an unknown algorithm, or its sequence does not fit; says what it needs.
+    """
+    if algo not in ALGORITHMS:
+        raise ValueError(f"algo={algo!r}: valid values are {', '.join(map(repr, ALGORITHMS))}.")
+    sequence = ALGORITHMS[algo](chain, limit, slots)
+    peak = sequence.peak(chain)
+    if peak > limit:
+        raise ValueError(f"the {algo} sequence of this chain needs {peak} bytes, and the limit is {limit}.")
+    return sequence

@@ -1,0 +1,52 @@
+"""Several calls: plans for a graph of which several calls are alive at once, or that others are alive beside.
+
+What a call keeps is then there once for each, as with microbatches in flight: so the chain's solutions for as many
+microbatches (:mod:`roundpipe_fx.remat.in_flight`) are looked at beside those for one. A simulation of the whole step
+judges all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.in_flight import Run, rungs_of_run
+from roundpipe_fx.remat.links import chain_of
+from roundpipe_fx.remat.schedule import simulate
+from roundpipe_fx.remat.search import Candidate, Found, Rung, best_of, search, spread, work_out
+
+__all__ = ["candidates_for_step", "search_for_step"]
+
+_JUDGED = 12
+"""So many of the solutions for several calls are judged."""
+
+
+def search_for_step(blocks: Blocks) -> Found:
+    """As :func:`search`, with the peaks of a step of several calls.
+
+    Args:
+        blocks: of a graph with what its step needs.
+    """
+    candidates, rungs = _looked_at(blocks)
+    return Found(best_of(candidates), rungs)
+
+
+def candidates_for_step(blocks: Blocks) -> list[Candidate]:
+    """All that :func:`search_for_step` judges, what is worse than others too: beside other calls it need not be."""
+    return _looked_at(blocks)[0]
+
+
+def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[Rung]]:
+    graph = blocks.graph
+    assert graph.step is not None
+    alone = Blocks(dataclasses.replace(graph, step=None))
+    found = search(alone)
+    candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in found.candidates]
+    rungs = found.rungs
+    if graph.step.alive > 1:
+        chain, keepings = chain_of(alone)
+        run = Run(0, graph.segments, frozenset({0}), graph.step.alive)
+        more = rungs_of_run(graph, chain, keepings, run)
+        candidates += [work_out(blocks, rung.choice()) for rung in spread(more, _JUDGED)]
+        rungs = sorted([*rungs, *more], key=lambda rung: rung.seconds)
+    return candidates, rungs

@@ -1,0 +1,114 @@
+"""Several graphs: one plan for each of a step's graphs, so that the step stays within a budget.
+
+Each graph has a ladder of plans, ever less bytes for ever more seconds. How they are put together decides, and a
+simulation of the whole step judges it: all graphs equally thrifty, as little as fits; then one after another as little
+as still fits. The lowest peak is looked for graph by graph from the best of those levels. That is not always the best
+there is, but it does not depend on the budget, so the least budget that is named can be met.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, peak_of_step
+from roundpipe_fx.budget import limit_of
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.schedule import footprint
+from roundpipe_fx.remat.several_calls import candidates_for_step
+
+__all__ = ["FittedGraphs", "Rung", "fit_graphs", "ladder_of"]
+
+_LEVELS = 16
+_ROUNDS = 3
+"""So often is each graph's plan looked at again for a lower peak."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A plan of one graph.
+
+    Attributes:
+        seconds: modelled seconds of recomputation.
+        footprint: of a call.
+    """
+
+    seconds: float
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class FittedGraphs:
+    """Plans that were put together.
+
+    Attributes:
+        footprints: by graph.
+        limit: the budget in bytes.
+        peak: of the step that needs most.
+    """
+
+    footprints: Mapping[str, Footprint]
+    limit: int
+    peak: int
+
+
+def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[Rung]:
+    """The plans that there are for a graph, quickest first.
+
+    Args:
+        operations: of the graph.
+        needs: what its steps need.
+    """
+    candidates = candidates_for_step(Blocks(dataclasses.replace(operations, step=needs)))
+    rungs = [
+        Rung(item.seconds, dataclasses.replace(footprint(operations, item.schedule), gradients=needs.gradients))
+        for item in candidates
+    ]
+    return sorted(rungs, key=lambda rung: (rung.seconds, rung.footprint.held))
+
+
+def fit_graphs(
+    ladders: Mapping[str, Sequence[Rung]],
+    steps: Sequence[NotedStep],
+    fixed: Mapping[str, Footprint],
+    budget: int | float,
+    share: float,
+) -> FittedGraphs:
+    """Plans for all graphs of some steps.
+
+    Args:
+        ladders: by graph.
+        steps: that they take part in.
+        fixed: footprints of graphs that have no ladder.
+        budget: bytes, or a share of the way from the least that can be reached to nothing recomputed.
+        share: of the budget that may be used.
+
+    Returns:
+        what fits with little recomputation; if nothing does, what comes closest.
+    """
+    graphs = list(ladders)
+
+    def footprints(levels: list[int]) -> dict[str, Footprint]:
+        own = {graph: ladders[graph][level].footprint for graph, level in zip(graphs, levels, strict=True)}
+        return {**fixed, **own}
+
+    def peak(levels: list[int]) -> int:
+        return max(peak_of_step(step, footprints(levels)) for step in steps)
+
+    last = [len(ladders[graph]) - 1 for graph in graphs]
+    alike = [[round(level * own / _LEVELS) for own in last] for level in range(_LEVELS + 1)]
+    lowest = min(reversed(alike), key=peak)
+    for _ in range(_ROUNDS):
+        for place, own in enumerate(last):
+            tried = [[*lowest[:place], level, *lowest[place + 1 :]] for level in range(own + 1)]
+            lowest = min(tried, key=peak)
+    limit = int(limit_of(budget, peak(lowest), max(peak(alike[0]), peak(lowest))) * share)
+    if isinstance(budget, float):
+        limit = max(limit, peak(lowest))
+    levels = next((own for own in alike if peak(own) <= limit), lowest)
+    for place in sorted(range(len(graphs)), key=lambda place: -ladders[graphs[place]][levels[place]].seconds):
+        tried = [[*levels[:place], level, *levels[place + 1 :]] for level in range(levels[place] + 1)]
+        levels = next((own for own in tried if peak(own) <= limit), levels)
+    return FittedGraphs(footprints(levels), limit, peak(levels))

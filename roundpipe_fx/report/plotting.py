@@ -1,0 +1,43 @@
+"""Pictures of plans. Needs matplotlib (``pip install 'roundpipe_fx[plot]'``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from roundpipe_fx.report.plan import Plan
+
+__all__ = ["plot_frontier"]
+
+
+def plot_frontier(plan: Plan, path: str | Path) -> Path:
+    """Draw the trade-off of peak memory and recomputation, with the plan's own place and its budget.
+
+    Args:
+        plan: made with a budget.
+        path: the picture to write; its ending gives the format (``.png``, ``.svg``, ``.pdf``).
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        RuntimeError: the plan was made without a budget.
+    """
+    frontier = plan.frontier()
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("plot_frontier needs matplotlib: pip install 'roundpipe_fx[plot]'") from error
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    sizes = [size / 2**20 for size, _ in frontier]
+    shares = [100 * seconds / max(plan.forward_seconds, 1e-12) for _, seconds in frontier]
+    axes.step(sizes, shares, "o-", where="pre", markersize=4, label="plans considered")
+    own = 100 * plan.recompute_seconds / max(plan.forward_seconds, 1e-12)
+    axes.plot([plan.peak_bytes / 2**20], [own], "D", color="tab:red", label="this plan")
+    if plan.budget is not None:
+        axes.axvline(plan.budget / 2**20, linestyle="--", color="gray", label="budget")
+    axes.set(xlabel="peak of a step, MiB", ylabel="recomputation, % of the forward (modelled)", xlim=(0, None))
+    axes.set_title(f"{len(plan.stages)} stages")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    target = Path(path)
+    figure.savefig(target, dpi=120)
+    return target

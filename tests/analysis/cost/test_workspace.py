@@ -1,0 +1,252 @@
+"""What kernels allocate for themselves: measured, planned with, and seen where it depends on data."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn.utils import parametrizations
+from torch.profiler import ProfilerActivity, profile
+
+import roundpipe_fx
+from benchmarks.fuzz.meter import AllocatorPeak
+from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.passes import workspaces
+from tests.comparison import aot_eager_step, assert_bitwise, train_step
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+def node_of(target, *shapes_and_dtypes, arguments=()) -> fx.Node:
+    """A node that calls an operator on fake tensors."""
+    graph = fx.Graph()
+    inputs = []
+    mode = torch._subclasses.fake_tensor.FakeTensorMode()
+    with mode:
+        values = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes_and_dtypes]
+        result = target(*values, *arguments)
+    for index, value in enumerate(values):
+        inputs.append(graph.placeholder(f"x{index}"))
+        inputs[-1].meta["val"] = value
+    node = graph.call_function(target, (*inputs, *arguments))
+    node.meta["val"] = result
+    return node
+
+
+def workspace_of(node: fx.Node, **options) -> int:
+    return workspaces_of([node], CPU, **options).get(node, 0)
+
+
+def test_what_a_kernel_converts_is_its_own() -> None:
+    size = ((64, 32), torch.float32)
+    half = ((64, 32), torch.bfloat16)
+    assert workspace_of(node_of(aten.add.Tensor, size, size)) == 0
+    assert workspace_of(node_of(aten.add.Tensor, size, half)) == 64 * 32 * 4
+    # A number becomes a tensor of one element, and is converted: whatever the size of the other operand.
+    assert 0 < workspace_of(node_of(aten.mul.Tensor, size, arguments=(2.5,))) <= 16
+    assert workspace_of(node_of(aten.mul.Tensor, size, half), fused=True) == 0
+
+
+def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe_fx.analysis.cost import trial
+
+    ran = []
+    watch = trial.watch_memory
+
+    def watched(run, device_type, seen):
+        ran.append(watch(run, device_type, seen))
+        return ran[-1]
+
+    monkeypatch.setattr(trial, "watch_memory", watched)
+    state = torch.get_rng_state()
+    workspace_of(node_of(aten.bernoulli.p, ((61, 32), torch.float32), arguments=(0.5,)))
+    (drawn,) = ran
+    assert 0 < drawn.sum() < 61 * 32  # numbers were drawn
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_matrices_are_not_multiplied_to_know_that_nothing_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe_fx.analysis.cost import workspace
+
+    monkeypatch.setattr(workspace, "_measure", lambda *_: pytest.fail("measured"))
+    assert workspace_of(node_of(aten.mm.default, ((8, 4), torch.float32), ((4, 8), torch.float32))) == 0
+
+
+def test_the_same_on_the_same_shapes_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from roundpipe_fx.analysis.cost import workspace
+
+    measured = []
+    monkeypatch.setattr(workspace, "_measure", lambda node, _: measured.append(node) or 7)
+    nodes = [node_of(aten.cumsum.default, ((n, 4), torch.bool), arguments=(0,)) for n in (8, 8, 9)]
+    assert set(workspaces_of(nodes, CPU).values()) == {7} and len(measured) == 2
+
+
+def test_a_profiler_of_the_user_does_not_disturb() -> None:
+    node = node_of(aten.add.Tensor, ((64, 32), torch.float32), ((64, 32), torch.bfloat16))
+    with profile(activities=[ProfilerActivity.CPU]):
+        assert workspace_of(node) == 64 * 32 * 4
+
+
+class Converting(nn.Module):
+    """Its peak is where a kernel converts an operand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x)) * y).square().sum()
+
+
+def peak_of_step(run, model: nn.Module, batch: dict) -> int:
+    for _ in range(2):
+        model.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            run(**batch).backward()
+    return peak.bytes
+
+
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}, {"memory_budget": 1.0}])
+def test_it_is_in_the_plan(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Converting()
+    batch = {"x": torch.randn(512, 64), "y": torch.ones(512, 256, dtype=torch.bfloat16)}
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options)
+    measured = peak_of_step(compiled, compiled, batch)
+    assert measured <= compiled.plan.peak_bytes <= measured + 64
+    assert any(value.name.startswith("workspace of ") for value in compiled.plan.peak.live)
+    monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+    blind = roundpipe_fx.compile(copy.deepcopy(model), fullgraph=True, **options).trace(**batch)
+    assert blind.peak_bytes < measured
+
+
+@torch.library.custom_op("roundpipe_fx_tests::greedy", mutates_args=())
+def greedy(x: torch.Tensor) -> torch.Tensor:
+    """Needs ten times its operand for itself."""
+    return x.repeat(10, 1)[: len(x)] * 2
+
+
+@greedy.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+greedy.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+class Greedy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return greedy(torch.tanh(self.layer(x))).square().sum()
+
+
+def test_what_other_operators_need_is_seen_in_the_first_step() -> None:
+    model, batch = Greedy(), {"x": torch.randn(128, 32)}
+    reference = aot_eager_step(model, batch)
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0, fullgraph=True)
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    first = compiled.plan
+    assert not first.assumed
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    assert compiled.plan.assumed["workspace of roundpipe_fx_tests.greedy.default"] >= 10 * 128 * 32 * 4
+    assert "workspace of roundpipe_fx_tests.greedy.default ≤ " in str(compiled.plan)
+    assert compiled.plan.peak_bytes >= first.peak_bytes + 9 * 128 * 32 * 4
+    plans = len(compiled.plans)
+    assert peak_of_step(compiled, model, batch) <= compiled.plan.peak_bytes
+    assert len(compiled.plans) == plans  # known now
+    with profile(activities=[ProfilerActivity.CPU]):  # a profiler of the user's goes first
+        assert_bitwise(train_step(compiled, model, batch), reference)
+
+
+def test_what_depends_on_numbers_is_the_most_that_several_need() -> None:
+    matrix = ((64, 64), torch.float32)
+    assert workspace_of(node_of(aten.linalg_matrix_exp.default, matrix)) >= 12 * 64 * 64 * 4
+
+
+class Squared(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x).square().mean()
+
+
+class Codebook(nn.Module):
+    """Vector quantization: its codes follow a moving average."""
+
+    def __init__(self, width: int = 16, codes: int = 32) -> None:
+        super().__init__()
+        self.encode, self.decode, self.codes = nn.Linear(width, width), nn.Linear(width, width), codes
+        self.register_buffer("embed", torch.randn(codes, width))
+        self.register_buffer("count", torch.ones(codes))
+        self.register_buffer("total", self.embed.clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = torch.tanh(self.encode(x))
+        index = torch.cdist(z, self.embed).argmin(1)
+        chosen = nn.functional.embedding(index, self.embed)
+        with torch.no_grad():
+            self.count.mul_(0.9).add_(nn.functional.one_hot(index, self.codes).to(z.dtype).sum(0), alpha=0.1)
+            self.total.mul_(0.9).index_add_(0, index, z * 0.1)
+            self.embed.copy_(self.total / self.count.unsqueeze(1))
+        straight = self.decode(z + (chosen - z).detach())
+        return straight + 0.25 * nn.functional.mse_loss(z, chosen.detach())
+
+
+NETS = {
+    "orthogonal": lambda: (parametrizations.orthogonal(nn.Linear(32, 32)), torch.randn(5, 32)),
+    "sum": lambda: (nn.EmbeddingBag(200, 16, mode="sum"), torch.randint(0, 200, (64, 20))),
+    "sparse sum": lambda: (nn.EmbeddingBag(200, 16, mode="sum", sparse=True), torch.randint(0, 200, (64, 20))),
+    "max": lambda: (nn.EmbeddingBag(200, 16, mode="max"), torch.randint(0, 200, (64, 20))),
+    "codebook": lambda: (Codebook(), torch.randn(8, 16)),
+    "norm of columns": lambda: (Columns(nn.LayerNorm(48)), torch.randn(4, 48, 64)),
+    "convolution of columns": lambda: (Columns(nn.Conv1d(64, 8, 3)), torch.randn(4, 48, 64)),
+}
+
+
+class Columns(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.first, self.layer = nn.Linear(64, 64), layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(self.first(x).transpose(1, 2))
+
+
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_step_takes_no_more_than_planned(name: str, dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name]()
+    compiled = roundpipe_fx.compile(Squared(net), memory_budget=0.0, dynamic=dynamic)
+    assert peak_of_step(compiled, compiled, {"x": x}) <= compiled.plan.peak_bytes <= compiled.plan.budget
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: torch.view_as_real(torch.view_as_complex(x) * (1 + 2j)),
+        lambda x: (x * 1j).real,
+        lambda x: torch.view_as_real(torch.view_as_complex(x).conj() * torch.view_as_complex(x).sin()),
+        lambda x: x * ((x.detach() * 3).long() > 2.5),
+        lambda x: x * torch.view_as_complex(x).abs()[..., None],
+    ],
+)
+def test_numbers_of_another_kind(compute) -> None:
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compute(x).sin().sum()
+
+    x = torch.randn(40, 50, 2, dtype=torch.float64, requires_grad=True)
+    model = roundpipe_fx.compile(Net(), memory_budget=0.0)
+    model(x).backward()
+    x.grad = None
+    with AllocatorPeak() as allocated:
+        model(x).backward()
+    assert allocated.peak == model.plan.peak_bytes

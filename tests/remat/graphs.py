@@ -1,0 +1,66 @@
+"""Operation graphs of random and real models, for testing planners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.segment import StageCut
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.stages import cut_stages
+from tests.capturing import capture_joint
+
+CPU = DEVICES["cpu"]
+
+
+def staged(model: nn.Module, *inputs: Any, stages: int | str = "auto") -> tuple[JointGraph, int]:
+    """A captured graph with segments and stages, and how many segments."""
+    joint = hoist_decisions(annotate(expand_masks(capture_joint(model, *inputs)), CPU))
+    joint, segments = cut_segments(joint)
+    count = min(stages, len(segments)) if isinstance(stages, int) else stages
+    joint, _ = cut_stages(joint, segments, count, lambda size: size * 1e-9)
+    return joint, len(segments)
+
+
+def cuts_of(joint: JointGraph) -> list[StageCut]:
+    """The stages that a graph was cut into."""
+    segments: dict[int, list[int]] = {}
+    for node in joint.computed():
+        segments.setdefault(node.meta[Mark.STAGE], []).append(node.meta[Mark.SEGMENT])
+    return [StageCut(stage, min(own), max(own)) for stage, own in sorted(segments.items())]
+
+
+def operations_of(model: nn.Module, *inputs: Any) -> OperationGraph:
+    return read_operations(*staged(model, *inputs))
+
+
+def mlp(depth: int = 4, width: int = 16) -> nn.Module:
+    """Blocks with a residual: a chain of segments."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(width)
+            self.inner = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            self.dropout = nn.Dropout(0.2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.dropout(self.inner(self.norm(x)))
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.Sequential(*(Block() for _ in range(depth)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.blocks(x).square().mean()
+
+    return Loss()

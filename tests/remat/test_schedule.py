@@ -1,0 +1,101 @@
+"""Schedules: whatever is kept, held, or dropped, the bits are the same and the simulation is what is measured."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from roundpipe_fx.analysis.operations import read_operations
+from roundpipe_fx.analysis.simulator import simulate_programs
+from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.reinplace import reinplace
+from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.remat.arrange import MOST_THRIFT
+from roundpipe_fx.remat.blocks import Blocks, make_schedule
+from roundpipe_fx.remat.schedule import Choice, simulate
+from roundpipe_fx.remat.search import search
+from tests.capturing import example_inputs, run_joint
+from tests.passes.test_rematerialize import RandomModel, _run_programs, operations, relaxed
+from tests.remat.graphs import CPU, cuts_of, mlp, operations_of, staged
+
+
+@relaxed
+@given(st.data(), operations, st.integers(1, 3))
+def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
+    data: st.DataObject, chain: list, stages: int
+) -> None:
+    torch.manual_seed(0)
+    joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
+    inputs = example_inputs(joint)
+    torch.manual_seed(1)
+    expected = run_joint(joint, copy.deepcopy(inputs))
+    graph = read_operations(joint, segments)
+    storages = sorted(graph.makers)
+    kept = frozenset(s for s in storages if data.draw(st.booleans()))
+    held = {}
+    for segment in range(segments):
+        if data.draw(st.booleans()):
+            earlier = [s for s in storages if graph.segment_of[s] <= segment]
+            held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
+    thrift = {segment: data.draw(st.integers(0, MOST_THRIFT + 1)) for segment in range(segments)}
+    schedule = make_schedule(Blocks(graph), Choice(kept, held, thrift))
+    planned = simulate(graph, schedule)
+    replay_rng(follow_schedule(joint, schedule.backward, cuts_of(joint), CPU), CPU)
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+    modules = emit_stage_modules(joint, reinplace)
+    forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
+    # What is held and read by nobody is dead code.
+    assert simulate_programs(forward, backward, joint.expected_tangents).bytes <= planned.bytes
+    torch.manual_seed(1)
+    found = _run_programs(joint, inputs)
+    assert len(found) == len(expected)
+    for left, right in zip(found, expected, strict=True):
+        assert (left is None and right is None) or torch.equal(left, right)
+
+
+@relaxed
+@given(operations, st.integers(1, 3), st.floats(0, 1))
+@example([("split", 1), ("split", 1)], 1, 1.0)  # something is held that nobody reads
+def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int, place: float) -> None:
+    torch.manual_seed(0)
+    joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
+    candidates = search(Blocks(read_operations(joint, segments))).candidates
+    chosen = candidates[round(place * (len(candidates) - 1))]
+    replay_rng(follow_schedule(joint, chosen.schedule.backward, cuts_of(joint), CPU), CPU)
+    joint.graph.eliminate_dead_code()
+    modules = emit_stage_modules(joint, reinplace)
+    forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
+    assert simulate_programs(forward, backward, joint.expected_tangents).bytes == chosen.peak.bytes
+
+
+def test_nested_recomputation_runs_a_segment_more_than_once() -> None:
+    graph = operations_of(mlp(depth=12), torch.randn(2048, 16))
+    candidates = search(Blocks(graph)).candidates
+    lowest = candidates[-1]
+    assert lowest.schedule.choice.held
+    times: dict[int, int] = {}
+    for _, steps in lowest.schedule.backward:
+        for step in steps:
+            if step.way is not None:
+                times[step.operation.index] = times.get(step.operation.index, 0) + 1
+    assert max(times.values()) >= 2
+    assert [c.peak.bytes for c in candidates] == sorted((c.peak.bytes for c in candidates), reverse=True)
+    assert [c.seconds for c in candidates] == sorted(c.seconds for c in candidates)
+
+
+def test_a_dropouts_mask_is_drawn_without_its_input() -> None:
+    graph = operations_of(mlp(), torch.randn(8, 16))
+    assert graph.alone
+    schedule = make_schedule(Blocks(graph), Choice(frozenset(graph.crossing)))
+    steps = [step for _, block in schedule.backward for step in block]
+    masks = [step for step in steps if step.stand_in is not None]
+    # The layers before the dropouts are not run again: nothing but the masks needed them. The last one is, since the
+    # loss squares what comes out.
+    assert len(masks) == 3
+    repeated = [str(step.operation.node.target) for step in steps if step.way is not None]
+    assert repeated.count("aten.addmm.default") == 4 + 1

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.ir.joint_graph import Phase
+from roundpipe_fx.torch_private import WatchedMemory, watch_memory
+from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
+from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
+
+
+class Masks(nn.Module):
+    """Reads and writes by masks: their sizes are unknown, their questions moved and shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).tanh()
+        y = torch.zeros_like(x).masked_scatter(x > 0, x * 2)
+        y = y.index_put((x[:, 0] > 0,), torch.tensor(1.5))
+        return self.second(y).square().sum() + x[x > 0].sum()
+
+
+def experts() -> nn.Module:
+    return MixtureOfExperts(depth=1)
+
+
+@pytest.mark.parametrize(("make", "recompute"), [(DropoutMLP, "none"), (experts, "full"), (Masks, "full")])
+def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recompute: str) -> None:
+    model = make()
+    batch = {"x": torch.randn(6, 8)}
+    reference = aot_eager_step(model, batch)
+    step, _ = compiled_step(model, batch, stages=2, recompute=recompute, stage_compiler="inductor")
+    torch.testing.assert_close(step.loss, reference.loss, rtol=1e-5, atol=1e-6)
+    for parameter, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+
+
+def test_inductor_keeps_to_a_budget() -> None:
+    """It fuses, orders and reuses as it likes; what it holds beyond the plan is seen in a step, and planned for."""
+    model = TiedTransformer(width=32, depth=1, vocabulary=64)
+    tokens = torch.randint(64, (4, 32))
+    batch = {"tokens": tokens, "targets": tokens}
+    reference = aot_eager_step(model, batch)
+    first = roundpipe_fx.compile(model, memory_budget=0.4, stage_compiler="inductor").trace(**batch)
+    compiled = roundpipe_fx.compile(model, memory_budget=first.peak_bytes, stage_compiler="inductor", fullgraph=True)
+    for _ in range(4):  # the second step with each plan is watched
+        step = train_step(compiled, model, batch)
+        torch.testing.assert_close(step.loss, reference.loss, rtol=1e-5, atol=1e-6)
+        for parameter, gradient in step.gradients.items():
+            torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+    model.zero_grad()
+    seen: list[WatchedMemory] = []
+    watch_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
+    assert 0 < seen[-1].peak <= first.peak_bytes
+    assert compiled.plan.assumed["workspace of compiled stages"] > 0
+    assert compiled.plan.recompute_seconds > first.recompute_seconds > 0
+
+
+_BESIDE = 2**16
+
+
+def wasteful(module: torch.fx.GraphModule, _: list) -> Callable[..., object]:
+    """A stage compiler whose stages hold more than their graphs say."""
+
+    def run(arguments: list) -> tuple:
+        beside = torch.empty(_BESIDE, dtype=torch.uint8)
+        return torch.fx.Interpreter(module).boxed_run(arguments), beside.zero_()
+
+    def call(arguments: list) -> object:
+        return run(arguments)[0]
+
+    call._boxed_call = True
+    return call
+
+
+def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
+    model = TiedTransformer(width=32, vocabulary=64)
+    tokens = torch.randint(64, (4, 32))
+    batch = {"tokens": tokens, "targets": tokens}
+    budget = roundpipe_fx.compile(model, memory_budget=1.0).trace(**batch).peak_bytes + _BESIDE // 2
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler=wasteful)
+    reference = aot_eager_step(model, batch)
+    for _ in range(2):
+        assert_bitwise(train_step(compiled, model, batch), reference)
+        assert not compiled.plan.assumed
+        assert compiled.plan.recompute_seconds == 0
+    assert_bitwise(train_step(compiled, model, batch), reference)
+    assert compiled.plan.assumed["workspace of compiled stages"] >= _BESIDE
+    assert "workspace of compiled stages" in str(compiled.plan)
+    assert compiled.plan.recompute_seconds > 0
+    model.zero_grad()
+    seen: list[WatchedMemory] = []
+    watch_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
+    assert budget - _BESIDE < seen[-1].peak <= compiled.plan.peak_bytes <= budget
+
+
+@pytest.mark.long
+def test_watched_steps_may_have_buffers_and_a_loss_outside() -> None:
+    layers = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)]
+    model, x, y = nn.Sequential(*layers), torch.randn(256, 16), torch.randn(256, 16)
+    whole = roundpipe_fx.compile(model, memory_budget=1.0, stage_compiler=wasteful).trace(x)
+    budget = whole.peak_bytes + _BESIDE // 2
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler=wasteful)
+
+    def step() -> None:
+        model.zero_grad()
+        (compiled(x) - y).square().mean().backward()
+
+    for _ in range(4):
+        step()
+    # What is learned is what the compiler wastes, not what updates and the loss hold: those are planned for anyway.
+    assert _BESIDE <= compiled.plan.assumed["workspace of compiled stages"] < 1.1 * _BESIDE
+    model.zero_grad()
+    seen: list[WatchedMemory] = []
+    watch_memory(step, "cpu", seen.append)
+    assert 0 < seen[-1].peak <= budget
+
+
+@pytest.mark.long
+def test_a_budget_that_compiled_stages_cannot_keep_is_refused_once_that_is_seen() -> None:
+    model = TiedTransformer(width=32, vocabulary=64)
+    tokens = torch.randint(64, (4, 32))
+    lowest = roundpipe_fx.compile(model, memory_budget=0.0, stage_compiler=wasteful)
+    budget = lowest.trace(tokens, tokens).peak_bytes
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, stage_compiler=wasteful)
+    for _ in range(2):
+        compiled(tokens, tokens).backward()
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as caught:
+        compiled(tokens, tokens)
+    assert caught.value.minimum >= budget + _BESIDE
+
+
+@pytest.mark.long
+def test_inductor_with_dynamic_shapes() -> None:
+    model = TiedTransformer(depth=1)
+    compiled = roundpipe_fx.compile(
+        model, stages=2, recompute="full", dynamic=True, stage_compiler="inductor", fullgraph=True
+    )
+    for length in (5, 7):
+        tokens = torch.randint(16, (2, length))
+        batch = {"tokens": tokens, "targets": tokens}
+        step, reference = train_step(compiled, model, batch), aot_eager_step(model, batch)
+        for parameter, gradient in step.gradients.items():
+            torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
+    assert len(compiled.plans) == 1
+
+
+def test_a_callable_gets_each_different_module_once() -> None:
+    seen: list[str] = []
+
+    def compiler(module: torch.fx.GraphModule, example_inputs: list) -> object:
+        placeholders = module.graph.find_nodes(op="placeholder")
+        assert len(placeholders) == len(example_inputs)
+        seen.append(module._get_name())
+        return module.forward
+
+    model = DropoutMLP(depth=6)
+    batch = {"x": torch.randn(4, 8)}
+    reference = aot_eager_step(model, batch)
+    step, compiled = compiled_step(model, batch, stages=6, recompute="full", stage_compiler=compiler)
+    assert_bitwise(step, reference)
+    modules = compiled.plan.modules
+    assert len(seen) == len({module.fingerprint for module in modules}) < len(modules)
+    assert sum(name.endswith("forward") for name in seen) == 2  # the last has the loss
+    inner = compiled.plan.stages[2]
+    assert inner.same_as in (0, 1)
+    assert compiled.plan.sources()["stage_2.forward.py"].startswith("# the same work")
+
+
+def test_compilers_see_functional_graphs() -> None:
+    def compiler(module: torch.fx.GraphModule, example_inputs: list) -> object:
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload):
+                assert not node.target._schema.is_mutable
+        return module.forward
+
+    tokens = torch.randint(16, (2, 4))
+    compiled = roundpipe_fx.compile(TiedTransformer(), stages=2, recompute="full", stage_compiler=compiler)
+    compiled(tokens, tokens).backward()
+    assert {module.phase for module in compiled.plan.modules} == set(Phase) - {Phase.WEIGHT}

@@ -1,0 +1,145 @@
+"""Imports run one way: each folder of the package imports only from those below it.
+
+The order is written down here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+LAYERS = (
+    "torch_private",
+    "budget",
+    "gradient_sums",
+    "partial_writes",
+    "ir",
+    "frontend",
+    "codegen",
+    "analysis",
+    "schedules",
+    "passes",
+    "remat",
+    "runtime",
+    "report",
+    "compiler",
+    "pipeline",
+    "api",
+    "compat",
+)
+"""Folders and modules of the package, lowest first."""
+
+APART = {
+    "passes": {"frontend", "codegen"},
+    "remat": {"frontend", "codegen", "schedules", "passes"},
+    "runtime": {"passes", "remat"},
+    "report": {"frontend", "passes"},
+}
+"""What a folder must not import though it lies below: these know each other through plain data only."""
+
+MODULES_AT_THE_TOP = 4
+
+
+def _modules() -> dict[str, Path]:
+    """Every module of the package by its dotted name, without the package's."""
+    found = {}
+    for path in ROOT.glob("roundpipe_fx/**/*.py"):
+        found[_dotted(path.relative_to(ROOT / "roundpipe_fx"))] = path
+    for path in ROOT.glob("passes/**/*.py"):
+        found[_dotted(path.relative_to(ROOT))] = path
+    return found
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(part for part in path.with_suffix("").parts if part != "__init__")
+
+
+MODULES = _modules()
+
+
+def imports(text: str, modules: set[str]) -> Iterator[str]:
+    """Modules of the package that a text imports anywhere, type checking included; without the package's name.
+
+    Raises:
+        ValueError: a relative import.
+    """
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise ValueError("a relative import")
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, inner = name.partition(".")
+            if package != "roundpipe_fx":
+                continue
+            parts = inner.split(".")
+            # What is no module is a name in one.
+            yield next((m for n in range(len(parts), 0, -1) if (m := ".".join(parts[:n])) in modules), "")
+
+
+def forbidden(module: str, imported: str) -> bool:
+    """Whether one module of the package must not import the other."""
+    importer, layer = module.split(".")[0], imported.split(".")[0]
+    if importer == layer:
+        return importer == "passes" and imported != module
+    return LAYERS.index(layer) > LAYERS.index(importer) or layer in APART.get(importer, ())
+
+
+def test_every_folder_has_its_place() -> None:
+    assert {module.split(".")[0] for module in MODULES} - {""} == set(LAYERS)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_run_one_way(layer: str) -> None:
+    wrong = {
+        f"{module} imports {imported or 'the package itself'}"
+        for module, path in MODULES.items()
+        if module.split(".")[0] == layer
+        for imported in imports(path.read_text(), set(MODULES))
+        if not imported or forbidden(module, imported)
+    }
+    assert not wrong
+
+
+def test_imports_are_seen_wherever_they_stand() -> None:
+    text = (
+        "import roundpipe_fx.ir.segment\n"
+        "if TYPE_CHECKING:\n    from roundpipe_fx.remat import search\n"
+        "def f():\n    from roundpipe_fx.passes.rng import replay_rng\n"
+        "from roundpipe_fx import compile\n"
+        "import torch\n"
+    )
+    modules = {"", "ir", "ir.segment", "remat", "remat.search", "passes", "passes.rng"}
+    assert sorted(imports(text, modules)) == ["", "ir.segment", "passes.rng", "remat.search"]
+    with pytest.raises(ValueError, match="relative"):
+        list(imports("from . import segment", modules))
+
+
+@pytest.mark.parametrize(
+    ("module", "imported"),
+    [
+        ("ir.segment", "analysis.liveness"),
+        ("passes.rng", "remat.search"),
+        ("passes.rng", "runtime.worker"),
+        ("passes.rng", "passes.masks"),
+        ("remat.search", "passes.rng"),
+        ("runtime.worker", "remat.search"),
+        ("api.backend", "compat.rotor"),
+    ],
+)
+def test_what_is_forbidden(module: str, imported: str) -> None:
+    assert forbidden(module, imported)
+    assert not forbidden("api.backend", "ir.segment")
+
+
+def test_few_modules_lie_at_the_top() -> None:
+    assert len(list(ROOT.glob("roundpipe_fx/*.py"))) <= MODULES_AT_THE_TOP
