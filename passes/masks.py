@@ -8,6 +8,8 @@ and backward, and its small integer answer can be saved in place of the mask.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,23 +80,37 @@ def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node
 def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
     """The gradient of what was scattered: the selected gradients in order, then zeros for what was left over."""
     gradient, mask, sizes = node.args
-    assert isinstance(gradient, fx.Node) and isinstance(mask, fx.Node)
-    shape = list(gradient.meta["val"].shape)
-    if any(not isinstance(size, int) for size in (*shape, *sizes)):  # type: ignore[misc]
-        return  # asked as it is
-    graph = joint.graph
-    with graph.inserting_before(node):
-        mask = _expanded(joint, mask, shape, node)
+    assert isinstance(gradient, fx.Node) and isinstance(mask, fx.Node) and isinstance(sizes, (list, tuple))
+    if _shape_text(gradient) != _shape_text(mask):
+        # Broadcast by an operation, which needs no node for any size, and where the forward scatters.
+        forward = next((user for user in mask.users if user.target is aten.masked_scatter.default), None)
+        at, like = (node, gradient) if forward is None else (forward, forward.args[0])
+        everywhere = insert_call(at, aten.ones_like.default, like, dtype=torch.bool)
+        mask = insert_call(at, aten.logical_and.default, everywhere, mask)
     coordinates = _coordinates(joint, mask, node, shared)
     value = gradient.meta["val"]
     selected = insert_call(node, aten.index.Tensor, gradient, coordinates)
     count = insert_call(node, aten.sym_size.int, coordinates[0], 0)
     first = insert_call(node, aten.arange.default, count, dtype=torch.int64, device=value.device)
-    zeros = insert_call(node, aten.new_zeros.default, gradient, [math.prod(sizes)])  # type: ignore[arg-type]
+    zeros = insert_call(node, aten.new_zeros.default, gradient, [_product(node, sizes)])
     filled = insert_call(node, aten.index_put.default, zeros, [first], selected)
-    result = insert_call(node, aten.view.default, filled, list(sizes))  # type: ignore[arg-type]
+    result = insert_call(node, aten.view.default, filled, list(sizes))
     let_stand_for(node, result)
-    graph.erase_node(node)
+    joint.graph.erase_node(node)
+
+
+def _shape_text(node: fx.Node) -> str:
+    """To compare shapes by: comparing symbols would guard on them."""
+    return str(tuple(node.meta["val"].shape))
+
+
+def _product(before: fx.Node, sizes: Sequence[Any]) -> Any:
+    """The product of sizes, of which some may be computed by nodes."""
+    product: Any = math.prod(size for size in sizes if isinstance(size, int))
+    for size in sizes:
+        if not isinstance(size, int):
+            product = insert_call(before, operator.mul, size, product)
+    return product
 
 
 def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node) -> fx.Node:

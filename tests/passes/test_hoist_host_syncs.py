@@ -85,6 +85,31 @@ def test_bits_and_no_question_in_the_backward(run) -> None:
         assert asked.total == 0, asked.by_operator
 
 
+@pytest.mark.parametrize("mask", [lambda x: x > 0, lambda x: x[:, :1] > 0], ids=["mask", "broadcast"])
+def test_scattering_asks_nothing_in_the_backward_whatever_the_batch_size(mask) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.tanh(self.first(x))
+            return torch.zeros_like(y).masked_scatter(mask(y), self.second(y)).square().sum()
+
+    model = Model()
+    compiled = roundpipe_fx.compile(model, recompute="full", dynamic=True)
+    for rows in (6, 9, 4):
+        batch = {"x": torch.randn(rows, 4)}
+        reference = aot_eager_step(model, batch)
+        model.zero_grad()
+        loss = compiled(**batch)
+        with roundpipe_fx.count_questions() as asked:
+            loss.backward()
+        assert asked.total == 0, asked.by_operator
+        assert_bitwise(train_step(compiled, model, batch), reference)
+    assert len(compiled.plans) == 1
+
+
 def test_experts_ask_once_where_checkpoint_asks_again() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -29,6 +29,21 @@ COMPILED_STAGES = "compiled stages"
 
 _OWN = ("aten", "prims", "streams")
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
+_FACTORIES = (
+    aten.arange,
+    aten.empty,
+    aten.empty_strided,
+    aten.eye,
+    aten.full,
+    aten.linspace,
+    aten.ones,
+    aten.rand,
+    aten.randint,
+    aten.randn,
+    aten.scalar_tensor,
+    aten.zeros,
+)
+"""Of the operators without operands, those that fill the one tensor that they allocate."""
 
 
 def workspaces_of(
@@ -98,7 +113,7 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
-    if not operands or not tensor_values(node) or has_side_effect(node):
+    if not tensor_values(node) or has_side_effect(node) or (not operands and target.overloadpacket in _FACTORIES):
         return False
     if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
         return False

@@ -250,3 +250,21 @@ def test_numbers_of_another_kind(compute) -> None:
     with AllocatorPeak() as allocated:
         model(x).backward()
     assert allocated.peak == model.plan.peak_bytes
+
+
+@pytest.mark.parametrize("window", [torch.hann_window, torch.blackman_window, torch.fft.fftfreq, torch.randperm])
+def test_operators_without_operands_are_measured(window) -> None:
+    """A periodic window shows all but the last element of a longer one; a permutation has keys of its own."""
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * window(x.shape[0])).sin().sum()
+
+    x = torch.randn(1000, requires_grad=True)
+    model = roundpipe_fx.compile(Net(), memory_budget=0.0)
+    model(x).backward()
+    x.grad = None
+    with AllocatorPeak() as allocated:
+        model(x).backward()
+    assert allocated.peak <= model.plan.peak_bytes
+    assert model.plan.peak_bytes <= allocated.peak + torch.get_rng_state().nbytes
