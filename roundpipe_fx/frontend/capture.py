@@ -20,7 +20,7 @@ from roundpipe_fx.ir.recompute_marks import mark_checkpoints
 
 __all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
 
-Boxed = Callable[[list[Any]], Any]
+_Compiled = Callable[[list[Any]], Any]
 
 
 class Callbacks(Protocol):
@@ -37,13 +37,13 @@ class Callbacks(Protocol):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
 
-    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
         """The compiled forward."""
 
-    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
         """The compiled backward."""
 
-    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
         """A compiled graph without a backward."""
 
 
