@@ -28,7 +28,7 @@ _retried: set[tuple[str, int]] = set()
 
 
 def install_retries(active: Callable[[], bool]) -> None:
-    """Let Dynamo trace a frame again where it fails for want of data, or of plain sizes. Nothing of the frame has run by then.
+    """Let Dynamo trace a frame again where it fails for want of data or plain sizes. Nothing of it has run by then.
 
     Args:
         active: whether what this thread traces is ours.
