@@ -56,7 +56,12 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
 
 
 def _zeros(like: torch.Tensor, in_full: bool) -> torch.Tensor:
-    """The gradient of an output that nobody used. Unless its strides matter it is one zero, seen at every place."""
+    """The gradient of an output that nobody used. Unless its strides matter it is one zero, seen at every place.
+
+    An effect's token has no element, and no memory: it orders what prints or asserts.
+    """
+    if any(isinstance(size, int) and not size for size in like.shape):
+        return torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if in_full:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)

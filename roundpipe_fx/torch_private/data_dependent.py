@@ -3,11 +3,14 @@
 With ``capture_scalar_outputs`` and ``capture_dynamic_output_shape_ops`` what a tensor says becomes a symbol of the
 graph. Where Python needs to know it (``sizes[int(torch.rand(()) * 3)]``, a momentum that an operator takes as a plain
 number) Dynamo raises an error; without the flags it breaks the graph there, and the program runs.
+
+Sizes of inputs that vary become symbols too, and some of PyTorch's own derivatives (``affine_grid``'s, 2.13) take plain
+numbers only. Such a frame is traced for the sizes at hand, and anew for others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
@@ -20,11 +23,12 @@ _FEWER = (
     {"capture_scalar_outputs": False},
     {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
 )
+_SIZES_AT_HAND = ({"automatic_dynamic_shapes": False},)
 _retried: set[tuple[str, int]] = set()
 
 
 def install_retries(active: Callable[[], bool]) -> None:
-    """Let Dynamo trace a frame again where it fails for want of data. Nothing of the frame has run by then.
+    """Let Dynamo trace a frame again where it fails for want of data or plain sizes. Nothing of it has run by then.
 
     Args:
         active: whether what this thread traces is ours.
@@ -39,10 +43,13 @@ def install_retries(active: Callable[[], bool]) -> None:
         try:
             return trace(self, frame, *args, **kwargs)
         except Exception as error:
-            if not active() or not _wants_data(error):
+            if not active():
+                raise
+            attempts = _FEWER if _wants_data(error) else _SIZES_AT_HAND if _wants_numbers(error) else ()
+            if not attempts:
                 raise
             failure = error
-        for flags in _FEWER:
+        for flags in attempts:
             try:
                 with torch._dynamo.config.patch(flags):
                     made = trace(self, frame, *args, **kwargs)
@@ -71,10 +78,22 @@ def _wants_data(error: BaseException) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+    return any(isinstance(found, kinds) or "data-dependent expression" in str(found) for found in _causes(error))
+
+
+_WANTS_NUMBERS = ("expected to contain only concrete integers", "Cannot call sizes() on tensor with symbolic")
+"""What PyTorch's C++ says where it asks for plain sizes of a tensor whose sizes are symbols."""
+
+
+def _wants_numbers(error: BaseException) -> bool:
+    return any(text in str(found) for found in _causes(error) for text in _WANTS_NUMBERS)
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
     found: BaseException | None = error
     while found is not None:
+        yield found
         inner = getattr(found, "inner_exception", None)
-        if isinstance(found, kinds) or isinstance(inner, kinds) or "data-dependent expression" in str(found):
-            return True
+        if inner is not None:
+            yield inner
         found = found.__cause__ or found.__context__
-    return False

@@ -198,3 +198,20 @@ def test_a_profiler_and_a_measurement_exclude_each_other() -> None:
     with roundpipe_fx.measure_peak("cpu") as peak:  # nothing is left behind
         torch.ones(256)
     assert peak.bytes == 1024
+
+
+def test_tokens_of_effects_take_no_memory() -> None:
+    """``inv`` asserts that it succeeded, and a token orders that among other effects."""
+
+    class Net(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = (x @ x.T + 4 * torch.eye(len(x))).inverse()
+            return (y * y.detach().exp()).sum()
+
+    x = torch.randn(7, 5, requires_grad=True)
+    model = roundpipe_fx.compile(Net(), memory_budget=0.0)
+    model(x).backward()
+    x.grad = None
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        model(x).backward()
+    assert peak.bytes == model.plan.peak_bytes

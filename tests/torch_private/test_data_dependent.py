@@ -57,3 +57,30 @@ def test_a_random_size_read_by_python() -> None:
         with pytest.raises(torch._dynamo.exc.UserError, match="data-dependent expression"):
             roundpipe_fx.compile(base, **options)(x)
         assert _flags() == before
+
+
+class _Grid(nn.Module):
+    """``affine_grid``, whose derivative PyTorch computes from plain sizes only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.theta = nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        theta = self.theta(x).view(-1, 2, 3).tanh()
+        return nn.functional.affine_grid(theta, [x.shape[0], 1, 3, 4], align_corners=False).square().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_microbatches": 3}])
+def test_sizes_that_a_derivative_takes_as_numbers(options: dict[str, Any]) -> None:
+    model = _Grid()
+    compiled = roundpipe_fx.compile(model, **options)
+    for rows in (4, 8, 5):
+        x = torch.randn(rows, 4)
+        model.zero_grad()
+        model(x).backward()
+        expected = [p.grad.clone() for p in model.parameters()]
+        model.zero_grad()
+        compiled(x).backward()
+        torch.testing.assert_close([p.grad for p in model.parameters()], expected)
+    assert torch._dynamo.config.automatic_dynamic_shapes
