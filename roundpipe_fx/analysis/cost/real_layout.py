@@ -20,7 +20,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
-from roundpipe_fx.analysis.cost.trial import Layout, run_apart, try_alone
+from roundpipe_fx.analysis.cost.trial import Layout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
@@ -66,7 +66,7 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
         ``None`` if nothing is known.
     """
     if device is not None and is_measured(node, device) and not has_tag(node.target, torch.Tag.pointwise):
-        trial = run_apart(lambda: try_alone(node, device))
+        trial = try_apart(node, device)
         operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
         if trial is not None:
             kept = zip(trial.layouts, trial.storages, strict=True)
@@ -92,7 +92,7 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
     """Note the bytes of a node's result that is sparse: how many elements it has, its fake kernel does not say."""
     values = [value for value in tensor_values(node) if value.layout is not torch.strided]
     if len(values) == 1 and device is not None and is_measured(node, device):
-        trial = run_apart(lambda: try_alone(node, device))
+        trial = try_apart(node, device)
         if trial is not None:
             operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
             note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may be made of its operands

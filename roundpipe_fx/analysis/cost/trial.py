@@ -21,7 +21,7 @@ from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
 from roundpipe_fx.torch_private import WatchedMemory, rng_states, size_hint, watch_memory
 
-__all__ = ["Layout", "Trial", "run_apart", "try_alone"]
+__all__ = ["Layout", "Trial", "run_apart", "try_alone", "try_apart"]
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +70,7 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
         device: where to run it.
         single: on operands of one element.
     """
-    # What kernels do may depend on these too.
-    settings = (
-        torch.get_num_threads(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.get_float32_matmul_precision(),
-    )
-    key = signature_of(node, single), str(device), single, settings
+    key = _key_of(node, device, single)
     with _trying:
         if key in _tried:
             return _tried[key]
@@ -87,6 +80,26 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
             _tried.clear()
         _tried[key] = trial
     return trial
+
+
+def try_apart(node: fx.Node, device: torch.device) -> Trial | None:
+    """The same (:func:`try_alone`) from anywhere: if it has not been tried yet, in a thread of its own."""
+    key = _key_of(node, device, False)
+    with _trying:
+        if key in _tried:
+            return _tried[key]
+    return run_apart(lambda: try_alone(node, device))
+
+
+def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...]:
+    # What kernels do may depend on these settings too.
+    settings = (
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.get_float32_matmul_precision(),
+    )
+    return signature_of(node, single), str(device), single, settings
 
 
 def run_apart(work: Callable[[], T]) -> T:
