@@ -8,6 +8,7 @@ modules.
 from roundpipe_fx.analysis.sync_ops import register_sync_op
 from roundpipe_fx.api.compiled_module import CompiledModule, compile
 from roundpipe_fx.api.planning import plan
+from roundpipe_fx.api.plans_of_modules import plans
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compat.checkpointing import (
     checkpoint,
@@ -63,6 +64,7 @@ __all__ = [
     "measure_peak",
     "memory_budget",
     "plan",
+    "plans",
     "plot_frontier",
     "register_sync_op",
     "save_for_recompute",

@@ -51,6 +51,12 @@ def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "operations (persistent for 1048576 bytes)" in printed and (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.filterwarnings("ignore")  # of the trainers
+def test_with_your_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_page("docs/with-your-trainer.md", tmp_path, monkeypatch)
+    assert (tmp_path / "trained" / "checkpoint-4" / "config.json").exists() and (tmp_path / "adapters").exists()
+
+
 def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("docs/pytorch-bugs.md", tmp_path, monkeypatch)
 

@@ -179,7 +179,8 @@ def test_recomputation_reads_buffers_as_they_were(update: str) -> None:
 def test_microbatches_update_one_after_the_other() -> None:
     model = All().double()
     eager = copy.deepcopy(model)
-    piped = roundpipe_fx.compile(model, stages=2, devices=["cpu", "cpu"], num_microbatches=2, memory_budget=0.0)
+    options = {"stages": 2, "devices": ["cpu", "cpu"], "num_microbatches": 2, "loss_reduction": "sum"}
+    piped = roundpipe_fx.compile(model, memory_budget=0.0, **options)
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
     for _ in range(2):
         model.zero_grad()

@@ -129,7 +129,7 @@ def _call(way: Any) -> list[str]:
         return [
             "        if run is net:  # one microbatch after the other",
             f"            pieces = zip(*(x.tensor_split({way['microbatches']}) for x in inputs))",
-            "            loss = sum(backward(net(*piece)) for piece in pieces)",
+            "            loss = sum(backward(net(*piece), len(piece[0]) / len(inputs[0])) for piece in pieces)",
             "        else:",
             "            loss = run.forward_backward(*inputs, loss_fn=loss_of)",
         ]
@@ -153,8 +153,8 @@ def loss_of(output):
     return total
 
 
-def backward(output):
-    loss = loss_of(output)
+def backward(output, weight):
+    loss = loss_of(output) * weight
     loss.backward()
     return loss.detach()
 '''

@@ -99,13 +99,17 @@ def left_by(net: nn.Module, inputs: Sequence[torch.Tensor], output: Any, loss: t
 def eager_microbatches(
     net: nn.Module, inputs: Sequence[torch.Tensor], seed: int, count: int, call: str, questions: bool = False
 ) -> Left:
-    """What a pipelined step is to leave behind: one microbatch after the other, each drawing from its own stream."""
+    """What a pipelined step is to leave behind: one microbatch after the other, each drawing from its own stream.
+
+    Losses, and other outputs of one floating-point number, are the mean of the microbatches', weighed by rows.
+    """
     net.zero_grad()
     torch.manual_seed(seed)
     count = min(count, len(inputs[0]))
     pieces = list(zip(*(x.tensor_split(count) if count > 1 else [x] for x in inputs), strict=True))
     first = torch.get_rng_state()
     digest = hashlib.sha256(first.numpy().tobytes()).digest()
+    weights = [len(piece[0]) / len(inputs[0]) for piece in pieces]
     outputs, total, after = [], torch.zeros(()), first
     asked = roundpipe_fx.count_questions()
     asked_later = roundpipe_fx.count_questions()
@@ -119,13 +123,13 @@ def eager_microbatches(
             after = torch.get_rng_state()
         outputs.append(output)
         if call == "forward_backward":
-            loss = loss_of(output)
+            loss = loss_of(output) * weights[number]
             with asked_later:
                 loss.backward()
             total = total + loss.detach()
     merged: Any = None
     if call == "autograd":
-        merged = _merged(outputs)
+        merged = _merged(outputs, weights)
         loss = loss_of(merged)
         with asked_later:
             loss.backward()
@@ -136,14 +140,18 @@ def eager_microbatches(
     return left
 
 
-def _merged(outputs: list[Any]) -> Any:
+def _merged(outputs: list[Any], weights: list[float]) -> Any:
     if len(outputs) == 1:
         return outputs[0]
 
     def put(*parts: Any) -> Any:
         if not isinstance(parts[0], torch.Tensor):
             return parts[0]
-        return torch.cat(parts) if parts[0].dim() else sum(parts[1:], parts[0])
+        if parts[0].dim():
+            return torch.cat(parts)
+        counts = not (parts[0].is_floating_point() or parts[0].is_complex())
+        weighed = parts if counts else [part * weight for part, weight in zip(parts, weights, strict=True)]
+        return sum(weighed[1:], weighed[0])
 
     return tree_map(put, *outputs)
 

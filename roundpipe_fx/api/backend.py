@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.assumptions import Assumptions
 from roundpipe_fx.api.compilation import compile_graph
+from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.frontend.graph_breaks import around_calls
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
@@ -63,7 +65,8 @@ def roundpipe_fx_backend(
 ) -> Callable[..., Any]:
     """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
 
-    Plans are logged at level INFO by the logger ``roundpipe_fx.compiler.lower``.
+    :func:`roundpipe_fx.plans` gives the plans of the model; they are logged at level INFO by the logger
+    ``roundpipe_fx.compiler.lower``.
 
     Raises:
         ValueError: an unknown option or value.
@@ -74,7 +77,8 @@ def roundpipe_fx_backend(
     except (TypeError, ValueError) as error:
         raise torch_private.passed_through(error) from None
     assumptions = _assumptions_of(options or {})
-    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), lambda plan: None, _warned, assumptions)
+    on_plan = functools.partial(note_plan, torch_private.modules_being_compiled())
+    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), on_plan, _warned, assumptions)
 
 
 _MOST = 64

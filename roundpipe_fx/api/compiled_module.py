@@ -1,31 +1,25 @@
-"""The compiled module: an ``nn.Module`` that stands for the user's and runs its compiled form."""
+"""The compiled module: an object of a subclass of the model's own class, which runs its compiled form."""
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api.assumptions import Assumptions
-from roundpipe_fx.api.backend import make_backend
-from roundpipe_fx.api.dynamo_cache_eviction import drop_unused, when_unused
-from roundpipe_fx.api.replanning import planning_anew
+from roundpipe_fx.api.compiled_state import CompiledState
+from roundpipe_fx.api.subclassing import instance_beside
 from roundpipe_fx.ir.options import Options, names_checked
-from roundpipe_fx.pipeline.settings import Likeness, Pipelining, parse_pipelining
-from roundpipe_fx.pipeline.step import Pipeline, Splitting
+from roundpipe_fx.pipeline.settings import parse_pipelining
+from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
-from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters, in_optimizer_context
+from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CompiledModule", "compile"]
+__all__ = ["CompiledModule", "NoPlanError", "compile", "compiled_module"]
 
 
 @names_checked
@@ -47,6 +41,7 @@ def compile(
     split_input: Any = None,
     split_label: Any = None,
     merge_output: Any = None,
+    loss_reduction: str = "mean",
     deferred_batch_norm: bool = False,
 ) -> CompiledModule:
     """Compile a model for training, in pipeline stages.
@@ -86,12 +81,16 @@ def compile(
             is shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
         checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
             last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget is then a device's.
-        split_input: how inputs are split into microbatches: ``None`` (tensors along dimension 0, all else is the same
-            for each), (specs of args, specs of kwargs) as of ``torch.distributed.pipelining``, or a callable
-            ``(args, kwargs, count) -> (list of args, list of kwargs)``.
+        split_input: how inputs are split into microbatches: ``None`` (along dimension 0 tensors that have the batch's
+            size, which is the first input's; all else is the same for each), (specs of args, specs of kwargs) as of
+            ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args, list of kwargs)``.
         split_label: the same for labels: a spec or a callable ``(labels, count) -> list``.
-        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses
-            summed), specs, or a callable that gets the list.
+        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses put
+            together as ``loss_reduction`` says), specs, or a callable that gets the list.
+        loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
+            batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
+            microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that
+            count differently.
         deferred_batch_norm: update the running statistics of batch norm once a step, from all microbatches, and not
             once a microbatch.
 
@@ -100,11 +99,7 @@ def compile(
         ValueError: an option has an unknown value. The first call raises :class:`InfeasibleBudgetError` (a
             ``ValueError``) where the budget cannot be met, before anything runs.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
-            'for a function use torch.compile(fn, backend="roundpipe_fx").'
-        )
+    _check(model)
     options = Options.parse(
         {
             "stages": stages,
@@ -115,15 +110,22 @@ def compile(
         }
     )
     pipelining = parse_pipelining(
-        devices, num_microbatches, schedule, checkpoint, options.stages, options.recompute, options.memory_budget
+        devices,
+        num_microbatches,
+        schedule,
+        checkpoint,
+        options.stages,
+        options.recompute,
+        options.memory_budget,
+        loss_reduction,
     )
     splitting = Splitting(split_input, split_label, merge_output)
-    if pipelining is None and (splitting != Splitting() or deferred_batch_norm):
+    if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
         raise ValueError(
-            "split_input, split_label, merge_output and deferred_batch_norm are of microbatches: give num_microbatches "
-            "or devices too."
+            "split_input, split_label, merge_output, loss_reduction and deferred_batch_norm require microbatches: give "
+            "num_microbatches or devices too."
         )
-    return CompiledModule(
+    return compiled_module(
         model,
         options,
         fullgraph=fullgraph,
@@ -135,99 +137,17 @@ def compile(
     )
 
 
-_OWN = (
-    "_original",
-    "_options",
-    "_fullgraph",
-    "_dynamic",
-    "_plans",
-    "_assumptions",
-    "_optimizer",
-    "_pipelining",
-    "_splitting",
-    "_deferred_batch_norm",
-    "_pipeline",
-    "_run",
-    "_unused",
-    "_replaced_forward",
-    "_called",
-)
-
-
-_BY_CONVENTION = Splitting()
-
-
 class CompiledModule(nn.Module):
-    """A model compiled by :func:`compile`. Everything but ``forward`` is the model's own."""
+    """A model compiled by :func:`compile`: an instance of the model's own class, whose ``forward`` is compiled.
 
-    def __init__(
-        self,
-        original: nn.Module,
-        options: Options,
-        *,
-        fullgraph: bool,
-        dynamic: bool | None,
-        optim_dtype: torch.dtype | None = None,
-        pipelining: Pipelining | None = None,
-        splitting: Splitting = _BY_CONVENTION,
-        deferred_batch_norm: bool = False,
-    ) -> None:
-        own = self.__dict__
-        own["_original"] = original
-        mode = original.training
-        super().__init__()  # sets training, which is the model's own
-        original.training = mode
-        if isinstance(options.stages, tuple):
-            options = dataclasses.replace(options, following=_following(original))
-        own["_options"] = options
-        own["_fullgraph"] = fullgraph
-        own["_dynamic"] = dynamic
-        own["_plans"] = []
-        own["_called"] = False
-        # The very dictionaries of the model: parameters, buffers and submodules are the model's, now and later.
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-            own[name] = getattr(original, name)
-        own["_assumptions"] = Assumptions()
-        own["_optimizer"] = OptimizerParameters(original, optim_dtype)
-        own["_pipelining"] = pipelining
-        own["_splitting"] = splitting
-        own["_deferred_batch_norm"] = deferred_batch_norm
-        own["_pipeline"] = None
-        own["_unused"] = None
-        self._compile()
-        own["_replaced_forward"] = None
+    All attributes are the model's. Where the model has one that is called like one of those below, it stays the
+    model's; ``CompiledModule.step(model, …)`` and :func:`roundpipe_fx.plans` reach those all the same.
+    """
 
-    def _compile(self) -> None:
-        """Compile anew at the next call."""
-        own = self.__dict__
-        torch_private.try_again()
-        if own["_unused"] is not None:
-            own["_unused"]()
-        drop_unused()
-        if own["_pipelining"] is not None:
-            self._compile_pipeline()
-            return
-        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"])
-        own["_unused"] = when_unused(self, backend)
-        own["_run"] = torch.compile(
-            own["_original"], backend=backend, fullgraph=own["_fullgraph"], dynamic=own["_dynamic"]
-        )
+    _state_of_roundpipe_fx: CompiledState
 
-    def _compile_pipeline(self) -> None:
-        own = self.__dict__
-        likeness = Likeness()
-        backend = make_backend(own["_options"], own["_plans"].append, own["_assumptions"], own["_pipelining"], likeness)
-        own["_unused"] = when_unused(self, backend)
-        if own["_pipeline"] is not None:
-            own["_pipeline"].close()
-        own["_pipeline"] = Pipeline(
-            own["_original"],
-            own["_pipelining"],
-            lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=own["_dynamic"]),
-            likeness,
-            own["_splitting"],
-            own["_deferred_batch_norm"],
-        )
+    def __init_subclass__(cls, **_arguments: Any) -> None:
+        """A generated subclass is not announced to the model's class, which may keep a register of its subclasses."""
 
     def forward_backward(
         self,
@@ -253,42 +173,15 @@ class CompiledModule(nn.Module):
             **kwargs: for the model; split into microbatches.
 
         Returns:
-            the sum of the microbatches' losses, detached; or (loss, outputs). Gradients are of that sum: of a loss that
-            is a mean over a microbatch, divide by the number of microbatches for the mean over the batch.
+            the batch's loss, detached; or (loss, outputs). It and its gradients are the mean of the microbatches',
+            weighed by rows, or with ``loss_reduction="sum"`` their sum.
 
         Raises:
             RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
                 ``checkpoint``; or autograd is off.
             ValueError: batch sizes differ, or the loss is not one number that can be differentiated.
         """
-        if self._pipeline is None:
-            raise RuntimeError(
-                "forward_backward needs a model that is compiled for microbatches: "
-                "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
-            )
-        return _planning_anew(
-            self, lambda: self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
-        )
-
-    @property
-    def training(self) -> bool:
-        """The model's training mode."""
-        return self._original.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        self._original.training = mode
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """The compiled forward, with the signature of the model's own; or what it was replaced by."""
-        # Made when asked for: kept, it would hold the model that it is of, which then only garbage collection ends.
-        replaced = self.__dict__["_replaced_forward"]
-        return replaced or functools.wraps(self._original.forward)(functools.partial(_forward, self))
-
-    @forward.setter
-    def forward(self, forward: Callable[..., Any]) -> None:
-        self._replaced_forward = forward
+        return self._state_of_roundpipe_fx.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
 
     @property
     def plan(self) -> Plan:
@@ -296,35 +189,18 @@ class CompiledModule(nn.Module):
 
         Raises:
             RuntimeError: nothing has been compiled: there was no call yet, or the model ran eagerly; the message says
-                why.
+                why. It is an ``AttributeError`` too, so that ``hasattr`` is false.
         """
-        if not self._plans:
-            raise RuntimeError(self._why_no_plan())
-        trained = [plan for plan in self._plans if plan.training]
-        return (trained or self._plans)[-1]
-
-    def _why_no_plan(self) -> str:
-        if not self._called:
-            return (
-                "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
-            )
-        outside = self._assumptions.steps.outside
-        disabled = torch_private.why_disabled(self._original.forward)
-        if disabled is not None:
-            why = f"its forward is not to be compiled ({disabled})"
-        elif outside:
-            why = "; ".join(f"{reason.rstrip('.')} ({line})" for line, reason in outside.items())
-        else:
-            why = (
-                "there was nothing that Dynamo could compile: the model computes nothing, or all of it is kept from "
-                "being compiled (torch.compiler.disable, TORCHDYNAMO_DISABLE, a dispatch mode that is active)"
-            )
-        return f"there is no plan: the model was called and ran eagerly, because {why}."
+        plans = self._state_of_roundpipe_fx.plans
+        if not plans:
+            raise NoPlanError(self._state_of_roundpipe_fx.why_no_plan())
+        trained = [plan for plan in plans if plan.training]
+        return (trained or plans)[-1]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
         """All plans made so far: one a graph (several where the graph breaks), shape and mode."""
-        return tuple(self._plans)
+        return tuple(self._state_of_roundpipe_fx.plans)
 
     def trace(self, *args: Any, **kwargs: Any) -> Plan:
         """Compile for these arguments without running anything, and return the plan.
@@ -334,68 +210,42 @@ class CompiledModule(nn.Module):
         A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
         a call does, with all forwards before all backwards.
         """
-        if self._pipeline is not None:
-            self._pipeline.trace(args, kwargs)
-            return self.plan
-        try:
-            with trace_only():
-                _call(self, args, kwargs)
-        except TraceOnly:
-            pass
-        self.__dict__["_called"] = True
-        return self.plan
+        self._state_of_roundpipe_fx.trace(args, kwargs)
+        return CompiledModule.plan.__get__(self)
+
+    def compile(self, *_args: Any, **_kwargs: Any) -> None:
+        """Raises: the model is compiled already."""
+        raise RuntimeError(_COMPILED.format("roundpipe_fx.compile"))
+
+    @property
+    def _compiled_call_impl(self) -> None:  # type: ignore[override]
+        """What ``compile()`` of the model makes, which would go before ``forward``, is the model's alone."""
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_original"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OWN or name in self.__dict__ or isinstance(getattr(type(self), name, None), property):
-            super().__setattr__(name, value)
-        else:
-            setattr(self._original, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        delattr(self._original, name)
+        if name == "plan" and not self._state_of_roundpipe_fx.plans:
+            raise NoPlanError(self._state_of_roundpipe_fx.why_no_plan())  # Python asks here after the property's error
+        return super().__getattr__(name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._original)})
-
-    def __repr__(self) -> str:
-        return f"CompiledModule({self._original!r})"
+        return [name for name in super().__dir__() if name != "plan" or hasattr(self, "plan")]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
-        self._optimizer.synchronize()
-        return _rebuild(copy.deepcopy(self._original, memo), self._settings(), self._optimizer.state())
+        state = self._state_of_roundpipe_fx
+        state.optimizer.synchronize()
+        return _rebuild(copy.deepcopy(state.original, memo), state.settings(), state.optimizer.state())
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        self._optimizer.synchronize()
-        return _rebuild, (self._original, self._settings(), self._optimizer.state())
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "options": self._options,
-            "fullgraph": self._fullgraph,
-            "dynamic": self._dynamic,
-            "optim_dtype": self._optimizer.dtype,
-            "pipelining": self._pipelining,
-            "splitting": self._splitting,
-            "deferred_batch_norm": self._deferred_batch_norm,
-        }
+    def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+        state = self._state_of_roundpipe_fx
+        state.optimizer.synchronize()
+        return _rebuild, (state.original, state.settings(), state.optimizer.state())
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_named_parameters`."""
         if in_optimizer_context() and recurse:
-            return self.optim_named_parameters(prefix, remove_duplicate)
+            return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
         return super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_parameters`."""
-        return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
@@ -404,7 +254,7 @@ class CompiledModule(nn.Module):
 
         Without ``optim_dtype`` they are the model's own.
         """
-        return self._optimizer.named(prefix, remove_duplicate)
+        return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters for an optimizer: see :meth:`optim_named_parameters`."""
@@ -431,111 +281,88 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: a parameter has a gradient, and the optimizer was never given its copy.
         """
-        self._optimizer.step(step_fn, is_async, *args, **kwargs)
+        self._state_of_roundpipe_fx.optimizer.step(step_fn, is_async, *args, **kwargs)
 
     def synchronize(self) -> None:
         """Wait for a step that runs asynchronously, and copy the optimizer's parameters into the model."""
-        self._optimizer.synchronize()
-
-    def train(self, mode: bool = True) -> CompiledModule:
-        """As the model's own."""
-        self._original.train(mode)
-        return self
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> CompiledModule:
-        self._original._apply(fn, recurse)
-        return self
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> CompiledModule:
-        """As the model's own: ``fn`` sees the model, not this wrapper."""
-        self._original.apply(fn)
-        return self
-
-    def requires_grad_(self, requires_grad: bool = True) -> CompiledModule:
-        """As the model's own."""
-        self._original.requires_grad_(requires_grad)
-        return self
+        self._state_of_roundpipe_fx.optimizer.synchronize()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. With ``optim_dtype`` the optimizer's parameters go with it, as metadata.
 
         ``torch.save`` and ``torch.load`` keep metadata; formats of tensors alone do not.
         """
-        self._optimizer.synchronize()
-        state = self._original.state_dict(*args, **kwargs)
-        copies = self._optimizer.state()
+        optimizer = self._state_of_roundpipe_fx.optimizer
+        optimizer.synchronize()
+        state = super().state_dict(*args, **kwargs)
+        copies = optimizer.state()
         if copies and hasattr(state, "_metadata"):
             state._metadata[_OPTIMIZER] = copies
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the model's own. The optimizer's parameters are loaded too, or copied anew if ``state_dict`` has none."""
-        loaded = self._original.load_state_dict(state_dict, *args, **kwargs)
-        self._optimizer.load((getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {}))
+        loaded = super().load_state_dict(state_dict, *args, **kwargs)
+        saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
+        self._state_of_roundpipe_fx.optimizer.load(saved)
         return loaded
+
+
+class NoPlanError(AttributeError, RuntimeError):
+    """There is no plan."""
 
 
 _OPTIMIZER = "roundpipe_fx.optim_parameters"
 """Where a state dict's metadata has the optimizer's parameters."""
 
+_OWN = (
+    "forward_backward",
+    "plan",
+    "plans",
+    "trace",
+    "optim_named_parameters",
+    "optim_parameters",
+    "step",
+    "synchronize",
+)
+"""Attributes of a compiled module beside the model's."""
 
-def _forward(model: CompiledModule, /, *args: Any, **kwargs: Any) -> Any:
-    def run() -> Any:
-        if model._pipeline is not None:
-            return model._pipeline.forward(args, kwargs)
-        return _run(model, args, kwargs)
-
-    return _planning_anew(model, run)
-
-
-def _planning_anew(model: CompiledModule, run: Callable[[], Any]) -> Any:
-    """Run the model, or a step of it, on plans that know what earlier steps have shown."""
-    parameter = next(model._original.parameters(), None)
-    devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
-    if not devices and model._pipelining is not None:
-        devices = [device for device in model._pipelining.devices[:1] if device.type == "cuda"]  # of an offloaded model
-    budgeted = model._options.memory_budget is not None or (model._options.recompute is None and bool(devices))
-    if model._pipelining is not None and model._pipelining.checkpoint is not None:
-        budgeted = False
-    return planning_anew(run, model._compile, model._assumptions, devices, budgeted)
+_COMPILED = (
+    "the model is compiled already, by {}; compile a model once, with all options. The model that it was made from "
+    "is still the eager one."
+)
 
 
-def _run(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    model.__dict__["_called"] = True
-    with outputs_of_programs() as returned:
-        outputs = _call(model, args, kwargs)
-    # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
-    # their size and keep them until the backward has read them.
-    for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():
-        if output in returned:
-            torch_private.leave_unused_gradients_out(output)
-    return outputs
+def compiled_module(model: nn.Module, options: Options, **settings: Any) -> CompiledModule:
+    """A compiled module.
+
+    Args:
+        model: what is compiled.
+        options: how.
+        **settings: see :class:`CompiledState`.
+    """
+    return instance_beside(model, CompiledModule, CompiledState(model, options, **settings), _OWN)
 
 
-def _call(model: CompiledModule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not model._fullgraph:
-        return model._run(*args, **kwargs)
-    return torch_private.keep_users_exceptions(model._run, [*model._original.modules()], *args, **kwargs)
-
-
-def _following(model: nn.Module) -> dict[str, list[str]]:
-    """For each module those that run after it: the later ones of the lists and sequences that it is in."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, list[str]] = {}
-    for name in modules:  # parents come before their children
-        parent, _, own = name.rpartition(".")
-        after = list(found.get(parent, ()))
-        if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
-            siblings = list(modules[parent]._modules)
-            later = siblings[siblings.index(own) + 1 :]
-            after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
-        elif name:
-            after = []
-        found[name] = after
-    return found
+def _check(model: Any) -> None:
+    """Raise where a model cannot be compiled, or is compiled already."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
+            'for a function use torch.compile(fn, backend="roundpipe_fx").'
+        )
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(
+            "roundpipe_fx.compile takes no ScriptModule: what torch.jit has compiled cannot be traced any more. "
+            "Compile the model that it was made from."
+        )
+    if isinstance(model, CompiledModule):
+        raise TypeError(_COMPILED.format("roundpipe_fx.compile"))
+    if isinstance(model, torch_private.OptimizedModule) or model._compiled_call_impl is not None:
+        raise TypeError(_COMPILED.format("torch.compile"))
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:
-    model = CompiledModule(original, **settings)
-    model._optimizer.load(copies)
+    model = compiled_module(original, **settings)
+    model._state_of_roundpipe_fx.optimizer.load(copies)
     return model

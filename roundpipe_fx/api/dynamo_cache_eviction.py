@@ -9,8 +9,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 
-from torch import nn
-
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import Backend
 
@@ -23,9 +21,9 @@ _unused: list[Backend] = []
 """Garbage collection may come in the midst of anything, so it only notes backends; :func:`drop_unused` acts."""
 
 
-def when_unused(model: nn.Module, backend: Backend) -> Unused:
-    """Note that a model is compiled with a backend of its own, which ends with it or when the result is called."""
-    unused = weakref.finalize(model, _unused.append, backend)
+def when_unused(compiled: object, backend: Backend) -> Unused:
+    """Note that something is compiled with a backend of its own, which ends with it or when the result is called."""
+    unused = weakref.finalize(compiled, _unused.append, backend)
     unused.atexit = False
     return unused
 

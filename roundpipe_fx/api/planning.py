@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.api.compiled_module import CompiledModule
+from roundpipe_fx.api.compiled_module import compiled_module
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
@@ -99,7 +99,7 @@ def plan(
         assert parsed is not None
         pipelining = dataclasses.replace(parsed, offloaded=offloaded)
     model = copy.deepcopy(model, stand_ins)
-    planned = CompiledModule(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
+    planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     return planned.trace(*args, **kwargs)
 
 

@@ -16,10 +16,14 @@ __all__ = ["detached", "functions_of", "loss_output"]
 
 
 def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """What is compiled: the model; the model with its loss; and that with its outputs beside the loss."""
+    """What is compiled: the model; the model with its loss; and that with its outputs beside the loss.
+
+    The model's hooks run with its loss for each microbatch; around the model alone they run for the batch, where it is
+    called.
+    """
 
     def call_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return model(*args, **kwargs)
+        return model.forward(*args, **kwargs)
 
     def call_loss(loss_fn: Any, labelled: bool, args: tuple[Any, ...], kwargs: dict[str, Any], label: Any) -> Any:
         return _loss(loss_fn, labelled, model(*args, **kwargs), label)

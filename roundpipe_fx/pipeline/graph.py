@@ -73,6 +73,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         timing.peak_bytes,
         "\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
         timing.brought_bytes,
+        pipelining.loss_reduction,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,

@@ -19,18 +19,19 @@ from roundpipe_fx.torch_private import size_hint
 __all__ = ["Like", "gradients_of_loss", "incoming_gradient"]
 
 
-def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any]) -> list[torch.Tensor]:
-    """The incoming gradients of a microbatch: one for its loss, zeros for parameters that it updates.
+def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], weight: float) -> list[torch.Tensor]:
+    """The incoming gradients of a microbatch: its loss's weight, and zeros for parameters that it updates.
 
     Args:
         graph: what there is to run for it.
         loss: number of the output that is the loss.
         primals: its inputs.
+        weight: of its loss in that of the batch.
     """
     found = []
     for place, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
         if place == loss:
-            found.append(torch.ones((), dtype=traced.dtype, device=traced.device))
+            found.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
         else:
             like = Like.of(primals[graph.main.mutations[place]], traced)
             on_device = dataclasses.replace(like, device=traced.device)  # an offloaded model's lies on the host

@@ -1,8 +1,9 @@
 """Microbatches: a batch split along its batch dimension, and outputs put together again.
 
-Without a specification every tensor is split along dimension 0; numbers, ``None``, zero-dimensional tensors and all
-else are the same for every microbatch. Specifications are those of ``torch.distributed.pipelining``: a tree like the
-value's, or a part of it that stands for all below it, of ``TensorChunkSpec(dim)`` (or just the ``int``) and
+Without a specification every tensor of the batch's size is split along dimension 0; numbers, ``None``,
+zero-dimensional tensors and all else are the same for every microbatch. Specifications are those of
+``torch.distributed.pipelining``: a tree like the value's, or a part of it that stands for all below it, of
+``TensorChunkSpec(dim)`` (or just the ``int``) and
 ``_Replicate`` (or just ``None``); in outputs also a reducer like ``sum_reducer``. A callable does it all itself, as
 in RoundPipe.
 """
@@ -10,6 +11,7 @@ in RoundPipe.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-__all__ = ["SplitTensor", "check_batch_sizes", "merge", "split_inputs", "split_labels", "split_tensors"]
+__all__ = [
+    "SplitTensor",
+    "check_batch_sizes",
+    "merge",
+    "row_counts",
+    "split_inputs",
+    "split_labels",
+    "split_tensors",
+    "weighted_sum",
+]
 
 
 def split_inputs(
@@ -52,7 +63,7 @@ def split_inputs(
     args_spec, kwargs_spec = (None, None) if spec is None else spec
     args_leaves = _leaves(args, args_spec, "args")
     kwargs_leaves = _leaves(kwargs, kwargs_spec, "")
-    pieces = _split([*args_leaves, *kwargs_leaves], count, _INPUTS)
+    pieces = _split(_of_the_batch([*args_leaves, *kwargs_leaves], warn=True), count, _INPUTS)
     (_, args_tree), (_, kwargs_tree) = tree_flatten_with_path(args), tree_flatten_with_path(kwargs)
     return [
         (tree_unflatten(piece[: len(args_leaves)], args_tree), tree_unflatten(piece[len(args_leaves) :], kwargs_tree))
@@ -113,8 +124,30 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
     return [
         SplitTensor(leaf.value, leaf.dim, parts)
         for leaf, parts in zip(_leaves(value, spec, ""), columns, strict=True)
-        if leaf.dim is not None and leaf.value.requires_grad
+        if leaf.dim is not None and leaf.value.requires_grad and parts[0] is not leaf.value
     ]
+
+
+def row_counts(
+    args: tuple[Any, ...], kwargs: dict[str, Any], pieces: Sequence[tuple[Any, Any]], spec: Any = None
+) -> list[int]:
+    """How many rows each microbatch has: of the first tensor that was split, of a callable's the first one.
+
+    Args:
+        args: positional inputs.
+        kwargs: keyword inputs.
+        pieces: (args, kwargs) of each microbatch.
+        spec: by which they were split.
+    """
+    if callable(spec):
+        firsts = [
+            next((v for v in tree_leaves(own) if isinstance(v, torch.Tensor) and v.dim()), None) for own in pieces
+        ]
+        return [1 if first is None else first.shape[0] for first in firsts]
+    args_spec, kwargs_spec = (None, None) if spec is None else spec
+    leaves = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
+    place, dim = next((index, leaf.dim) for index, leaf in enumerate(leaves) if leaf.dim is not None)
+    return [tree_leaves(own)[place].shape[dim] for own in pieces]
 
 
 def check_batch_sizes(
@@ -128,18 +161,19 @@ def check_batch_sizes(
     if callable(inputs_spec) or callable(labels_spec) or (inputs_spec is None) != (labels_spec is None):
         return
     args_spec, kwargs_spec = (None, None) if inputs_spec is None else inputs_spec
-    inputs = [*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")]
+    inputs = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
     of_labels = _leaves(labels, labels_spec, "labels")
     _size([*inputs, *of_labels], count, _INPUTS if inputs_spec is None else _LABELS)
 
 
-def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
+def merge(outputs: Sequence[Any], spec: Any = None, weights: Sequence[float] | None = None) -> Any:
     """Outputs of all microbatches as one.
 
     Args:
         outputs: trees of the same structure, in order.
-        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones (losses) summed, and all else
-            is the first microbatch's; a spec; or a callable that gets the list.
+        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones summed, and all else is the
+            first microbatch's; a spec; or a callable that gets the list.
+        weights: of each microbatch's losses, the zero-dimensional tensors of floating-point numbers; ``None``: one.
 
     Raises:
         ValueError: the microbatches' outputs have different structures.
@@ -153,14 +187,14 @@ def merge(outputs: Sequence[Any], spec: Any = None) -> Any:
     (first, tree), specs = flat[0], _spread(spec, outputs[0])
     merged = []
     for index, (path, _) in enumerate(first):
-        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION)))
+        merged.append(_merged([leaves[index][1] for leaves, _ in flat], specs.get(path, _CONVENTION), weights))
     return tree_unflatten(merged, tree)
 
 
 _CONVENTION = object()
 
 
-def _merged(values: list[Any], spec: Any) -> Any:
+def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None) -> Any:
     if hasattr(spec, "reduce_fn"):
         total = spec.init_value
         for value in values:
@@ -169,16 +203,29 @@ def _merged(values: list[Any], spec: Any) -> Any:
     if spec is _CONVENTION:
         if not isinstance(values[0], torch.Tensor):
             return values[0]
-        spec = 0 if values[0].dim() else "sum"
-    if spec == "sum":
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        return total
+        if not values[0].dim():
+            exact = not (values[0].is_floating_point() or values[0].is_complex())
+            return weighted_sum(values, None if exact else weights)
+        spec = 0
     dim = _dim(spec)
     if dim is None:
         return values[0]
     return values[0] if len(values) == 1 else torch.cat(values, dim)
+
+
+def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
+    """The sum of values, each times its weight; one value is returned as it is.
+
+    Args:
+        values: at least one.
+        weights: ``None``: one each.
+    """
+    if weights is None or len(values) == 1:
+        weights = [1.0] * len(values)
+    total = values[0] if weights[0] == 1.0 else values[0] * weights[0]
+    for value, weight in zip(values[1:], weights[1:], strict=True):
+        total = total + value if weight == 1.0 else torch.add(total, value, alpha=weight)
+    return total
 
 
 class _Leaf(NamedTuple):
@@ -215,6 +262,39 @@ def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
         found.append(_Leaf(label, leaf, dim, given is not _CONVENTION))
+    return found
+
+
+def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
+    """By convention an input of another size than the batch's, which no other input has, is the same for each.
+
+    The batch's size is that of the inputs that are specified to be split, or of the first input that has more than one
+    row. Inputs of a size that several have stay: they are a mistake, and :func:`_size` tells.
+
+    Args:
+        leaves: the inputs.
+        warn: tell where nothing but the order of the inputs says which one is the batch.
+    """
+    split = [leaf for leaf in leaves if leaf.dim is not None]
+    sizes = Counter(leaf.value.shape[leaf.dim] for leaf in split)
+    if len(sizes) < 2:
+        return leaves
+    candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.value.shape[0] != 1]
+    batch = candidates[0].value.shape[candidates[0].dim]
+    found = []
+    for leaf in leaves:
+        if leaf.dim is not None and not leaf.specified:
+            size = leaf.value.shape[leaf.dim]
+            if size != batch and (size == 1 or sizes[size] == 1):
+                if warn and size != 1 and sizes[batch] == 1 and not candidates[0].specified:
+                    warnings.warn(
+                        f"roundpipe_fx: {candidates[0].label} has {batch} rows and {leaf.label} {size}; the first is "
+                        f"taken to be the batch, and {leaf.label} is the same for every microbatch. {_INPUTS} says "
+                        "what is split.",
+                        stacklevel=5,
+                    )
+                leaf = leaf._replace(dim=None)
+        found.append(leaf)
     return found
 
 

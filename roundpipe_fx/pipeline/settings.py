@@ -10,10 +10,11 @@ import torch
 
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CHECKPOINTS", "SCHEDULES", "Likeness", "Pipelining", "parse_pipelining"]
+__all__ = ["CHECKPOINTS", "LOSS_REDUCTIONS", "SCHEDULES", "Likeness", "Pipelining", "parse_pipelining"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
 CHECKPOINTS = ("always", "except_last", "never")
+LOSS_REDUCTIONS = ("mean", "sum")
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Pipelining:
             ``"never"`` none; ``None``: as a byte budget says, without one none.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time. Where it is
             not said it is seen when a step is traced.
+        loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
     """
 
     devices: tuple[torch.device, ...]
@@ -51,6 +53,7 @@ class Pipelining:
     schedule: str | Schedule | None
     checkpoint: str | None
     offloaded: bool = False
+    loss_reduction: str = "mean"
 
     @property
     def workers(self) -> int:
@@ -66,6 +69,7 @@ def parse_pipelining(
     stages: int | str | tuple[str, ...],
     recompute: str | None,
     memory_budget: int | float | None,
+    loss_reduction: str = "mean",
 ) -> Pipelining | None:
     """Check what a user gave; ``None`` where nothing asks for pipelining.
 
@@ -74,6 +78,9 @@ def parse_pipelining(
             each other.
         TypeError: a value of a wrong type.
     """
+    if loss_reduction not in LOSS_REDUCTIONS:
+        names = ", ".join(repr(name) for name in LOSS_REDUCTIONS)
+        raise ValueError(f"loss_reduction={loss_reduction!r}: valid values are {names}.")
     if devices is None and num_microbatches is None and schedule is None and checkpoint is None:
         return None
     if isinstance(devices, (str, torch.device)):
@@ -117,7 +124,7 @@ def parse_pipelining(
         )
     if recompute is not None:
         checkpoint = {"full": "always", "none": "never"}[recompute]
-    return Pipelining(parsed, num_microbatches, schedule, checkpoint)
+    return Pipelining(parsed, num_microbatches, schedule, checkpoint, loss_reduction=loss_reduction)
 
 
 def _device(given: torch.device | str) -> torch.device:

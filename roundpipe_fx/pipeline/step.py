@@ -31,9 +31,11 @@ from roundpipe_fx.pipeline.microbatch import (
     SplitTensor,
     check_batch_sizes,
     merge,
+    row_counts,
     split_inputs,
     split_labels,
     split_tensors,
+    weighted_sum,
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
@@ -118,40 +120,40 @@ class Pipeline:
         kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
             args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
-            calls, splits = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
+            calls, splits, weights = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
             taken = self._take(calls, in_halves=False)
             receivers = receivers_of(taken.primals, splits)
             losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
-            tangents = [gradients_of_loss(*of_one) for of_one in zip(taken.graphs, losses, taken.primals, strict=True)]
+            of_each = zip(taken.graphs, losses, taken.primals, weights, strict=True)
+            tangents = [gradients_of_loss(*of_one) for of_one in of_each]
             finished = self._run(taken, tangents, None, [])
             outputs = self._answer(taken, finished.outputs)
             gather(finished.gradients, splits)
             hand_to_autograd(receivers, taken.primals, finished.outputs, finished.gradients)
-        total = None
-        for own, place in zip(finished.outputs, losses, strict=True):
-            total = own[place] if total is None else total + own[place]
+        total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
         if not return_outputs:
             return self._returned(total)
-        merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs)
+        merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs, weights)
         return self._returned((total, merged))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs))
-            calls, splits = self._calls_of_model(args, kwargs)
+            calls, splits, weights = self._calls_of_model(args, kwargs)
             try:
                 taken = self._take(calls, in_halves=True)
             except NothingCompiled as uncomputed:
                 outputs = [uncomputed.output, *(call() for call in calls[1:])]
-                return self._returned(merge(outputs, self._splitting.outputs))
+                return self._returned(merge(outputs, self._splitting.outputs, weights))
             training = any(program.tangents for program in taken.programs)
             if not training:
                 finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
-                return self._returned(merge(self._answer(taken, finished.outputs), self._splitting.outputs))
+                outputs = self._answer(taken, finished.outputs)
+                return self._returned(merge(outputs, self._splitting.outputs, weights))
             results, own = through_autograd(taken, splits, functools.partial(self._run_part, taken), self._alive)
             outputs = self._answer(taken, results, own)
-        return self._returned(merge(outputs, self._splitting.outputs))
+        return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compile without running anything: with ``labels`` or ``loss_fn`` what forward_backward runs, else a call."""
@@ -167,16 +169,16 @@ class Pipeline:
 
     def _calls_of_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[functools.partial[Any]], list[SplitTensor]]:
-        """A call for each microbatch, and what was split."""
+    ) -> tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]:
+        """A call for each microbatch, what was split, and the weight of each microbatch's loss."""
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
         calls = [functools.partial(self.compiled["model"], *piece) for piece in pieces]
-        return calls, self._split(args, kwargs, pieces)
+        return calls, self._split(args, kwargs, pieces), self._weights(args, kwargs, pieces)
 
     def _calls_of_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any, loss_fn: Any, kind: str
-    ) -> tuple[list[functools.partial[Any]], list[SplitTensor]]:
-        """A call for each microbatch of a step with its loss, and what was split."""
+    ) -> tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]:
+        """A call for each microbatch of a step with its loss, what was split, and the weight of each one's loss."""
         if labels is not None and loss_fn is None:
             kwargs, labels = {**kwargs, "labels": labels}, None  # a model that takes its labels itself
         pieces = split_inputs(args, kwargs, self.settings.microbatches, self._splitting.inputs)
@@ -187,7 +189,15 @@ class Pipeline:
             functools.partial(self.compiled[kind], loss_fn, labels is not None, own_args, own_kwargs, label)
             for (own_args, own_kwargs), label in zip(pieces, targets, strict=True)
         ]
-        return calls, [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
+        splits = [*self._split(args, kwargs, pieces), *split_tensors(labels, targets, splitting.labels)]
+        return calls, splits, self._weights(args, kwargs, pieces)
+
+    def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
+        """What the loss of each microbatch counts in that of the batch."""
+        if self.settings.loss_reduction == "sum" or len(pieces) == 1:
+            return [1.0] * len(pieces)
+        rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
+        return [own / sum(rows) for own in rows]
 
     def _split(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[SplitTensor]:
         spec = self._splitting.inputs

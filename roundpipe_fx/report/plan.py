@@ -104,6 +104,7 @@ class PlannedPipeline:
             values of the microbatches in flight, gradients, temporaries.
         order: every device's actions with the transfers between them, one line a device.
         brought_bytes: bytes of a model on the host that a step brings to the devices; 0 where it is no such model.
+        loss_reduction: how the microbatches' losses become the batch's.
     """
 
     schedule: str
@@ -115,6 +116,7 @@ class PlannedPipeline:
     peak_bytes: tuple[int, ...]
     order: str = field(repr=False)
     brought_bytes: int = 0
+    loss_reduction: str = "mean"
 
 
 @dataclass(frozen=True)
@@ -375,11 +377,17 @@ def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     )
     return [
         f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
-        f"{len(pipeline.devices)} devices{again}",
+        f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {peaks}{more}",
         *brought,
     ]
+
+
+_REDUCTIONS = {
+    "mean": "the loss is the mean of the microbatches' losses, weighed by their rows",
+    "sum": "the loss is the sum of the microbatches' losses",
+}
 
 
 def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:

@@ -35,9 +35,11 @@ from roundpipe_fx.torch_private.compiling import (
     graph_module,
     has_kernel,
     inductor,
+    is_traced,
     without_wrapper,
 )
 from roundpipe_fx.torch_private.dynamo import (
+    OptimizedModule,
     PassedThrough,
     UserLine,
     checkpoint_body,
@@ -48,6 +50,7 @@ from roundpipe_fx.torch_private.dynamo import (
     input_path,
     line_of_break,
     module_path_text,
+    modules_being_compiled,
     passed_through,
     traced_forward_call,
     tracing_inside_checkpoint,
@@ -89,6 +92,7 @@ from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
     "InputSize",
+    "OptimizedModule",
     "PassedThrough",
     "UserLine",
     "WatchedMemory",
@@ -124,12 +128,14 @@ __all__ = [
     "input_path",
     "input_sizes",
     "is_effect_token",
+    "is_traced",
     "keep_users_exceptions",
     "leave_unused_gradients_out",
     "line_of_break",
     "log_metrics_with_functions",
     "memory_is_watched",
     "module_path_text",
+    "modules_being_compiled",
     "mutated_inputs",
     "number_hint",
     "passed_through",

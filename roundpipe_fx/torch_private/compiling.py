@@ -9,7 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor", "without_wrapper"]
+__all__ = ["boxed_codegen", "boxed_false", "graph_module", "has_kernel", "inductor", "is_traced", "without_wrapper"]
+
+
+def is_traced() -> bool:
+    """Whether ``torch.jit.trace`` or FX's symbolic tracing is at work."""
+    return torch._C._is_tracing() or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
 
 
 def boxed_codegen() -> Any:

@@ -14,10 +14,12 @@ import torch
 import torch._dynamo
 import torch._dynamo.exc
 from torch import fx
+from torch._dynamo.eval_frame import OptimizedModule
 
 from roundpipe_fx.torch_private.data_dependent import was_retried
 
 __all__ = [
+    "OptimizedModule",
     "PassedThrough",
     "UserLine",
     "checkpoint_body",
@@ -28,6 +30,7 @@ __all__ = [
     "input_path",
     "line_of_break",
     "module_path_text",
+    "modules_being_compiled",
     "passed_through",
     "traced_forward_call",
     "tracing_inside_checkpoint",
@@ -180,17 +183,22 @@ def try_again() -> None:
             torch._dynamo.eval_frame.reset_code(code)
 
 
-_PATH_STEP = re.compile(r"_(?:modules|parameters|buffers)\[['\"]([^'\"]+)['\"]\]")
+_ROOT = re.compile(
+    r"[LG]\[['\"][^\]]+['\"]\](?:\.(?:__self__|__func__|cell_contents)|\.__closure__\[\d+\]|\._orig_mod(?=[.\[]|$))*"
+)
+_PATH_STEP = re.compile(r"\.(\w+)|\[['\"]?([^'\"\]]+)['\"]?\]")
+_TABLES = ("__dict__", "_modules", "_parameters", "_buffers")
 
 
 def module_path_text(source: str) -> str:
     """A tracer's module path as users write it, ``""`` for the root.
 
-    ``L['self'].h.0`` and ``L['self']._modules['h']._modules['0']`` are both ``h.0``.
+    ``L['self'].h.0``, ``L['self']._modules['h']._modules['0']`` and ``L['self'].__dict__['_modules']['h']['0']``, as
+    for a class with a ``__getattr__`` of its own, are all ``h.0``.
     """
-    if "_modules[" in source or "_parameters[" in source or "_buffers[" in source:
-        return ".".join(_PATH_STEP.findall(source))
-    return re.sub(r"^[LG]\[['\"][^\]]+['\"]\]\.?", "", source)
+    root = _ROOT.match(source)
+    steps = _PATH_STEP.findall(source[root.end() :] if root else "." + source)
+    return ".".join(step for step in (attribute or key for attribute, key in steps) if step not in _TABLES)
 
 
 def input_path(placeholder: fx.Node) -> tuple[str, bool]:
@@ -277,6 +285,18 @@ def _given_backend(wrapper: Any) -> Any:
         if inner is not None:
             return _given_backend(inner)
     return wrapper
+
+
+def modules_being_compiled() -> list[torch.nn.Module]:
+    """While a backend compiles: the modules whose function it is that Dynamo has traced."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    found = []
+    for value in InstructionTranslator.current_tx().output.root_tx.f_locals.values():
+        owner = getattr(value, "__self__", value)
+        if isinstance(owner, torch.nn.Module):
+            found.append(owner)
+    return found
 
 
 @torch._dynamo.assume_constant_result

@@ -100,7 +100,9 @@ def test_what_other_operators_need_is_seen_in_the_first_step(devices: list[str])
 
 def test_backwards_may_come_after_the_next_plan() -> None:
     model = Greedy()
-    compiled = roundpipe_fx.compile(model, devices=["cpu"], stages=1, num_microbatches=1, memory_budget=1.0)
+    compiled = roundpipe_fx.compile(
+        model, devices=["cpu"], stages=1, num_microbatches=1, loss_reduction="sum", memory_budget=1.0
+    )
     batches = [torch.randn(16, 32) for _ in range(2)]
     expected = [torch.autograd.grad(model(x), list(model.parameters())) for x in batches]
     for loss, gradients in zip([compiled(x) for x in batches], expected, strict=True):

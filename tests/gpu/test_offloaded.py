@@ -173,7 +173,13 @@ def test_training_with_an_optimizer_frozen_parameters_and_hooks() -> None:
     models = []
     for own, place in ((model, "cpu"), (reference, "cuda")):
         compiled = roundpipe_fx.compile(
-            own, devices=["cuda:0"], num_microbatches=2, stages=2, schedule="gpipe", stage_compiler="eager"
+            own,
+            devices=["cuda:0"],
+            num_microbatches=2,
+            loss_reduction="sum",
+            stages=2,
+            schedule="gpipe",
+            stage_compiler="eager",
         )
         optimizer = torch.optim.AdamW([p for p in own.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(3):
@@ -204,7 +210,9 @@ def test_a_loss_module_comes_along_and_inputs_may_require_grad() -> None:
     steps = []
     for place in ("cuda", "cpu"):
         own, given = copy.deepcopy(model).to(place), x.clone().to(place).requires_grad_()
-        compiled = roundpipe_fx.compile(own, devices=["cuda:0"], num_microbatches=2, stage_compiler="eager", stages=3)
+        compiled = roundpipe_fx.compile(
+            own, devices=["cuda:0"], num_microbatches=2, loss_reduction="sum", stage_compiler="eager", stages=3
+        )
         loss, outputs = compiled.forward_backward(
             given, labels=y.to(place), loss_fn=_Weighted().to(place), return_outputs=True
         )
@@ -222,7 +230,12 @@ def test_deferred_batch_norm() -> None:
         for place in ("cuda", "cpu"):
             own = copy.deepcopy(model).to(place)
             compiled = roundpipe_fx.compile(
-                own, devices=devices, num_microbatches=2, stage_compiler="eager", deferred_batch_norm=True
+                own,
+                devices=devices,
+                num_microbatches=2,
+                loss_reduction="sum",
+                stage_compiler="eager",
+                deferred_batch_norm=True,
             )
             loss = compiled.forward_backward(**{name: value.to(place) for name, value in batch.items()})
             steps.append(_on_host(left_behind(own, loss)))
@@ -239,7 +252,7 @@ def test_parameters_that_the_forward_updates() -> None:
             model, there = copy.deepcopy(initial), copy.deepcopy(initial).cuda()
             for own in (model, there):
                 compiled = roundpipe_fx.compile(
-                    own, devices=devices, num_microbatches=3, stages=2, stage_compiler="eager"
+                    own, devices=devices, num_microbatches=3, loss_reduction="sum", stages=2, stage_compiler="eager"
                 )
                 step(compiled, x.to(next(own.parameters()).device))
             for own, other in zip(model.parameters(), there.parameters(), strict=True):

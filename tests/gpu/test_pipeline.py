@@ -80,6 +80,7 @@ def test_updated_buffers_and_both_halves_of_a_step(schedule: str, checkpoint: st
             found,
             devices=devices,
             num_microbatches=4,
+            loss_reduction="sum",
             schedule=schedule,
             checkpoint=checkpoint,
             stage_compiler="eager",
@@ -126,7 +127,13 @@ def test_many_steps_on_streams_of_their_own() -> None:
     x, y = torch.randn(2048, 512, device="cuda"), torch.randn(2048, 512, device="cuda")
     for devices in _devices():
         compiled = roundpipe_fx.compile(
-            model, devices=devices, stages=4, num_microbatches=8, checkpoint="always", stage_compiler="eager"
+            model,
+            devices=devices,
+            stages=4,
+            num_microbatches=8,
+            loss_reduction="sum",
+            checkpoint="always",
+            stage_compiler="eager",
         )
         gradients = []
         for _ in range(20):

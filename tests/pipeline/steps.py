@@ -56,9 +56,9 @@ def pipelined_step(
     loss_fn: Callable[..., Any] | None = None,
     **options: Any,
 ) -> tuple[Step, roundpipe_fx.CompiledModule]:
-    """One ``forward_backward`` on a copy of the model."""
+    """One ``forward_backward`` on a copy of the model, of a loss that is a sum."""
     model = copy.deepcopy(model)
-    compiled = roundpipe_fx.compile(model, **{"devices": CPUS, **options})
+    compiled = roundpipe_fx.compile(model, **{"devices": CPUS, "loss_reduction": "sum", **options})
     torch.manual_seed(seed)
     given = batch if labels is None else {**batch, "labels": labels}
     loss = compiled.forward_backward(**given, loss_fn=loss_fn)

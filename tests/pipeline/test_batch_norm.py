@@ -33,7 +33,7 @@ def test_by_default_statistics_are_of_microbatches() -> None:
     own = copy.deepcopy(model)
     loss = sum(total(own(piece)) for piece in x.split(2))
     loss.backward()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     found = left_behind(model, compiled.forward_backward(x, loss_fn=total))
     assert_close(found, left_behind(own, loss), 1e-4)
     for name, buffer in own.named_buffers():
@@ -50,7 +50,7 @@ def test_deferred_they_are_of_the_batch(momentum: float | None, checkpoint: str)
     loss = sum(total(own(piece)) for piece in x.split(2))
     loss.backward()
     compiled = roundpipe_fx.compile(
-        model, devices=CPUS, num_microbatches=4, deferred_batch_norm=True, checkpoint=checkpoint
+        model, devices=CPUS, num_microbatches=4, loss_reduction="sum", deferred_batch_norm=True, checkpoint=checkpoint
     )
     for _ in range(2):
         model.zero_grad()
@@ -67,7 +67,9 @@ def test_deferred_they_are_of_the_batch(momentum: float | None, checkpoint: str)
 def test_deferred_in_eval_and_through_autograd() -> None:
     model, x = Normed(), torch.randn(8, 3, 6, 6)
     plain = copy.deepcopy(model)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, deferred_batch_norm=True)
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, num_microbatches=4, loss_reduction="sum", deferred_batch_norm=True
+    )
     total(compiled(x)).backward()
     plain(x)
     torch.testing.assert_close(model.norm1.running_mean, plain.norm1.running_mean)
@@ -125,7 +127,7 @@ def test_norms_that_are_computed_again(make: Callable[[], nn.Module], options: d
     piped = copy.deepcopy(reference)
     for rows in x.tensor_split(2):
         reference(rows).square().sum().backward()
-    compiled = roundpipe_fx.compile(piped, devices=CPUS, num_microbatches=2, **options)
+    compiled = roundpipe_fx.compile(piped, devices=CPUS, num_microbatches=2, loss_reduction="sum", **options)
     compiled.forward_backward(x, loss_fn=lambda output: output.square().sum())
     for name, buffer in reference.named_buffers():
         torch.testing.assert_close(piped.get_buffer(name), buffer)

@@ -197,7 +197,9 @@ def test_a_budget_changes_no_bit() -> None:
     losses = []
     for budget in (1.0, 0.0):
         own = copy.deepcopy(model)
-        compiled = roundpipe_fx.compile(own, devices=CPUS, num_microbatches=4, memory_budget=budget)
+        compiled = roundpipe_fx.compile(
+            own, devices=CPUS, num_microbatches=4, loss_reduction="sum", memory_budget=budget
+        )
         torch.manual_seed(3)
         loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
         losses.append((loss, [parameter.grad for parameter in own.parameters()]))

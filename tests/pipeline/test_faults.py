@@ -91,7 +91,9 @@ def _mended():
 def test_what_a_stage_raises_reaches_the_caller(phase: str, stage: int, through_autograd: bool) -> None:
     model, (x, y) = Fragile(depth=4), batch_of(8)
     x.requires_grad_()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, stages=4, num_microbatches=4, checkpoint="always")
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, stages=4, num_microbatches=4, loss_reduction="sum", checkpoint="always"
+    )
 
     def step() -> torch.Tensor:
         if not through_autograd:
@@ -133,7 +135,7 @@ def test_other_workers_stop_within_a_second() -> None:
 
 def test_a_keyboard_interrupt_stops_the_step(request: pytest.FixtureRequest) -> None:
     model, (x, y) = Fragile(depth=4), batch_of(8)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, stages=4, num_microbatches=8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, stages=4, num_microbatches=8, loss_reduction="sum")
     expected = compiled.forward_backward(x, labels=y, loss_fn=squares)
     model.zero_grad()
     _broken.update(stage=0, phase="nothing", pause=0.2)
@@ -164,7 +166,7 @@ def test_a_keyboard_interrupt_stops_the_step(request: pytest.FixtureRequest) -> 
 def test_a_small_batch_is_split_into_fewer_microbatches() -> None:
     model, (x, y) = Blocks(), batch_of(3)
     expected = squares(model(x), y).detach()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=8, loss_reduction="sum")
     with pytest.warns(UserWarning, match="a batch of 3 cannot be split into 8 microbatches; using 3"):
         loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     torch.testing.assert_close(loss, expected)
@@ -172,12 +174,12 @@ def test_a_small_batch_is_split_into_fewer_microbatches() -> None:
 
 def test_batch_sizes_that_differ() -> None:
     class Sum(Blocks):
-        def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-            return super().forward(x) + bias
+        def forward(self, x: torch.Tensor, bias: torch.Tensor, scale: float | torch.Tensor = 1.0) -> torch.Tensor:
+            return super().forward(x) * scale + bias
 
     compiled = roundpipe_fx.compile(Sum(), devices=CPUS, num_microbatches=2)
     with pytest.raises(ValueError, match=r"batch sizes differ: args\[0\] has 8, bias has 6.*split_input"):
-        compiled(torch.randn(8, 16), bias=torch.randn(6, 16))
+        compiled(torch.randn(8, 16), bias=torch.randn(6, 16), scale=torch.randn(6, 16))
     with pytest.raises(ValueError, match=r"batch sizes differ: args\[0\] has 8, labels has 4"):
         compiled.forward_backward(
             torch.randn(8, 16), bias=torch.randn(8, 16), labels=torch.randn(4, 16), loss_fn=squares
@@ -298,8 +300,8 @@ def test_two_models_interleaved() -> None:
         loss = squares(own(x), y)
         loss.backward()
         expected.append(left_behind(own, loss))
-    a = roundpipe_fx.compile(first, devices=CPUS, num_microbatches=4)
-    b = roundpipe_fx.compile(second, devices=CPUS, num_microbatches=2, schedule="zero_bubble")
+    a = roundpipe_fx.compile(first, devices=CPUS, num_microbatches=4, loss_reduction="sum")
+    b = roundpipe_fx.compile(second, devices=CPUS, num_microbatches=2, loss_reduction="sum", schedule="zero_bubble")
     loss_a, loss_b = squares(a(x), y), squares(b(x), y)
     loss_a.backward()
     loss_b.backward()
@@ -310,7 +312,7 @@ def test_two_models_interleaved() -> None:
 @pytest.mark.parametrize("schedule", long_but(SCHEDULES, quick={"1f1b"}))
 def test_one_model_from_two_threads(schedule: str) -> None:
     model, (x, y) = Blocks(), batch_of(8)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, schedule=schedule)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum", schedule=schedule)
     expected = compiled.forward_backward(x, labels=y, loss_fn=squares)
     once = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()

@@ -63,7 +63,7 @@ def test_an_input_that_is_written_over(microbatches: int, call: str) -> None:
     expected, own = start.clone().requires_grad_(), start.clone().requires_grad_()
     x = expected * 3
     squares(model(x), y).backward()
-    compiled = roundpipe_fx.compile(model, num_microbatches=microbatches)
+    compiled = roundpipe_fx.compile(model, num_microbatches=microbatches, loss_reduction="sum")
     written = own * 3
     _step(compiled, written, y, call)
     assert torch.equal(written, x)
@@ -97,7 +97,7 @@ def test_a_tensor_given_twice_one_made_before_and_one_that_nobody_reads(call: st
 
     model = _Both()
     expected = of(lambda x, z, _: model(x, z, torch.zeros(())), pipelined=False)
-    found = of(roundpipe_fx.compile(model, num_microbatches=3), pipelined=True)
+    found = of(roundpipe_fx.compile(model, num_microbatches=3, loss_reduction="sum"), pipelined=True)
     for one, other in zip(found, expected, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
@@ -113,7 +113,9 @@ def test_specified_dimensions() -> None:
     Net()(x, bias=bias).sum().backward()
     expected = x.grad, bias.grad
     x.grad = bias.grad = None
-    compiled = roundpipe_fx.compile(Net(), num_microbatches=2, split_input=((1,), {"bias": None}), merge_output=0)
+    compiled = roundpipe_fx.compile(
+        Net(), num_microbatches=2, loss_reduction="sum", split_input=((1,), {"bias": None}), merge_output=0
+    )
     compiled(x, bias=bias).sum().backward()
     for one, other in zip((x.grad, bias.grad), expected, strict=True):
         torch.testing.assert_close(one, other)

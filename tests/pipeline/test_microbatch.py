@@ -110,7 +110,7 @@ def test_batches_that_cannot_be_split() -> None:
     with pytest.raises(ValueError, match="labels has 3"):
         check_batch_sizes((rows(2),), {}, rows(3), 2)
     with pytest.raises(ValueError, match=r"args\[1\] has 3.*needs a specification: split_input="):
-        split_inputs((rows(2), rows(3)), {}, 2, ((0,), None))
+        split_inputs((rows(2), rows(3), rows(3)), {}, 2, ((0,), None))
 
 
 def test_sizes_that_specifications_make_differ() -> None:
@@ -141,6 +141,7 @@ def test_a_step_with_its_own_specifications() -> None:
         model,
         devices=CPUS,
         num_microbatches=4,
+        loss_reduction="sum",
         split_input=((1, None), None),
         split_label=0,
         merge_output=lambda outputs: torch.cat(outputs),

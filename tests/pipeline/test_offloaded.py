@@ -96,7 +96,9 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_stages_begin_where_they_are_asked_to() -> None:
     model = Blocks(8, 6)
     x, y = batch_of(8, 8)
-    compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=2, stages=["layers.2", "layers.4"])
+    compiled = roundpipe_fx.compile(
+        model, devices=["cpu"], num_microbatches=2, loss_reduction="sum", stages=["layers.2", "layers.4"]
+    )
     reference = copy.deepcopy(model)
     squares(reference(x), y).backward()
     compiled.forward_backward(x, labels=y, loss_fn=squares)
@@ -111,7 +113,7 @@ def test_called_and_differentiated_and_without_autograd() -> None:
     make, make_batch, _ = GOLDEN["encoder_decoder"]
     model, batch = make(), make_batch()
     reference = copy.deepcopy(model)
-    compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, stages=2)
+    compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, loss_reduction="sum", stages=2)
     torch.manual_seed(0)
     loss_of(compiled(**batch)).sum().backward()
     torch.manual_seed(0)
@@ -139,7 +141,7 @@ class Averaging(nn.Module):
 def test_buffers_are_updated() -> None:
     model = Averaging()
     reference, x = copy.deepcopy(model), torch.randn(6, 4)
-    compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=3)
+    compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=3, loss_reduction="sum")
     for _ in range(2):
         compiled.forward_backward(x)
         for microbatch in x.chunk(3):

@@ -35,7 +35,7 @@ class Memory(nn.Module):
 def test_each_microbatch_reads_what_the_one_before_has_made(schedule: str, devices: list[str]) -> None:
     model = Memory()
     reference, x = copy.deepcopy(model), torch.randn(8, 8)
-    compiled = roundpipe_fx.compile(model, devices=devices, num_microbatches=4, schedule=schedule)
+    compiled = roundpipe_fx.compile(model, devices=devices, num_microbatches=4, loss_reduction="sum", schedule=schedule)
     for _ in range(2):
         compiled.forward_backward(x)
         for microbatch in x.chunk(4):
@@ -86,7 +86,11 @@ def test_parameters_that_the_forward_updates(schedule: str, options: dict[str, A
         expected(microbatch).backward()
     for step in (lambda compiled: compiled.forward_backward(x), lambda compiled: compiled(x).backward()):
         model = copy.deepcopy(initial)
-        step(roundpipe_fx.compile(model, devices=CPUS, num_microbatches=3, schedule=schedule, **options))
+        step(
+            roundpipe_fx.compile(
+                model, devices=CPUS, num_microbatches=3, loss_reduction="sum", schedule=schedule, **options
+            )
+        )
         for (name, value), own in zip(model.named_parameters(), expected.parameters(), strict=True):
             assert torch.equal(value, own), name
             torch.testing.assert_close(value.grad, own.grad)
@@ -178,7 +182,9 @@ class Masked(nn.Module):
 def test_what_the_first_call_makes_and_keeps_is_there_after_a_call_of_the_model() -> None:
     model, x = Masked(), torch.randn(4, 8)
     with pytest.raises(RuntimeError, match="must be a buffer"):
-        roundpipe_fx.compile(copy.deepcopy(model), devices=CPUS, num_microbatches=2).forward_backward(x)
+        roundpipe_fx.compile(
+            copy.deepcopy(model), devices=CPUS, num_microbatches=2, loss_reduction="sum"
+        ).forward_backward(x)
     expected = model(x)
-    loss = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2).forward_backward(x)
+    loss = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2, loss_reduction="sum").forward_backward(x)
     torch.testing.assert_close(loss, expected)

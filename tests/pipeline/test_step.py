@@ -132,7 +132,7 @@ def test_through_autograd_microbatches_add_up_and_outputs_are_merged() -> None:
     output = own(own_x)
     loss = squares(output, y)
     loss.backward()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=3)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=3, loss_reduction="sum")
     found = compiled(x)
     torch.testing.assert_close(found, output)
     found_loss = squares(found, y)
@@ -148,14 +148,14 @@ def test_gradients_of_inputs_reach_what_made_them() -> None:
     expected = before.weight.grad.clone()
     model.zero_grad()
     before.zero_grad()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     compiled.forward_backward(before(x), labels=y, loss_fn=squares)
     torch.testing.assert_close(before.weight.grad, expected)
 
 
 def test_gradients_accumulate_and_hooks_run() -> None:
     model, (x, y) = Blocks(), batch_of(8)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     seen: list[nn.Parameter] = []
     parameter = model.layers[2][0].weight
     parameter.register_post_accumulate_grad_hook(seen.append)
@@ -169,7 +169,7 @@ def test_gradients_accumulate_and_hooks_run() -> None:
 def test_the_outputs_beside_the_loss() -> None:
     model, (x, y) = Blocks(), batch_of(8)
     expected = model(x)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     loss, output = compiled.forward_backward(x, labels=y, loss_fn=squares, return_outputs=True)
     torch.testing.assert_close(output, expected)
     assert not output.requires_grad and not loss.requires_grad
@@ -184,7 +184,7 @@ def test_the_models_own_outputs_come_back_as_its_own_type() -> None:
     loss, output = compiled.forward_backward(**batch, return_outputs=True)
     assert type(output) is type(expected)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(loss / 2, expected.loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-4, atol=1e-5)
     found = compiled(**batch)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-5)
 
@@ -237,7 +237,9 @@ def test_buffers_are_updated_microbatch_by_microbatch(schedule: str) -> None:
     own = copy.deepcopy(model)
     total = sum(squares(own(a), b) for a, b in zip(x.split(2), y.split(2), strict=True))
     total.backward()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, schedule=schedule, checkpoint="always")
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, num_microbatches=4, loss_reduction="sum", schedule=schedule, checkpoint="always"
+    )
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert_close(left_behind(model, loss), left_behind(own, total))
     assert torch.equal(model.rows, own.rows) and torch.equal(model.mean, own.mean)
@@ -253,7 +255,7 @@ def test_autocast() -> None:
     model, (x, y) = Blocks(), batch_of(8)
     with torch.autocast("cpu", torch.bfloat16):
         expected = squares(model(x).float(), y)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=1)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=1, loss_reduction="sum")
     with torch.autocast("cpu", torch.bfloat16):
         loss = compiled.forward_backward(x, labels=y, loss_fn=lambda output, target: squares(output.float(), target))
     assert torch.equal(loss, expected.detach())
@@ -261,7 +263,7 @@ def test_autocast() -> None:
 
 def test_eval_and_inference() -> None:
     model, (x, y) = Blocks(dropout=0.3), batch_of(8)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     compiled.eval()
     expected = model(x)
     torch.testing.assert_close(compiled(x), expected)
@@ -284,7 +286,7 @@ def test_a_backward_that_uses_only_some_outputs() -> None:
     model, (x, _) = Two(), batch_of(8)
     own = copy.deepcopy(model)
     own(x)[1].sum().backward()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     _, sums, three = compiled(x)
     assert three == 3
     sums.sum().backward()
@@ -294,7 +296,7 @@ def test_a_backward_that_uses_only_some_outputs() -> None:
 
 def test_a_copy_and_a_pickle_are_pipelined_too(tmp_path) -> None:
     model, (x, y) = Blocks(), batch_of(8)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     torch.save(compiled, tmp_path / "model.pt")
     for other in (copy.deepcopy(compiled), torch.load(tmp_path / "model.pt", weights_only=False)):
@@ -335,7 +337,9 @@ def test_a_late_stage_reads_the_state_of_its_own_microbatch(schedule: str) -> No
     own = copy.deepcopy(model)
     total = sum(squares(own(a), b) for a, b in zip(x.split(2), y.split(2), strict=True))
     total.backward()
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=6, schedule=schedule, checkpoint="always")
+    compiled = roundpipe_fx.compile(
+        model, devices=CPUS, num_microbatches=6, loss_reduction="sum", schedule=schedule, checkpoint="always"
+    )
     loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert_close(left_behind(model, loss), left_behind(own, total))
     torch.testing.assert_close(model.level, own.level)
@@ -355,7 +359,7 @@ def test_outputs_that_are_inputs_or_share_memory() -> None:
     of_x = x.grad.clone()
     model.zero_grad()
     x.grad = None
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=4, loss_reduction="sum")
     found = compiled(x)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value)
@@ -383,7 +387,7 @@ def test_stages_by_name_and_copies_for_the_optimizer() -> None:
 
 def test_other_shapes_and_modes_recompile() -> None:
     model = Blocks(dropout=0.1)
-    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2)
+    compiled = roundpipe_fx.compile(model, devices=CPUS, num_microbatches=2, loss_reduction="sum")
     for rows in (4, 8, 6):
         x, y = batch_of(rows)
         compiled.eval()
@@ -412,6 +416,7 @@ def test_strides_of_gradients_and_outputs_that_nobody_uses(compiler: str) -> Non
         model,
         devices=CPUS,
         num_microbatches=3,
+        loss_reduction="sum",
         dynamic=True,
         stage_compiler=compiler,
         merge_output=lambda outputs: (torch.cat([o[0] for o in outputs], 1), torch.cat([o[1] for o in outputs])),

@@ -25,7 +25,7 @@ def backward(model: nn.Module, seed: int = 0) -> None:
 
 def reference(steps: int, lr: float = 1e-3) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Mixed-precision training written by hand: the model's parameters and the master copies."""
-    model = make(None)._original
+    model = make(None)._state_of_roundpipe_fx.original
     masters = [nn.Parameter(p.detach().float()) for p in model.parameters()]
     optimizer = torch.optim.AdamW(masters, lr=lr)
     for step in range(steps):
@@ -84,7 +84,9 @@ def test_the_context_gives_the_optimizers_parameters() -> None:
 def test_without_optim_dtype_they_are_the_models_own() -> None:
     model = make(None)
     with OptimizerCtx():
-        assert [id(p) for p in model.parameters()] == [id(p) for p in model._original.parameters()]
+        assert [id(p) for p in model.parameters()] == [
+            id(p) for p in model._state_of_roundpipe_fx.original.parameters()
+        ]
     backward(model)
     optimizer = torch.optim.SGD(model.optim_parameters(), lr=0.1)
     before = model.get_parameter("0.weight").detach().clone()
@@ -146,7 +148,7 @@ def test_state_dict_round_trips_keep_both() -> None:
     model = make()
     train(model, 3)
     parameters, masters = reference(3)
-    plain = model._original.state_dict()
+    plain = model._state_of_roundpipe_fx.original.state_dict()
     state = model.state_dict()
     assert list(state) == list(plain) and all(state[name].dtype is plain[name].dtype for name in state)
     file = io.BytesIO()

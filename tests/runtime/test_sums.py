@@ -176,7 +176,12 @@ def test_however_parameters_are_used(
     loss.backward()
     reference = left_behind(own, loss)
     compiled = roundpipe_fx.compile(
-        model, devices=["cpu"] * devices, num_microbatches=microbatches, schedule=schedule, **given_memory
+        model,
+        devices=["cpu"] * devices,
+        num_microbatches=microbatches,
+        loss_reduction="sum",
+        schedule=schedule,
+        **given_memory,
     )
     for _ in range(2):  # in the second step nothing is left of the first
         model.zero_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.api.compiled_module import CompiledModule
+from roundpipe_fx.api.compiled_module import CompiledModule, compiled_module
 from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compat.rotor.measuring import measure_layers
 from roundpipe_fx.compat.rotor.nesting import Kept, Rerun, nest, run
@@ -114,7 +114,7 @@ class Checkpointable(nn.Module):
             args, kwargs = _arguments(custom_input)
             options = Options(memory_budget=1.0, cost="measured")
             with torch.enable_grad():
-                plan = CompiledModule(self.model, options, fullgraph=True, dynamic=None).trace(*args, **kwargs)
+                plan = compiled_module(self.model, options, fullgraph=True, dynamic=None).trace(*args, **kwargs)
             assert plan.operations is not None
             self._graph = plan.operations
             self._measured = chain_of_segments(plan.operations)
@@ -202,7 +202,7 @@ class Checkpointable(nn.Module):
             return self.model(*args, **kwargs)  # whoever compiles it decides
         compiled = self._compiled
         if compiled is None:
-            compiled = CompiledModule(self.model, self._options, fullgraph=True, dynamic=None)
+            compiled = compiled_module(self.model, self._options, fullgraph=True, dynamic=None)
             self.__dict__["_compiled"] = compiled
         return compiled(*args, **kwargs)
 

@@ -1,0 +1,214 @@
+"""What a compiled module has beside the model: how it is compiled, its plans, and what runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from roundpipe_fx import torch_private
+from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.dynamo_cache_eviction import Unused, drop_unused, when_unused
+from roundpipe_fx.api.replanning import planning_anew
+from roundpipe_fx.api.subclassing import forward_like
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.pipeline.step import Pipeline, Splitting
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
+
+__all__ = ["CompiledState"]
+
+_BY_CONVENTION = Splitting()
+
+
+class CompiledState:
+    """A model's compiled form.
+
+    Args:
+        original: the model.
+        options: how it is compiled.
+        fullgraph: as for ``torch.compile``.
+        dynamic: as for ``torch.compile``.
+        optim_dtype: of the optimizer's parameters.
+        pipelining: how microbatches are pipelined; ``None``: they are not.
+        splitting: how batches are split and outputs put together.
+        deferred_batch_norm: whether batch norm's statistics are updated once a step.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        options: Options,
+        *,
+        fullgraph: bool,
+        dynamic: bool | None,
+        optim_dtype: torch.dtype | None = None,
+        pipelining: Pipelining | None = None,
+        splitting: Splitting = _BY_CONVENTION,
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        self.original = original
+        self.forward = forward_like(original)
+        self.replaced: Callable[..., Any] | None = None
+        if isinstance(options.stages, tuple):
+            options = dataclasses.replace(options, following=_following(original))
+        self.options = options
+        self.fullgraph = fullgraph
+        self.dynamic = dynamic
+        self.plans: list[Plan] = []
+        self.assumptions = Assumptions()
+        self.optimizer = OptimizerParameters(original, optim_dtype)
+        self.pipelining = pipelining
+        self.splitting = splitting
+        self.deferred_batch_norm = deferred_batch_norm
+        self._pipeline: Pipeline | None = None
+        self._called = False
+        self._unused: Unused | None = None
+        self.compile()
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments for another."""
+        return {
+            "options": self.options,
+            "fullgraph": self.fullgraph,
+            "dynamic": self.dynamic,
+            "optim_dtype": self.optimizer.dtype,
+            "pipelining": self.pipelining,
+            "splitting": self.splitting,
+            "deferred_batch_norm": self.deferred_batch_norm,
+        }
+
+    def compile(self) -> None:
+        """Compile anew at the next call."""
+        torch_private.try_again()
+        if self._unused is not None:
+            self._unused()
+        drop_unused()
+        likeness = Likeness()
+        backend = make_backend(self.options, self.plans.append, self.assumptions, self.pipelining, likeness)
+        self._unused = when_unused(self, backend)
+        if self.pipelining is None:
+            # Its hooks run around it, as those of a compiled module's do.
+            self._compiled = torch.compile(
+                self.original.forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
+            )
+            return
+        if self._pipeline is not None:
+            self._pipeline.close()
+        self._pipeline = Pipeline(
+            self.original,
+            self.pipelining,
+            lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=self.dynamic),
+            likeness,
+            self.splitting,
+            self.deferred_batch_norm,
+        )
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward."""
+        return self._replanned(lambda: self._run(args, kwargs))
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._pipeline is not None:
+            return self._pipeline.forward(args, kwargs)
+        self._called = True
+        with outputs_of_programs() as returned:
+            outputs = self._call(args, kwargs)
+        # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
+        # their size and keep them until the backward has read them.
+        for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():
+            if output in returned:
+                torch_private.leave_unused_gradients_out(output)
+        return outputs
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.fullgraph:
+            return self._compiled(*args, **kwargs)
+        return torch_private.keep_users_exceptions(self._compiled, [*self.original.modules()], *args, **kwargs)
+
+    def forward_backward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        labels: Any,
+        loss_fn: Callable[..., Any] | None,
+        return_outputs: bool,
+    ) -> Any:
+        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`."""
+        if self._pipeline is None:
+            raise RuntimeError(
+                "forward_backward needs a model that is compiled for microbatches: "
+                "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
+            )
+
+        def step() -> Any:
+            assert self._pipeline is not None  # made anew where it is planned anew
+            return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
+
+        return self._replanned(step)
+
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See :meth:`roundpipe_fx.CompiledModule.trace`."""
+        if self._pipeline is not None:
+            self._pipeline.trace(args, kwargs)
+            return
+        try:
+            with trace_only():
+                self._call(args, kwargs)
+        except TraceOnly:
+            pass
+        self._called = True
+
+    def why_no_plan(self) -> str:
+        """Why nothing has been compiled."""
+        if not self._called:
+            return (
+                "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
+            )
+        outside = self.assumptions.steps.outside
+        disabled = torch_private.why_disabled(self.original.forward)
+        if disabled is not None:
+            why = f"its forward is not to be compiled ({disabled})"
+        elif outside:
+            why = "; ".join(f"{reason.rstrip('.')} ({line})" for line, reason in outside.items())
+        else:
+            why = (
+                "there was nothing that Dynamo could compile: the model computes nothing, or all of it is kept from "
+                "being compiled (torch.compiler.disable, TORCHDYNAMO_DISABLE, a dispatch mode that is active)"
+            )
+        return f"there is no plan: the model was called and ran eagerly, because {why}."
+
+    def _replanned(self, run: Callable[[], Any]) -> Any:
+        """Run the model, or a step of it, on plans that know what earlier steps have shown."""
+        parameter = next(self.original.parameters(), None)
+        devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
+        if not devices and self.pipelining is not None:
+            devices = [device for device in self.pipelining.devices[:1] if device.type == "cuda"]  # offloaded
+        budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
+        if self.pipelining is not None and self.pipelining.checkpoint is not None:
+            budgeted = False
+        return planning_anew(run, self.compile, self.assumptions, devices, budgeted)
+
+
+def _following(model: nn.Module) -> dict[str, list[str]]:
+    """For each module those that run after it: the later ones of the lists and sequences that it is in."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found: dict[str, list[str]] = {}
+    for name in modules:  # parents come before their children
+        parent, _, own = name.rpartition(".")
+        after = list(found.get(parent, ()))
+        if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
+            siblings = list(modules[parent]._modules)
+            later = siblings[siblings.index(own) + 1 :]
+            after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
+        elif name:
+            after = []
+        found[name] = after
+    return found

@@ -1,0 +1,175 @@
+"""An object of a generated subclass of a model's own class, which shares the model's attributes.
+
+FSDP2's ``fully_shard`` gives a module such a class too. Here the module keeps its own, and a second object with the
+same ``__dict__`` has the generated one: parameters, buffers, submodules, hooks and ``training`` are the model's, now
+and later, and the model itself stays eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from roundpipe_fx import torch_private
+
+__all__ = ["State", "forward_like", "instance_beside"]
+
+T = TypeVar("T", bound=nn.Module)
+
+_SLOT = "_state_of_roundpipe_fx"
+"""The one attribute that the model does not have."""
+
+
+class State(Protocol):
+    """What an object of a generated class has beside the model.
+
+    Attributes:
+        original: the model.
+        forward: takes the object and what the model's takes.
+        replaced: what the user has replaced ``forward`` by.
+    """
+
+    original: nn.Module
+    forward: Callable[..., Any]
+    replaced: Callable[..., Any] | None
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what is compiled."""
+
+
+def instance_beside(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
+    """An object that is the model in all but its class and what ``forward`` does.
+
+    Args:
+        model: whose attributes it shares.
+        mixin: what the class derives from beside the model's.
+        state: what it has in a slot.
+        names: of the mixin's attributes; where the model has such a one, it is the model's.
+
+    Raises:
+        TypeError: the model's class cannot be derived from, or has another memory layout than a Python object.
+    """
+    cls = _subclass(type(model), mixin, frozenset(name for name in names if _has(model, name)))
+    try:
+        made = object.__new__(cls)
+    except TypeError as error:
+        raise TypeError(
+            f"{type(model).__name__} derives from a built-in type, which cannot be shared: {error}"
+        ) from None
+    object.__setattr__(made, "__dict__", model.__dict__)
+    object.__setattr__(made, _SLOT, state)
+    return made
+
+
+_classes: weakref.WeakValueDictionary[Any, type] = weakref.WeakValueDictionary()
+
+
+def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
+    key = (base, mixin, of_model)
+    made = _classes.get(key)
+    if made is None:
+        body = {
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "__slots__": (_SLOT,),
+            "forward": _Forward(base),
+            **{name: _of_model(name) for name in (*of_model, *_slots(base))},
+        }
+        bases = (mixin,) if base is nn.Module else (mixin, base)
+        try:
+            made = types.new_class(base.__name__, bases, exec_body=lambda namespace: namespace.update(body))
+        except TypeError as error:
+            raise TypeError(
+                f"roundpipe_fx.compile makes a subclass of the model's class, but {base.__qualname__} allows none: "
+                f"{error}"
+            ) from error
+        _classes[key] = made
+    return made
+
+
+def _has(model: nn.Module, name: str) -> bool:
+    """Whether it is an attribute of the model's own, not one that its ``__getattr__`` takes from elsewhere."""
+    registered = (model._parameters, model._buffers, model._modules)
+    return hasattr(type(model), name) or name in vars(model) or any(name in own for own in registered)
+
+
+def _slots(base: type) -> list[str]:
+    return [
+        name
+        for cls in base.__mro__
+        for name, value in vars(cls).items()
+        if isinstance(value, types.MemberDescriptorType)
+    ]
+
+
+def _of_model(name: str) -> property:
+    """An attribute that does not lie in ``__dict__``, or for which the mixin has another meaning."""
+
+    def original(self: Any) -> Any:
+        return self._state_of_roundpipe_fx.original
+
+    return property(
+        lambda self: getattr(original(self), name),
+        lambda self, value: setattr(original(self), name, value),
+        lambda self: delattr(original(self), name),
+    )
+
+
+class _Forward:
+    """``forward``: of the class the model's own function; of an object the compiled one, or what replaces it.
+
+    It goes before ``__dict__``, where the model may have another ``forward``; what replaces it is not the model's.
+    """
+
+    def __init__(self, base: type) -> None:
+        self.base = base
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self.base.forward  # type: ignore[attr-defined]
+        state = instance._state_of_roundpipe_fx
+        if state.replaced is not None:
+            return state.replaced
+        if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
+            return functools.partial(self.base.forward, instance)  # type: ignore[attr-defined]
+        # Bound when asked for: kept, it would be a cycle, which only garbage collection ends.
+        return types.MethodType(state.forward, instance)
+
+    def __set__(self, instance: Any, value: Callable[..., Any]) -> None:
+        instance._state_of_roundpipe_fx.replaced = value
+
+    def __delete__(self, instance: Any) -> None:
+        instance._state_of_roundpipe_fx.replaced = None
+
+
+def forward_like(model: nn.Module) -> Callable[..., Any]:
+    """A ``forward`` with the signature of the model's, which runs what the state of its object does.
+
+    Where ``torch.compile``, ``torch.export``, ``torch.jit.trace`` or FX trace it, it is the model's own.
+    """
+
+    def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch_private.is_traced():
+            return model.forward(*args, **kwargs)
+        return self._state_of_roundpipe_fx.run(args, kwargs)
+
+    # Not functools.wraps: libraries look for wrappers of theirs along __wrapped__, and would find the model's own.
+    own: Any = model.forward
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(forward, name, getattr(own, name, getattr(forward, name)))
+    forward.__annotations__ = dict(getattr(own, "__annotations__", {}))
+    try:
+        signature = inspect.signature(own)
+    except ValueError:  # of a function that is not Python's
+        return forward
+    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(parameters=[receiver, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return forward

@@ -1,0 +1,155 @@
+"""Hugging Face's Trainer, Accelerate and PEFT: the numbers of the same run without roundpipe_fx."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import peft
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import roundpipe_fx
+from tests.comparison import assert_bitwise, train_step
+
+Wrap = Callable[[nn.Module], nn.Module]
+
+
+def _gpt2() -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=1,
+        n_embd=32,
+        n_head=2,
+        vocab_size=64,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _texts() -> list[dict[str, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [{"input_ids": tokens, "labels": tokens} for tokens in torch.randint(64, (8, 12))]
+
+
+def _trainer(model: nn.Module, folder: Path, **arguments: Any) -> transformers.Trainer:
+    settings = transformers.TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=4,
+        save_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        max_grad_norm=0.5,
+        report_to=[],
+        disable_tqdm=True,
+        **arguments,
+    )
+    return transformers.Trainer(model=model, args=settings, train_dataset=_texts(), eval_dataset=_texts()[:4])
+
+
+def _losses(trainer: transformers.Trainer) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history for name in ("loss", "eval_loss") if name in entry]
+
+
+def _same_weights(first: nn.Module, second: nn.Module) -> bool:
+    return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, pytest.param({"bf16": True}, marks=pytest.mark.long), {"gradient_checkpointing": True}],
+    ids=["float32", "bf16", "checkpointing"],
+)
+def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
+    eager, model = _gpt2(), _gpt2()
+    reference = _trainer(eager, tmp_path / "eager", **arguments)
+    reference.train()
+    compiled = roundpipe_fx.compile(model, memory_budget=0.5)
+    trainer = _trainer(compiled, tmp_path / "compiled", **arguments)
+    trainer.train()
+    assert _losses(trainer) == _losses(reference) and len(_losses(trainer)) == 6
+    assert _same_weights(model, eager) and compiled.plan.training
+    saved = tmp_path / "compiled" / "checkpoint-4"
+    assert json.loads((saved / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
+    again = transformers.GPT2LMHeadModel.from_pretrained(saved)
+    assert _same_weights(again, eager) and again.lm_head.weight is again.transformer.wte.weight
+    resumed = _gpt2()
+    trainer = _trainer(roundpipe_fx.compile(resumed, memory_budget=0.5), tmp_path / "resumed", **arguments)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "compiled" / "checkpoint-2"))
+    assert _same_weights(resumed, eager)
+
+
+def _accelerated(wrap: Wrap, prepare_first: bool) -> tuple[list[float], nn.Module]:
+    model = _gpt2()
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(_texts(), batch_size=2)
+    prepared, optimizer, loader = accelerator.prepare(model if prepare_first else wrap(model), optimizer, loader)
+    if prepare_first:
+        prepared = wrap(prepared)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    assert isinstance(accelerator.unwrap_model(prepared), transformers.GPT2LMHeadModel)
+    return losses, model
+
+
+@pytest.mark.parametrize("prepare_first", [False, True])
+def test_accelerator(prepare_first: bool) -> None:
+    losses, model = _accelerated(lambda model: model, prepare_first)
+    compiled: list[Any] = []
+
+    def wrap(model: nn.Module) -> nn.Module:
+        compiled.append(roundpipe_fx.compile(model, memory_budget=0.5))
+        return compiled[0]
+
+    found, own = _accelerated(wrap, prepare_first)
+    assert found == losses and _same_weights(own, model) and compiled[0].plan.training
+
+
+def _adapted() -> nn.Module:
+    torch.manual_seed(2)
+    model = peft.get_peft_model(_gpt2(), peft.LoraConfig(target_modules=["c_attn"], r=2, task_type="CAUSAL_LM"))
+    with torch.no_grad():  # as if it had been trained: at first one half of each adapter is zero
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    return model
+
+
+def test_peft(tmp_path: Path) -> None:
+    batch = {name: value[None] for name, value in _texts()[0].items()}
+    model = _adapted()
+    expected = train_step(lambda **given: model(**given).loss, model, batch)
+    compiled = roundpipe_fx.compile(model, memory_budget=0.5, stages=["base_model.model.transformer.ln_f"])
+    assert_bitwise(train_step(lambda **given: compiled(**given).loss, model, batch), expected)
+    names = dict(model.named_modules())
+    stages = compiled.plan.stages
+    assert len(stages) == 2 and all(own in names for stage in stages for own in stage.modules.split(" … "))
+    assert "__dict__" not in str(compiled.plan)
+    assert "base_model.model.transformer.h.0" in str(compiled.plan.explain("base_model.model.transformer.h.0"))
+    compiled.save_pretrained(tmp_path)
+    assert isinstance(compiled, peft.PeftModel) and (tmp_path / "adapter_config.json").exists()
+    merged = copy.deepcopy(compiled).merge_and_unload()
+    assert type(merged) is transformers.GPT2LMHeadModel
