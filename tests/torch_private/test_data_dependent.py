@@ -71,9 +71,21 @@ class _Grid(nn.Module):
         return nn.functional.affine_grid(theta, [x.shape[0], 1, 3, 4], align_corners=False).square().sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"num_microbatches": 3}])
-def test_sizes_that_a_derivative_takes_as_numbers(options: dict[str, Any]) -> None:
-    model = _Grid()
+class _Quantized(nn.Module):
+    """An operator without a fake kernel: it is traced by running it, which needs plain sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fake_quantize_per_tensor_affine(self.layer(x), 0.1, 0, -8, 7).square().sum()
+
+
+@pytest.mark.parametrize("make", [_Grid, _Quantized])
+@pytest.mark.parametrize("options", [{"fullgraph": True}, {"num_microbatches": 3, "loss_reduction": "sum"}])
+def test_sizes_that_are_needed_as_numbers(make: Any, options: dict[str, Any]) -> None:
+    model = make()
     compiled = roundpipe_fx.compile(model, **options)
     for rows in (4, 8, 5):
         x = torch.randn(rows, 4)
