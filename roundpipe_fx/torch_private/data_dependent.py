@@ -5,7 +5,8 @@ graph. Where Python needs to know it (``sizes[int(torch.rand(()) * 3)]``, a mome
 number) Dynamo raises an error; without the flags it breaks the graph there, and the program runs.
 
 Sizes of inputs that vary become symbols too, and some of PyTorch's own derivatives (``affine_grid``'s, 2.13) take plain
-numbers only; some operators (``fake_quantize_per_tensor_affine``) can be traced with these only. Such a frame is traced for the sizes at hand, and anew for others.
+numbers only; some operators (``fake_quantize_per_tensor_affine``) can be traced with these only. Such a frame is traced
+for the sizes at hand, and anew for others.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ _WANTS_NUMBERS = (
     "Cannot call sizes() on tensor with symbolic",
     "Operator does not support running with fake tensors",
 )
-"""What PyTorch says where it asks for plain sizes of a tensor whose sizes are symbols: in C++, and of an operator without
-a fake kernel, which is run on real tensors to see what it makes."""
+"""What PyTorch says where it asks for plain sizes of a tensor whose sizes are symbols: in C++, and of an operator
+without a fake kernel, which is run on real tensors to see what it makes."""
 
 
 def _wants_numbers(error: BaseException) -> bool:
