@@ -36,13 +36,11 @@ def _planned(microbatches: int) -> dict[str, Any]:
     weights = sum(parameter.nbytes for parameter in model.parameters())
     tokens = torch.empty(microbatches, _TOKENS, dtype=torch.long, device="meta")
     began = time.perf_counter()
-    plan = roundpipe_fx.plan(
+    plan = roundpipe_fx.report.plan(
         model, input_ids=tokens, labels=tokens, device=_DEVICE, offloaded=True, num_microbatches=microbatches
     )
     assert plan.pipeline is not None
-    once = microbatches * sum(
-        own.forward_seconds + own.recompute_seconds + own.backward_seconds - own.repeated_seconds for own in plan.stages
-    )
+    once = microbatches * sum(own.forward_seconds + own.backward_seconds for own in plan.stages)
     return {
         "microbatches": microbatches,
         "slots": len(plan.stages),

@@ -5,21 +5,26 @@ python -m benchmarks.pipeline [--device cpu|cuda] [--pairs 15]
 1. The simulator beside the closed forms, with equal stages, up to 1,000 devices and 10,000 microbatches.
 2. A language model whose head is as heavy as several layers, planned for 8 devices and 16 microbatches: 1F1B with the
    best contiguous partition, and RoundPipe's dispatch; recomputation for both or for neither.
-3. Two workers with one core each beside one worker with one core, on four stages of 20 ms or more; and the measured
+3. The same for 4 devices and 8 microbatches within a budget halfway, and a tenth of the way, from the least to keeping
+   everything: modelled makespan where recomputation stands right before its readers, and where what needs no gradient
+   fills the wait for it.
+4. Two workers with one core each beside one worker with one core, on four stages of 20 ms or more; and the measured
    makespan beside the simulator's, which is fed with the medians of the measured actions. Beside it what two threads
    that do not know of each other reach, for cores may share caches, clocks and a host with others.
-4. What the runtime itself costs for each action.
+5. What the runtime itself costs for each action.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -27,8 +32,17 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import paired_ratio, report
+from roundpipe_fx.pipeline import within_budget
 from roundpipe_fx.schedules import Kind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
+_SMALL_LLAMA = transformers.LlamaConfig(
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    vocab_size=8192,
+    use_cache=False,
+)
 _WIDTH, _DEPTH, _ROWS, _MICROBATCHES = 1024, 16, 256, 16
 
 
@@ -39,6 +53,7 @@ def main() -> None:
     options = parser.parse_args()
     closed_forms()
     heavy_head()
+    waits_filled()
     measured(options.device, options.pairs)
     overhead(options.device)
 
@@ -120,6 +135,41 @@ def heavy_head() -> None:
                 }
             )
     report("pipeline_heavy_head", "Llama 3.2 1B, 8 devices, 16 microbatches (target: roundpipe 1.3)", rows)
+
+
+def waits_filled() -> None:
+    """A Llama of 8 layers on the meta device, recomputed just in time and early."""
+    rows = []
+    for budget in (0.5, 0.1):
+        for schedule in ("1f1b", "zero_bubble"):
+            plans = {}
+            for early in (False, True):
+                torch._dynamo.reset()
+                with torch.device("meta"):
+                    model = transformers.LlamaForCausalLM(_SMALL_LLAMA).train()
+                    tokens = torch.zeros(8, 512, dtype=torch.long)
+                options = {"num_microbatches": 8, "schedule": schedule, "memory_budget": budget}
+                compiled = roundpipe_fx.compile(model, devices=["cpu"] * 4, **options)
+                with contextlib.nullcontext() if early else mock.patch.object(within_budget, "_MOST_FILLED", 0):
+                    plans[early] = compiled.trace(input_ids=tokens, labels=tokens, loss_fn=next_word)
+            just_in_time, filled = plans[False].pipeline, plans[True].pipeline
+            assert just_in_time is not None and filled is not None
+            rows.append(
+                {
+                    "budget": budget,
+                    "schedule": schedule,
+                    "budget MiB": plans[True].budget / 2**20,
+                    "highest peak MiB": max(filled.peak_bytes) / 2**20,
+                    "recomputed ms": 1e3 * plans[True].recompute_seconds,
+                    "early ms": 1e3 * sum(stage.early_seconds for stage in plans[True].stages),
+                    "just in time s": just_in_time.makespan,
+                    "waits filled s": filled.makespan,
+                    "just in time / filled": just_in_time.makespan / filled.makespan,
+                }
+            )
+    report(
+        "pipeline_waits", "Llama of 8 layers, 4 devices, 8 microbatches, within a budget (target: never longer)", rows
+    )
 
 
 class _Layers(nn.Module):

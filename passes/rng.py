@@ -25,7 +25,7 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Replace every seeded operation that is repeated, and its repetitions, by the saving and the replaying form.
 
     Args:
-        joint: a rematerialized graph.
+        joint: a graph with recomputation written into it.
         costs: cost model for the nodes that are added.
     """
     graph = joint.graph

@@ -9,18 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.budget import parse_budget
+from roundpipe_fx.ir.joint_graph import Phase
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 from tests.golden_models import GOLDEN, MixtureOfExperts, TiedTransformer
 from tests.hugging_face import MODELS
 from tests.long import long_but
-from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.remat.graphs import mlp
+from tests.remat.test_save_policy import RandomModel, operations, relaxed
 
 
 def _peak(run: Any, model: nn.Module, batch: dict[str, Any]) -> int:
@@ -65,6 +66,46 @@ def test_hugging_face_models(name: str) -> None:
     make, make_batch = MODELS[name]
     found = _check(make().train(), make_batch(), [0.0, 0.3])
     assert found[0][0] < found[-1][0] and found[0][1] > found[-1][1]
+
+
+class Mixed(nn.Module):
+    """Layers with statistics, dropout, and rows that are chosen by their numbers."""
+
+    def __init__(self, depth: int = 3, width: int = 16, inner: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, 4 * width), nn.BatchNorm1d(4 * width), nn.GELU(), nn.Linear(4 * width, width)
+            )
+            for _ in range(depth)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + nn.functional.dropout(layer(x), 0.2, self.training)
+            rows = torch.nonzero(x.detach().sum(dim=1) > 0).flatten()
+            x = x.index_add(0, rows, torch.tanh(x[rows]))
+        return x.square().mean()
+
+
+@pytest.mark.long
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.floats(0, 1), st.integers(1, 4))
+def test_early_recomputation_at_any_budget_and_number_of_stages(budget: float, stages: int) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, batch = Mixed(), {"x": torch.randn(64, 16)}
+    reference = aot_eager_step(model, batch)
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(own, memory_budget=budget, stages=stages, fullgraph=True)
+    assert_bitwise(train_step(compiled, own, batch), reference)
+    for _ in range(2):  # sizes that depend on data are known then
+        peak = _peak(compiled, own, batch)
+    plan = compiled.plan
+    assert peak <= plan.peak_bytes <= plan.budget
+    early = [module for module in plan.modules if module.phase is Phase.RECOMPUTE]
+    assert bool(early) == any(stage.early_seconds for stage in plan.stages)
+    assert all(stage.early_seconds <= stage.recompute_seconds + stage.backward_seconds for stage in plan.stages)
 
 
 @pytest.mark.long

@@ -79,8 +79,8 @@ def stage_0_backward(args):
     view_21: "float32[8]" = aten.view.default(sum_1, [8]);  sum_1 = None
     # blocks.0.mlp.0 (again)
     view_42: "float32[8, 8]" = aten.view.default(getitem_9, [8, 8]);  getitem_9 = None
-    t_30: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight)
-    addmm_5: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_42, t_30);  blocks_0_mlp_0_bias = t_30 = None
+    t_28: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight)
+    addmm_5: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_42, t_28);  blocks_0_mlp_0_bias = t_28 = None
     # blocks.0.mlp.2
     view_22: "float32[2, 4, 16]" = aten.view.default(mm_3, [2, 4, 16]);  mm_3 = None
     # blocks.0.mlp.0 (again)

@@ -25,8 +25,8 @@ def stage_0_backward(args):
     # model (again)
     div_2: "float32[8, 4]" = aten.div.Tensor(x, linalg_vector_norm);  x = linalg_vector_norm = None
     # first (again)
-    t_9: "float32[4, 4]" = aten.t.default(first_weight);  first_weight = None
-    mm_5: "float32[8, 4]" = aten.mm.default(div_2, t_9);  t_9 = None
+    t_7: "float32[4, 4]" = aten.t.default(first_weight);  first_weight = None
+    mm_5: "float32[8, 4]" = aten.mm.default(div_2, t_7);  t_7 = None
     # model (again)
     tanh_2: "float32[8, 4]" = aten.tanh_.default(mm_5);  mm_5 = None
     sin_1: "float32[8, 4]" = aten.sin.default(tanh_2)

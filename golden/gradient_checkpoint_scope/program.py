@@ -27,8 +27,12 @@ def backward(args):
         tangents_1,
     ) = args
     args.clear()
+    # stage 0 recompute: first
+    call = [linear_weight, randn_like_rng_state, addmm_1]
+    del (linear_weight, randn_like_rng_state, addmm_1)
+    [mul, add_1] = stage_0_recompute(call)
     # stage 0 backward: first
-    call = [x, linear_weight, tangents_1, addmm, randn_like_rng_state, addmm_1]
-    del (x, linear_weight, tangents_1, addmm, randn_like_rng_state, addmm_1)
+    call = [x, tangents_1, addmm, mul, add_1]
+    del (x, tangents_1, addmm, mul, add_1)
     [mm_1, mm_2, view, view_1] = stage_0_backward(call)
     return (mm_2, view_1, None, mm_1, view)

@@ -13,8 +13,8 @@ def stage_1_recompute(args):
     ) = args
     args.clear()
     # layers.3 (again)
-    t_19: "float32[4, 4]" = aten.t.default(layers_3_weight);  layers_3_weight = None
-    mm_11: "float32[2, 4]" = aten.mm.default(add_2, t_19);  t_19 = None
+    t_17: "float32[4, 4]" = aten.t.default(layers_3_weight);  layers_3_weight = None
+    mm_11: "float32[2, 4]" = aten.mm.default(add_2, t_17);  t_17 = None
     # model (again)
     tanh_4: "float32[2, 4]" = aten.tanh_.default(mm_11);  mm_11 = None
     add_7: "float32[2, 4]" = aten.add.Tensor(add_2, tanh_4);  add_2 = None

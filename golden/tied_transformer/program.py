@@ -137,7 +137,7 @@ def backward(args):
     [
         getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11,
         getitem_61, getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65,
-        getitem_66, _log_softmax_1, getitem_67,
+        getitem_66, _log_softmax_1, getitem_68,
     ] = stage_1_recompute(call)
     streams.record_event(2, 0)
     # stage 1 backward: blocks.1.norm1 … norm
@@ -147,7 +147,7 @@ def backward(args):
         blocks_1_mlp_0_weight, blocks_1_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1, add_1, getitem_54,
         getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61,
         getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66,
-        _log_softmax_1, getitem_67,
+        _log_softmax_1, getitem_68,
     ]
     del (
         blocks_1_norm1_weight, blocks_1_norm1_bias, blocks_1_attention_key_value_weight,
@@ -155,7 +155,7 @@ def backward(args):
         blocks_1_mlp_0_weight, blocks_1_mlp_2_weight, norm_weight, norm_bias, targets, tangents_1, add_1, getitem_54,
         getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61,
         getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66,
-        _log_softmax_1, getitem_67,
+        _log_softmax_1, getitem_68,
     )
     [
         mm_1, getitem_34, getitem_35, mm_4, view_35, mm_6, view_38, getitem_37, getitem_38, mm_8, view_41, mm_10,
@@ -180,29 +180,29 @@ def backward(args):
         bernoulli_p_1_rng_state,
     )
     [
-        embedding_1, getitem_68, getitem_69, getitem_70, addmm_15, addmm_16, getitem_73, getitem_74,
-        run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18, gelu_3, run_with_rng_state_5,
+        embedding_1, getitem_69, getitem_70, getitem_71, addmm_15, addmm_16, getitem_74, getitem_75,
+        run_with_rng_state_4, add_13, getitem_76, getitem_77, getitem_78, addmm_18, gelu_3, run_with_rng_state_5,
     ] = stage_0_recompute(call)
     streams.record_event(3, 1)
     streams.join(1, 0)
     streams.wait_event(3, 0)
     streams.record_streams([
-        embedding_1, getitem_68, getitem_69, getitem_70, addmm_15, addmm_16, getitem_73, getitem_74,
-        run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18, gelu_3, run_with_rng_state_5,
+        embedding_1, getitem_69, getitem_70, getitem_71, addmm_15, addmm_16, getitem_74, getitem_75,
+        run_with_rng_state_4, add_13, getitem_76, getitem_77, getitem_78, addmm_18, gelu_3, run_with_rng_state_5,
     ], 0)
     # stage 0 backward: embedding … blocks.0
     call = [
         tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
-        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
-        addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
+        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_69, getitem_70, getitem_71, addmm_15,
+        addmm_16, getitem_74, getitem_75, run_with_rng_state_4, add_13, getitem_76, getitem_77, getitem_78, addmm_18,
         gelu_3, run_with_rng_state_5, mm_1, add_6,
     ]
     del (
         tokens, blocks_0_norm1_weight, blocks_0_norm1_bias, blocks_0_attention_key_value_weight,
         blocks_0_attention_query_weight, blocks_0_attention_out_weight, blocks_0_norm2_weight, blocks_0_norm2_bias,
-        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_68, getitem_69, getitem_70, addmm_15,
-        addmm_16, getitem_73, getitem_74, run_with_rng_state_4, add_13, getitem_75, getitem_76, getitem_77, addmm_18,
+        blocks_0_mlp_0_weight, blocks_0_mlp_2_weight, embedding_1, getitem_69, getitem_70, getitem_71, addmm_15,
+        addmm_16, getitem_74, getitem_75, run_with_rng_state_4, add_13, getitem_76, getitem_77, getitem_78, addmm_18,
         gelu_3, run_with_rng_state_5, mm_1, add_6,
     )
     [

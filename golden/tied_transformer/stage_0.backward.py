@@ -19,18 +19,18 @@ def stage_0_backward(args):
         blocks_0_mlp_0_weight,  # float32[16, 8]
         blocks_0_mlp_2_weight,  # float32[8, 16]
         embedding_1,  # float32[2, 4, 8]
-        getitem_68,  # float32[2, 4, 8]
-        getitem_69,  # float32[2, 4, 1]
+        getitem_69,  # float32[2, 4, 8]
         getitem_70,  # float32[2, 4, 1]
+        getitem_71,  # float32[2, 4, 1]
         addmm_15,  # float32[8, 16]
         addmm_16,  # float32[8, 8]
-        getitem_73,  # float32[2, 2, 4, 4]
-        getitem_74,  # float32[2, 2, 4]
+        getitem_74,  # float32[2, 2, 4, 4]
+        getitem_75,  # float32[2, 2, 4]
         run_with_rng_state_4,  # bool[2, 4, 8]
         add_13,  # float32[2, 4, 8]
-        getitem_75,  # float32[2, 4, 8]
-        getitem_76,  # float32[2, 4, 1]
+        getitem_76,  # float32[2, 4, 8]
         getitem_77,  # float32[2, 4, 1]
+        getitem_78,  # float32[2, 4, 1]
         addmm_18,  # float32[8, 16]
         gelu_3,  # float32[2, 4, 16]
         run_with_rng_state_5,  # bool[2, 4, 8]
@@ -39,28 +39,28 @@ def stage_0_backward(args):
     ) = args
     args.clear()
     # blocks.0.attention.key_value (again)
-    view_111: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8])
+    view_111: "float32[8, 8]" = aten.view.default(getitem_69, [8, 8])
     view_110: "float32[2, 4, 16]" = aten.view.default(addmm_15, [2, 4, 16]);  addmm_15 = None
     # blocks.0.attention (again)
     split_4: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_110, 8, -1);  view_110 = None
-    getitem_79: "float32[2, 4, 8]" = split_4[0]
-    getitem_78: "float32[2, 4, 8]" = split_4[1];  split_4 = None
+    getitem_80: "float32[2, 4, 8]" = split_4[0]
+    getitem_79: "float32[2, 4, 8]" = split_4[1];  split_4 = None
     # blocks.0.attention.query (again)
-    view_109: "float32[8, 8]" = aten.view.default(getitem_68, [8, 8]);  getitem_68 = None
+    view_109: "float32[8, 8]" = aten.view.default(getitem_69, [8, 8]);  getitem_69 = None
     view_108: "float32[2, 4, 8]" = aten.view.default(addmm_16, [2, 4, 8]);  addmm_16 = None
     # blocks.0.attention (again)
     view_107: "float32[2, 4, 2, 4]" = aten.view.default(view_108, [2, 4, 2, 4]);  view_108 = None
     transpose_27: "float32[2, 2, 4, 4]" = aten.transpose.int(view_107, 1, 2);  view_107 = None
-    view_106: "float32[2, 4, 2, 4]" = aten.view.default(getitem_79, [2, 4, 2, 4]);  getitem_79 = None
+    view_106: "float32[2, 4, 2, 4]" = aten.view.default(getitem_80, [2, 4, 2, 4]);  getitem_80 = None
     transpose_26: "float32[2, 2, 4, 4]" = aten.transpose.int(view_106, 1, 2);  view_106 = None
-    view_105: "float32[2, 4, 2, 4]" = aten.view.default(getitem_78, [2, 4, 2, 4]);  getitem_78 = None
+    view_105: "float32[2, 4, 2, 4]" = aten.view.default(getitem_79, [2, 4, 2, 4]);  getitem_79 = None
     transpose_25: "float32[2, 2, 4, 4]" = aten.transpose.int(view_105, 1, 2);  view_105 = None
-    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_73, 1, 2)
+    transpose_24: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_74, 1, 2)
     view_104: "float32[2, 4, 8]" = aten.view.default(transpose_24, [2, 4, 8]);  transpose_24 = None
     # blocks.0.attention.out (again)
     view_103: "float32[8, 8]" = aten.view.default(view_104, [8, 8]);  view_104 = None
     # blocks.0.mlp.0 (again)
-    view_102: "float32[8, 8]" = aten.view.default(getitem_75, [8, 8]);  getitem_75 = None
+    view_102: "float32[8, 8]" = aten.view.default(getitem_76, [8, 8]);  getitem_76 = None
     view_101: "float32[2, 4, 16]" = aten.view.default(addmm_18, [2, 4, 16]);  addmm_18 = None
     # blocks.0.mlp.2 (again)
     view_100: "float32[8, 16]" = aten.view.default(gelu_3, [8, 16]);  gelu_3 = None
@@ -86,7 +86,7 @@ def stage_0_backward(args):
     view_57: "float32[16]" = aten.view.default(sum_7, [16]);  sum_7 = None
     view_58: "float32[2, 4, 8]" = aten.view.default(mm_15, [2, 4, 8]);  mm_15 = None
     # blocks.0.norm2
-    native_layer_norm_backward_3: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_58, add_13, [8], getitem_76, getitem_77, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_58 = add_13 = getitem_76 = getitem_77 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
+    native_layer_norm_backward_3: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(view_58, add_13, [8], getitem_77, getitem_78, blocks_0_norm2_weight, blocks_0_norm2_bias, [True, True, True]);  view_58 = add_13 = getitem_77 = getitem_78 = blocks_0_norm2_weight = blocks_0_norm2_bias = None
     getitem_45: "float32[2, 4, 8]" = native_layer_norm_backward_3[0]
     getitem_46: "float32[8]" = native_layer_norm_backward_3[1]
     getitem_47: "float32[8]" = native_layer_norm_backward_3[2];  native_layer_norm_backward_3 = None
@@ -106,7 +106,7 @@ def stage_0_backward(args):
     # blocks.0.attention
     view_62: "float32[2, 4, 2, 4]" = aten.view.default(view_61, [2, 4, 2, 4]);  view_61 = None
     transpose_12: "float32[2, 2, 4, 4]" = aten.transpose.int(view_62, 1, 2);  view_62 = None
-    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, getitem_73, getitem_74, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = getitem_73 = getitem_74 = None
+    _scaled_dot_product_flash_attention_for_cpu_backward_1: "(float32[2, 2, 4, 4], float32[2, 2, 4, 4], float32[2, 2, 4, 4])" = aten._scaled_dot_product_flash_attention_for_cpu_backward.default(transpose_12, transpose_27, transpose_26, transpose_25, getitem_74, getitem_75, 0.0, True);  transpose_12 = transpose_27 = transpose_26 = transpose_25 = getitem_74 = getitem_75 = None
     getitem_48: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[0]
     getitem_49: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[1]
     getitem_50: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward_1[2];  _scaled_dot_product_flash_attention_for_cpu_backward_1 = None
@@ -137,7 +137,7 @@ def stage_0_backward(args):
     # model
     add_8: "float32[2, 4, 8]" = aten.add_.Tensor(view_68, view_71);  view_68 = view_71 = None
     # blocks.0.norm1
-    native_layer_norm_backward_4: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, embedding_1, [8], getitem_69, getitem_70, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_8 = embedding_1 = getitem_69 = getitem_70 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
+    native_layer_norm_backward_4: "(float32[2, 4, 8], float32[8], float32[8])" = aten.native_layer_norm_backward.default(add_8, embedding_1, [8], getitem_70, getitem_71, blocks_0_norm1_weight, blocks_0_norm1_bias, [True, True, True]);  add_8 = embedding_1 = getitem_70 = getitem_71 = blocks_0_norm1_weight = blocks_0_norm1_bias = None
     getitem_51: "float32[2, 4, 8]" = native_layer_norm_backward_4[0]
     getitem_52: "float32[8]" = native_layer_norm_backward_4[1]
     getitem_53: "float32[8]" = native_layer_norm_backward_4[2];  native_layer_norm_backward_4 = None

@@ -54,8 +54,8 @@ def stage_0_forward(args):
     transpose_2: "float32[2, 2, 4, 4]" = aten.transpose.int(view_6, 1, 2);  view_6 = None
     run_and_save_rng_state_3: "(uint8[5056], (float32[2, 2, 4, 4], float32[2, 2, 4]))" = torch.ops.higher_order.run_and_save_rng_state(aten._scaled_dot_product_flash_attention_for_cpu.default, transpose, transpose_1, transpose_2, 0.0, True);  transpose = transpose_1 = transpose_2 = None
     _scaled_dot_product_flash_attention_for_cpu_rng_state: "uint8[5056]" = run_and_save_rng_state_3[0]
-    getitem_85: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state_3[1];  run_and_save_rng_state_3 = None
-    getitem_5: "float32[2, 2, 4, 4]" = getitem_85[0];  getitem_85 = None
+    getitem_86: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state_3[1];  run_and_save_rng_state_3 = None
+    getitem_5: "float32[2, 2, 4, 4]" = getitem_86[0];  getitem_86 = None
     transpose_3: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_5, 1, 2);  getitem_5 = None
     view_7: "float32[2, 4, 8]" = aten.view.default(transpose_3, [2, 4, 8]);  transpose_3 = None
     # blocks.0.attention.out
@@ -68,8 +68,8 @@ def stage_0_forward(args):
     expand_default: "bool[2, 4, 8]" = aten.expand.default(full_default, [2, 4, 8]);  full_default = None
     run_and_save_rng_state_4: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default, 0.9);  expand_default = None
     bernoulli_p_rng_state: "uint8[5056]" = run_and_save_rng_state_4[0]
-    getitem_86: "bool[2, 4, 8]" = run_and_save_rng_state_4[1];  run_and_save_rng_state_4 = None
-    mul_tensor: "float32[2, 4, 8]" = aten.mul_.Tensor(view_9, getitem_86);  view_9 = getitem_86 = None
+    getitem_87: "bool[2, 4, 8]" = run_and_save_rng_state_4[1];  run_and_save_rng_state_4 = None
+    mul_tensor: "float32[2, 4, 8]" = aten.mul_.Tensor(view_9, getitem_87);  view_9 = getitem_87 = None
     mul_tensor_1: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor, 1.1111111640930176);  mul_tensor = None
     # blocks.0
     add: "float32[2, 4, 8]" = aten.add_.Tensor(embedding, mul_tensor_1);  embedding = mul_tensor_1 = None
@@ -93,8 +93,8 @@ def stage_0_forward(args):
     expand_default_1: "bool[2, 4, 8]" = aten.expand.default(full_default_1, [2, 4, 8]);  full_default_1 = None
     run_and_save_rng_state_5: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default_1, 0.9);  expand_default_1 = None
     bernoulli_p_1_rng_state: "uint8[5056]" = run_and_save_rng_state_5[0]
-    getitem_87: "bool[2, 4, 8]" = run_and_save_rng_state_5[1];  run_and_save_rng_state_5 = None
-    mul_tensor_2: "float32[2, 4, 8]" = aten.mul_.Tensor(view_13, getitem_87);  view_13 = getitem_87 = None
+    getitem_88: "bool[2, 4, 8]" = run_and_save_rng_state_5[1];  run_and_save_rng_state_5 = None
+    mul_tensor_2: "float32[2, 4, 8]" = aten.mul_.Tensor(view_13, getitem_88);  view_13 = getitem_88 = None
     mul_tensor_3: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_2, 1.1111111640930176);  mul_tensor_2 = None
     # blocks.0
     add_1: "float32[2, 4, 8]" = aten.add_.Tensor(add, mul_tensor_3);  add = mul_tensor_3 = None

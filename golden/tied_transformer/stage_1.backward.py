@@ -43,7 +43,7 @@ def stage_1_backward(args):
         getitem_65,  # float32[2, 4, 1]
         getitem_66,  # float32[2, 4, 1]
         _log_softmax_1,  # float32[8, 16]
-        getitem_67,  # float32[]
+        getitem_68,  # float32[]
     ) = args
     args.clear()
     # blocks.1.attention.key_value (again)
@@ -51,17 +51,17 @@ def stage_1_backward(args):
     view_124: "float32[2, 4, 16]" = aten.view.default(addmm_10, [2, 4, 16]);  addmm_10 = None
     # blocks.1.attention (again)
     split_5: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_124, 8, -1);  view_124 = None
-    getitem_81: "float32[2, 4, 8]" = split_5[0]
-    getitem_80: "float32[2, 4, 8]" = split_5[1];  split_5 = None
+    getitem_82: "float32[2, 4, 8]" = split_5[0]
+    getitem_81: "float32[2, 4, 8]" = split_5[1];  split_5 = None
     # blocks.1.attention.query (again)
     view_123: "float32[8, 8]" = aten.view.default(getitem_54, [8, 8]);  getitem_54 = None
     view_122: "float32[2, 4, 8]" = aten.view.default(addmm_11, [2, 4, 8]);  addmm_11 = None
     # blocks.1.attention (again)
     view_121: "float32[2, 4, 2, 4]" = aten.view.default(view_122, [2, 4, 2, 4]);  view_122 = None
     transpose_31: "float32[2, 2, 4, 4]" = aten.transpose.int(view_121, 1, 2);  view_121 = None
-    view_120: "float32[2, 4, 2, 4]" = aten.view.default(getitem_81, [2, 4, 2, 4]);  getitem_81 = None
+    view_120: "float32[2, 4, 2, 4]" = aten.view.default(getitem_82, [2, 4, 2, 4]);  getitem_82 = None
     transpose_30: "float32[2, 2, 4, 4]" = aten.transpose.int(view_120, 1, 2);  view_120 = None
-    view_119: "float32[2, 4, 2, 4]" = aten.view.default(getitem_80, [2, 4, 2, 4]);  getitem_80 = None
+    view_119: "float32[2, 4, 2, 4]" = aten.view.default(getitem_81, [2, 4, 2, 4]);  getitem_81 = None
     transpose_29: "float32[2, 2, 4, 4]" = aten.transpose.int(view_119, 1, 2);  view_119 = None
     transpose_28: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_59, 1, 2)
     view_118: "float32[2, 4, 8]" = aten.view.default(transpose_28, [2, 4, 8]);  transpose_28 = None
@@ -76,7 +76,7 @@ def stage_1_backward(args):
     view_113: "float32[8, 8]" = aten.view.default(getitem_64, [8, 8]);  getitem_64 = None
     view_112: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     # model
-    nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax_1, view_112, None, 1, -100, getitem_67);  tangents_1 = view_112 = getitem_67 = None
+    nll_loss_backward: "float32[8, 16]" = aten.nll_loss_backward.default(tangents_1, _log_softmax_1, view_112, None, 1, -100, getitem_68);  tangents_1 = view_112 = getitem_68 = None
     _log_softmax_backward_data: "float32[8, 16]" = aten._log_softmax_backward_data.out(nll_loss_backward, _log_softmax_1, 1, torch.float32, out=nll_loss_backward);  nll_loss_backward = _log_softmax_1 = None
     t_11: "float32[16, 8]" = aten.t.default(_log_softmax_backward_data)
     mm_1: "float32[16, 8]" = aten.mm.default(t_11, view_113);  t_11 = view_113 = None

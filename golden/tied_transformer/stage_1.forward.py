@@ -55,8 +55,8 @@ def stage_1_forward(args):
     transpose_6: "float32[2, 2, 4, 4]" = aten.transpose.int(view_20, 1, 2);  view_20 = None
     run_and_save_rng_state: "(uint8[5056], (float32[2, 2, 4, 4], float32[2, 2, 4]))" = torch.ops.higher_order.run_and_save_rng_state(aten._scaled_dot_product_flash_attention_for_cpu.default, transpose_4, transpose_5, transpose_6, 0.0, True);  transpose_4 = transpose_5 = transpose_6 = None
     _scaled_dot_product_flash_attention_for_cpu_1_rng_state: "uint8[5056]" = run_and_save_rng_state[0]
-    getitem_82: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state[1];  run_and_save_rng_state = None
-    getitem_19: "float32[2, 2, 4, 4]" = getitem_82[0];  getitem_82 = None
+    getitem_83: "(float32[2, 2, 4, 4], float32[2, 2, 4])" = run_and_save_rng_state[1];  run_and_save_rng_state = None
+    getitem_19: "float32[2, 2, 4, 4]" = getitem_83[0];  getitem_83 = None
     transpose_7: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_19, 1, 2);  getitem_19 = None
     view_21: "float32[2, 4, 8]" = aten.view.default(transpose_7, [2, 4, 8]);  transpose_7 = None
     # blocks.1.attention.out
@@ -69,8 +69,8 @@ def stage_1_forward(args):
     expand_default_2: "bool[2, 4, 8]" = aten.expand.default(full_default_2, [2, 4, 8]);  full_default_2 = None
     run_and_save_rng_state_1: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default_2, 0.9);  expand_default_2 = None
     bernoulli_p_2_rng_state: "uint8[5056]" = run_and_save_rng_state_1[0]
-    getitem_83: "bool[2, 4, 8]" = run_and_save_rng_state_1[1];  run_and_save_rng_state_1 = None
-    mul_tensor_4: "float32[2, 4, 8]" = aten.mul_.Tensor(view_23, getitem_83);  view_23 = getitem_83 = None
+    getitem_84: "bool[2, 4, 8]" = run_and_save_rng_state_1[1];  run_and_save_rng_state_1 = None
+    mul_tensor_4: "float32[2, 4, 8]" = aten.mul_.Tensor(view_23, getitem_84);  view_23 = getitem_84 = None
     mul_tensor_5: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_4, 1.1111111640930176);  mul_tensor_4 = None
     # blocks.1
     add_2: "float32[2, 4, 8]" = aten.add.out(add_1, mul_tensor_5, out=mul_tensor_5);  add_1 = mul_tensor_5 = None
@@ -94,8 +94,8 @@ def stage_1_forward(args):
     expand_default_3: "bool[2, 4, 8]" = aten.expand.default(full_default_3, [2, 4, 8]);  full_default_3 = None
     run_and_save_rng_state_2: "(uint8[5056], bool[2, 4, 8])" = torch.ops.higher_order.run_and_save_rng_state(aten.bernoulli.p, expand_default_3, 0.9);  expand_default_3 = None
     bernoulli_p_3_rng_state: "uint8[5056]" = run_and_save_rng_state_2[0]
-    getitem_84: "bool[2, 4, 8]" = run_and_save_rng_state_2[1];  run_and_save_rng_state_2 = None
-    mul_tensor_6: "float32[2, 4, 8]" = aten.mul_.Tensor(view_27, getitem_84);  view_27 = getitem_84 = None
+    getitem_85: "bool[2, 4, 8]" = run_and_save_rng_state_2[1];  run_and_save_rng_state_2 = None
+    mul_tensor_6: "float32[2, 4, 8]" = aten.mul_.Tensor(view_27, getitem_85);  view_27 = getitem_85 = None
     mul_tensor_7: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_6, 1.1111111640930176);  mul_tensor_6 = None
     # blocks.1
     add_3: "float32[2, 4, 8]" = aten.add_.Tensor(add_2, mul_tensor_7);  add_2 = mul_tensor_7 = None

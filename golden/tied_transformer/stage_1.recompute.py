@@ -113,5 +113,5 @@ def stage_1_recompute(args):
     view_87: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     _log_softmax_1: "float32[8, 16]" = aten._log_softmax.out(mm_23, 1, False, out=mm_23);  mm_23 = None
     nll_loss_forward_1: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax_1, view_87, None, 1, -100);  view_87 = None
-    getitem_67: "float32[]" = nll_loss_forward_1[1];  nll_loss_forward_1 = None
-    return (getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61, getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66, _log_softmax_1, getitem_67)
+    getitem_68: "float32[]" = nll_loss_forward_1[1];  nll_loss_forward_1 = None
+    return (getitem_54, getitem_55, getitem_56, addmm_10, addmm_11, getitem_59, getitem_60, run_with_rng_state_1, add_11, getitem_61, getitem_62, getitem_63, addmm_13, gelu_2, run_with_rng_state_2, add_12, getitem_64, getitem_65, getitem_66, _log_softmax_1, getitem_68)

@@ -109,18 +109,18 @@ def backward(args):
     # stage 0 recompute: down.0.0 … down.0.2
     call = [down_0_0_weight, x, down_0_1_weight, down_0_1_bias, relu]
     del (down_0_1_bias)
-    [convolution_7, getitem_44, getitem_45, getitem_46] = stage_0_recompute(call)
+    [convolution_7, getitem_45, getitem_46, getitem_48] = stage_0_recompute(call)
     streams.record_event(5, 1)
     streams.join(1, 0)
     streams.wait_event(5, 0)
-    streams.record_streams([convolution_7, getitem_44, getitem_45, getitem_46], 0)
+    streams.record_streams([convolution_7, getitem_45, getitem_46, getitem_48], 0)
     # stage 0 backward: down.0.0 … down.0.2
     call = [
-        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_44, getitem_45, getitem_46, slice_2,
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_45, getitem_46, getitem_48, slice_2,
         getitem_29,
     ]
     del (
-        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_44, getitem_45, getitem_46, slice_2,
+        down_0_0_weight, x, down_0_1_weight, relu, convolution_7, getitem_45, getitem_46, getitem_48, slice_2,
         getitem_29,
     )
     [getitem_33, getitem_34, getitem_36] = stage_0_backward(call)

@@ -13,20 +13,20 @@ def stage_0_backward(args):
         down_0_1_weight,  # float32[4]
         relu,  # float32[2, 4, 8, 8]
         convolution_7,  # float32[2, 4, 8, 8]
-        getitem_44,  # float32[4]
         getitem_45,  # float32[4]
-        getitem_46,  # int64[2, 4, 4, 4]
+        getitem_46,  # float32[4]
+        getitem_48,  # int64[2, 4, 4, 4]
         slice_2,  # float32[2, 4, 8, 8]
         getitem_29,  # float32[2, 4, 4, 4]
     ) = args
     args.clear()
     # model
-    max_pool2d_with_indices_backward: "float32[2, 4, 8, 8]" = aten.max_pool2d_with_indices_backward.default(getitem_29, relu, [2, 2], [], [0, 0], [1, 1], False, getitem_46);  getitem_29 = getitem_46 = None
+    max_pool2d_with_indices_backward: "float32[2, 4, 8, 8]" = aten.max_pool2d_with_indices_backward.default(getitem_29, relu, [2, 2], [], [0, 0], [1, 1], False, getitem_48);  getitem_29 = getitem_48 = None
     add_5: "float32[2, 4, 8, 8]" = aten.add.out(slice_2, max_pool2d_with_indices_backward, out=max_pool2d_with_indices_backward);  slice_2 = max_pool2d_with_indices_backward = None
     # down.0.2
     threshold_backward_2: "float32[2, 4, 8, 8]" = aten.threshold_backward.grad_input(add_5, relu, 0, grad_input=add_5);  add_5 = relu = None
     # down.0.1
-    native_batch_norm_backward_2: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward_2, convolution_7, down_0_1_weight, None, None, getitem_44, getitem_45, True, 1e-05, [True, True, True]);  threshold_backward_2 = convolution_7 = down_0_1_weight = getitem_44 = getitem_45 = None
+    native_batch_norm_backward_2: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten.native_batch_norm_backward.default(threshold_backward_2, convolution_7, down_0_1_weight, None, None, getitem_45, getitem_46, True, 1e-05, [True, True, True]);  threshold_backward_2 = convolution_7 = down_0_1_weight = getitem_45 = getitem_46 = None
     getitem_32: "float32[2, 4, 8, 8]" = native_batch_norm_backward_2[0]
     getitem_33: "float32[4]" = native_batch_norm_backward_2[1]
     getitem_34: "float32[4]" = native_batch_norm_backward_2[2];  native_batch_norm_backward_2 = None

@@ -5,7 +5,8 @@ split off, but from a piece for requests above 1 MiB only if it is more than 1 M
 and ``memory_allocated`` counts it: sizes as they are requested would be exceeded by up to 1 MiB a tensor. Which pieces
 there are depends on all that was allocated before, so what is counted has to be followed in order.
 
-After PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``, with its default settings, on one stream. With
+After PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``, with its default settings. Each stream has pieces of its own;
+what two streams use is taken to be free for its own when the host frees it, which can be later. With
 ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` everything is split.
 """
 
@@ -70,15 +71,16 @@ class CachingAllocator:
     """Follows requests in order."""
 
     def __init__(self) -> None:
-        self._pools = {is_small: _Pool(is_small) for is_small in (True, False)}
+        self._pools: dict[tuple[int, bool], _Pool] = {}
         self._handed_out: dict[int, tuple[_Pool, tuple[int, int]]] = {}
 
-    def take(self, name: int, size: int) -> int:
-        """Request so many bytes under a name; how many the allocator counts for them."""
+    def take(self, name: int, size: int, stream: int = 0) -> int:
+        """Request so many bytes under a name, on a stream; how many the allocator counts for them."""
         if size == 0:
             return 0
         size = -(-size // ROUNDED_TO) * ROUNDED_TO
-        pool = self._pools[size <= _SMALL]
+        is_small = size <= _SMALL
+        pool = self._pools.setdefault((stream, is_small), _Pool(is_small))
         at = bisect_left(pool.free, (size, (-1, 0)))
         if at == len(pool.free):
             pool.add((pool.segments, 0), _segment_for(size), is_free=True)

@@ -29,6 +29,7 @@ class Event:
         over: storages whose place its result takes, the first that dies here and was made in the same room.
         room: where it runs.
         scratch: bytes that it needs beside its results and that are free again when it ends.
+        stream: number of the stream that it runs on.
     """
 
     what: Any
@@ -37,6 +38,7 @@ class Event:
     over: tuple[int, ...] = ()
     room: Any = None
     scratch: int = 0
+    stream: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def peak_of(
             live += sum(counted[storage] for storage in arriving[position])
         for storage in event.makes:
             if allocator is not None:
-                counted[storage] = allocator.take(storage, sizes[storage])
+                counted[storage] = allocator.take(storage, sizes[storage], event.stream)
             live += counted[storage]
             room[storage] = event.room
         written = None
@@ -114,7 +116,7 @@ def peak_of(
                 break
         scratch = event.scratch
         if allocator is not None:
-            scratch = allocator.take(_SCRATCH, scratch)
+            scratch = allocator.take(_SCRATCH, scratch, event.stream)
             allocator.give_back(_SCRATCH)
         if live + scratch > peak:
             peak, at = live + scratch, position

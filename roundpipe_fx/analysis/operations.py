@@ -98,6 +98,7 @@ class Step:
         reads: storages; a forward storage stands for its latest copy, if it has been made again.
         stage: the stage in whose backward it runs.
         stand_in: for a dropout that draws only its mask, the gradient it is drawn for.
+        early: whether it runs in its stage's recompute module, before the incoming gradients arrive.
     """
 
     operation: Operation
@@ -105,6 +106,7 @@ class Step:
     reads: tuple[int, ...]
     stage: int
     stand_in: fx.Node | None = None
+    early: bool = False
 
     @property
     def makes(self) -> tuple[int, ...]:
@@ -184,7 +186,7 @@ class OperationGraph:
     @functools.cached_property
     def forward_events(self) -> list[Event]:
         """The forward's operations as events."""
-        return [Event(o, o.reads, o.makes, o.over, (o.stage, False), o.workspace) for o in self.forward]
+        return [Event(o, o.reads, o.makes, o.over, (o.stage, Phase.FORWARD), o.workspace) for o in self.forward]
 
     @functools.cached_property
     def crossers(self) -> dict[int, list[tuple[int, int]]]:

@@ -52,6 +52,10 @@ _FIRST_INPUT = -3
 """With the numbers below: what the forward is given, for an allocator."""
 
 
+_SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
+"""What makes another stream the current one: the second operand."""
+
+
 def allocation_granularity(device: torch.device) -> int:
     """What sizes are rounded up to on a device, in bytes: 512 by CUDA's caching allocator, 1 on the CPU."""
     return ROUNDED_TO if device.type == "cuda" else 1
@@ -375,6 +379,7 @@ class _Run:
         self.numbers = StorageNumbers(granularity)
         self.events: list[Event] = []
         self.makers: dict[int, fx.Node] = {}
+        self._stream = 0
         self.calls: list[tuple[str, set[int], tuple[int, int]]] = []
         """Name, storages that come in, and range of events of each call."""
 
@@ -384,6 +389,8 @@ class _Run:
         graph = program.module.graph
         values: dict[fx.Node, list[int]] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in graph.nodes:
+            if node.target in _SWITCHES:
+                self._stream = int(node.args[1])
             if node.op != "call_module":
                 continue
             arguments: Any = node.args[0]
@@ -409,5 +416,7 @@ class _Run:
                 made = self.numbers.follow(node)
                 self.makers.update(dict.fromkeys(made, node))
                 workspace = node.meta.get(Mark.WORKSPACE, 0)
-                self.events.append(Event((name, node), self.numbers.reads(node), made, scratch=workspace))
+                self.events.append(
+                    Event((name, node), self.numbers.reads(node), made, (), None, workspace, self._stream)
+                )
         raise AssertionError("a graph without an output")

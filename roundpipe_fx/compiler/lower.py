@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import allocator_of
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model, tensor_bytes
-from roundpipe_fx.analysis.operations import read_operations
+from roundpipe_fx.analysis.cost.roofline import roofline_of
+from roundpipe_fx.analysis.operations import OperationGraph, read_operations
 from roundpipe_fx.analysis.simulator import (
     Course,
     PeakMoment,
@@ -32,37 +34,39 @@ from roundpipe_fx.frontend.resolved_random_branches import release_settled_draws
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.ir.region import budget_of_region
-from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.ir.segment import Segment, StageCut, backward_stages
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import equal_values, share_equal_values
 from roundpipe_fx.passes.dropout import expand_dropout
-from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
 from roundpipe_fx.passes.redundant_views import drop_repeated_views
 from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
-from roundpipe_fx.passes.start_early import start_early
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
-from roundpipe_fx.passes.streams import fork_recompute
 from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.remat.choose import Chosen, choose, refusal
+from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
+from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
+from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.torch_private import module_path_text
+from roundpipe_fx.torch_private import module_path_text, size_hint
 
 __all__ = [
     "Lowered",
@@ -81,7 +85,7 @@ log = logging.getLogger(__name__)
 _WORTH_SHARING = 0.001
 """Share of what the backward reads that equal values must hold."""
 
-CHOOSERS = {"none": keep_all, "full": keep_stage_inputs}
+SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
 
 
 @dataclass(frozen=True)
@@ -204,8 +208,8 @@ def lower(
         budget, share = step.limit, 1.0
     setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond, step)
     if budget is None:
-        chooser = CHOOSERS[options.recompute or "none"] if training else None
-        lowered = emit(joint, setting, chooser=chooser)
+        policy = SAVE_POLICIES[options.recompute or "none"]
+        lowered = emit(recompute_by_policy(joint, policy, prepared.costs) if training else joint, setting, training)
     else:
         lowered = _within(joint, setting, budget)
     if isinstance(prepared.costs, MeasuredCosts):
@@ -321,43 +325,93 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     return None
 
 
+def recompute_by_policy(joint: JointGraph, policy: SavePolicy, costs: CostModel) -> JointGraph:
+    """Write what a save policy asks for into a graph, with what starts early at no cost in memory."""
+    schedule = recompute_rest(joint, policy(joint))
+    return early_recompute(apply_remat_schedule(joint, schedule, costs))
+
+
+def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
+    """The operations of a graph for the planner.
+
+    Args:
+        joint: a graph with stages; not changed.
+        setting: what else there is to know.
+        sums: whether gradients of parameters are added to sums that are at hand.
+    """
+    granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
+    found = read_operations(joint, len(setting.segments), granularity, in_place, sums)
+    return dataclasses.replace(found, stages=backward_stages(setting.cuts))
+
+
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
-    in_place = setting.compiler == "eager"
     step = _with_gradients(setting.step, joint)
+    operations = dataclasses.replace(operations_of(joint, setting), step=step)
+    rotor = setting.options.rotor
+    shared = _with_equal_values_shared(joint) if rotor is None else None
+    whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
+    beside = _stages_to_overlap(joint, setting)
     margin = 0
     emitted: list[tuple[Candidate, int]] = []
     while True:
-        spare = joint.copy()
-        granularity = allocation_granularity(setting.device)
-        operations = read_operations(joint, len(setting.segments), granularity, in_place)
-        operations = dataclasses.replace(operations, step=step)
-        rotor = setting.options.rotor
         if rotor is None:
-            shared = _with_equal_values_shared(joint)
-            whole = None
-            if shared is not None:
-                whole = read_operations(shared, len(setting.segments), granularity, in_place)
-                whole = dataclasses.replace(whole, step=step)
             chosen = choose(operations, budget, setting.share, margin, whole, emitted)
-            if shared is not None and chosen.followed is whole:
-                joint = shared
         else:
             limit = int(rotor.limit * setting.share)
             fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
             frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
             chosen = Chosen(fitted.candidate, limit, operations, frontier, operations)
-        joint = follow_schedule(joint, chosen.candidate.schedule.backward, setting.cuts, setting.costs)
-        lowered = emit(joint, setting, chosen=chosen)
-        excess = lowered.plan.peak_bytes - chosen.limit
-        if excess <= 0:
-            return lowered
+        followed, schedule = chosen.followed, chosen.candidate.schedule
+        early = early_within(followed, schedule, beside)
+        excess = 0
+        for tried in (
+            (schedule,) if early is schedule else (early, schedule)
+        ):  # programs may differ a little from what was planned
+            own = (joint if followed is not whole or shared is None else shared).copy()
+            remat = remat_schedule(followed, tried).on(own.graph)
+            lowered = emit(apply_remat_schedule(own, remat, setting.costs), setting, chosen=chosen)
+            excess = lowered.plan.peak_bytes - chosen.limit
+            if excess <= 0:
+                return lowered
         if not chosen.fits:
             raise refusal(chosen, lowered.plan.peak_bytes, budget)
         emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
-        joint = spare
+
+
+def _stages_to_overlap(joint: JointGraph, setting: Setting) -> set[int]:
+    """Stages whose recomputation gains by running beside the backward of the stage before it."""
+    unfilled = _Unfilled(setting)
+    for node in joint.computed():
+        unfilled.add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), node)
+    stages = sorted({node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}, reverse=True)
+    return {
+        stage
+        for before, stage in itertools.pairwise(stages)
+        if unfilled.overlap_pays((before, Phase.BACKWARD), (stage, Phase.FORWARD))
+    }
+
+
+class _Unfilled:
+    """How much of the modelled seconds of parts of a graph are of kernels too small to fill the device."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._full = roofline_of(setting.device, setting.options.device_name).full
+        self._seconds: Counter[tuple[int, Phase]] = Counter()
+        self._small: Counter[tuple[int, Phase]] = Counter()
+
+    def add(self, part: tuple[int, Phase], node: fx.Node) -> None:
+        """Count a node."""
+        seconds = node.meta[Mark.SECONDS]
+        self._seconds[part] += seconds
+        if sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
+            self._small[part] += seconds
+
+    def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
+        """Whether one of these parts leaves the device so idle that another can run beside it."""
+        return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
 
 
 def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
@@ -388,8 +442,8 @@ def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
 def emit(
     joint: JointGraph,
     setting: Setting,
+    training: bool = True,
     *,
-    chooser: Callable[[JointGraph], Collection[fx.Node]] | None = None,
     chosen: Chosen | None = None,
     split: bool = False,
     sums: bool = False,
@@ -397,17 +451,13 @@ def emit(
     """Emit stage modules and programs.
 
     Args:
-        joint: a graph with stages; if a plan was chosen, one that follows it.
+        joint: a graph with stages, recomputation written into it.
         setting: what else there is to know.
-        chooser: says what is kept, where no plan was chosen.
-        chosen: the plan. Without both the graph is one of inference.
+        training: whether the graph has a backward.
+        chosen: the plan, where one was chosen.
         split: whether gradients of parameters are made in modules of their own.
         sums: whether stage modules add gradients to those of earlier microbatches.
     """
-    training = chooser is not None or chosen is not None
-    if chooser is not None:
-        joint = rematerialize(joint, chooser(joint), setting.costs)
-        joint = start_early(joint)
     if split:
         joint = split_backward(joint)
     if training:
@@ -416,23 +466,28 @@ def emit(
         joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
     joint.drop_unread()
     seconds: dict[tuple[int, Phase], float] = {}
+    unfilled = _Unfilled(setting)
     again = 0.0
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
+        unfilled.add(key, node)
         again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
     modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     if backward is not None:
-        fork_recompute(backward.module.graph, _recomputing(joint))
+        recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
+        forks = {
+            call.name
+            for before, call in itertools.pairwise(backward.calls)
+            if call.phase is Phase.RECOMPUTE
+            and call.stage in recomputing
+            and unfilled.overlap_pays((before.stage, before.phase), (call.stage, call.phase))
+        }
+        overlap_recompute(backward.module.graph, forks)
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     return Lowered(joint, setting, chosen, modules, forward, backward, seconds, again, tangents)
-
-
-def _recomputing(joint: JointGraph) -> set[str]:
-    """Names of the stage modules that repeat forward operations."""
-    return {f"stage_{node.meta[Mark.STAGE]}_{Phase.RECOMPUTE}" for node in joint.computed() if Mark.ORIGIN in node.meta}
 
 
 def _device_of(joint: JointGraph) -> torch.device:

@@ -61,9 +61,8 @@ def make_plan(
         nodes = by_stage[cut.index]
         own_saved = [node for node in saved if node.meta[Mark.STAGE] == cut.index]
         again = [node for node in nodes if Mark.ORIGIN in node.meta and is_tensor(node)]
-        seconds = {
-            phase: sum(node.meta[Mark.SECONDS] for node in nodes if node.meta[Mark.PHASE] is phase) for phase in Phase
-        }
+        forward_nodes = [node for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
+        repeated = [node for node in nodes if Mark.ORIGIN in node.meta]
         digests = tuple(modules[cut.index, phase].fingerprint for phase in Phase if (cut.index, phase) in modules)
         same = first.setdefault(digests, cut.index)
         stages.append(
@@ -71,10 +70,10 @@ def make_plan(
                 cut.index,
                 _modules_text(nodes),
                 (cut.first, cut.last),
-                seconds[Phase.FORWARD],
-                seconds[Phase.RECOMPUTE],
-                sum(node.meta[Mark.SECONDS] for node in nodes if Mark.ORIGIN in node.meta),
-                seconds[Phase.BACKWARD] + seconds[Phase.WEIGHT],
+                _seconds(forward_nodes),
+                _seconds(repeated),
+                _seconds(nodes) - _seconds(forward_nodes) - _seconds(repeated),
+                _seconds(node for node in nodes if node.meta[Mark.PHASE] is Phase.RECOMPUTE),
                 segments[cut.first].entry_bytes,
                 saved=_values(costs, (node for node in own_saved if not _hoist_reason(node))),
                 hoisted=_values(costs, (node for node in own_saved if _hoist_reason(node))),
@@ -112,6 +111,10 @@ def make_plan(
         programs=programs,
         operations=chosen.graph if chosen is not None else None,
     )
+
+
+def _seconds(nodes: Iterable[fx.Node]) -> float:
+    return sum(node.meta[Mark.SECONDS] for node in nodes)
 
 
 def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:

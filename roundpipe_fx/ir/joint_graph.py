@@ -60,7 +60,7 @@ class Mark:
     """Keys of ``node.meta`` that passes write, one line a key; the pass that owns a key is named."""
 
     PHASE = "rpfx_phase"
-    """:class:`Phase` (annotate; rematerialize for the nodes it adds or moves)."""
+    """:class:`Phase` (annotate; apply_remat_schedule, early_recompute and split_backward for what they add or move)."""
     BYTES = "rpfx_bytes"
     """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
     WORKSPACE = "rpfx_workspace"
@@ -78,7 +78,7 @@ class Mark:
     STAGE = "rpfx_stage"
     """Index of the stage the node belongs to (stages)."""
     ORIGIN = "rpfx_origin"
-    """Name of the forward node that a recomputed node repeats (rematerialize)."""
+    """Name of the forward node that a recomputed node repeats (apply_remat_schedule)."""
     STRIDED = "rpfx_strided"
     """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
     BROUGHT = "rpfx_brought"

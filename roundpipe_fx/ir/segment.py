@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Segment", "StageCut"]
+__all__ = ["Segment", "StageCut", "backward_stages"]
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,13 @@ class StageCut:
     index: int
     first: int
     last: int
+
+
+def backward_stages(cuts: Iterable[StageCut]) -> dict[int, int]:
+    """By segment, the stage in which its backward runs.
+
+    Args:
+        cuts: the stages, in the order in which they run: of several that have a segment (RoundPipe's slots) it is the
+            last one.
+    """
+    return {segment: cut.index for cut in cuts for segment in range(cut.first, cut.last + 1)}

@@ -14,20 +14,29 @@ from typing import Any
 
 from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
 from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
-from roundpipe_fx.compiler.lower import CHOOSERS, Prepared, Setting, asked_budget, cut_as_asked, emit, prepare
+from roundpipe_fx.compiler.lower import (
+    SAVE_POLICIES,
+    Prepared,
+    Setting,
+    asked_budget,
+    cut_as_asked,
+    emit,
+    prepare,
+    recompute_by_policy,
+)
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.passes.recompute_regions import region_bounds
-from roundpipe_fx.passes.rematerialize import keep_slot_inputs
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import stages_of_starts
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
+from roundpipe_fx.remat.save_policy import save_slot_inputs
 from roundpipe_fx.schedules import (
     Kind,
     Schedule,
@@ -138,12 +147,12 @@ def _lower_named(
     devices = pipelining.workers
     if not training:
         name = "roundpipe" if pipelining.offloaded else "gpipe"
-    choosers = CHOOSERS
+    policies = SAVE_POLICIES
     known = starts_like(prepared.joint, like.starts) if like is not None else None
     cut: Rounds | tuple[int, ...]
     if name == "roundpipe":
         joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, known, training, weight_limit)
-        choosers = {**CHOOSERS, "full": keep_slot_inputs}
+        policies = {**SAVE_POLICIES, "full": save_slot_inputs}
     else:
         whole = name in ("interleaved", "given")
         joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, whole, known)
@@ -154,22 +163,23 @@ def _lower_named(
     setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
-        only = variant_of(emit(joint, setting), setting, pipelining)
+        only = variant_of(emit(joint, setting, training=False), setting, pipelining)
         return LoweredPipeline(only, only, structure, None, devices, False)
     if pipelining.checkpoint is None:
         budget = asked_budget(joint, options, prepared.device)
         if budget is not None:
-            full = choosers["full"]
+            full = policies["full"]
             return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget, full)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
-    spare = joint.copy() if last != main else None
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
-    first = variant_of(emit(joint, setting, chooser=choosers[main], split=split, sums=True), setting, pipelining)
-    other = first
-    if spare is not None:
-        other = variant_of(emit(spare, setting, chooser=choosers[last], split=split, sums=True), setting, pipelining)
-    return LoweredPipeline(first, other, structure, given, devices, in_halves)
+
+    def variant(recompute: str) -> Variant:
+        own = recompute_by_policy(joint.copy(), policies[recompute], prepared.costs)
+        return variant_of(emit(own, setting, split=split, sums=True), setting, pipelining)
+
+    first = variant(main)
+    return LoweredPipeline(first, first if last == main else variant(last), structure, given, devices, in_halves)
 
 
 def _splits(schedule: Schedule) -> bool:

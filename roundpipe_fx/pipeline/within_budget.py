@@ -9,26 +9,24 @@ bisection: first with all devices equally thrifty, then each for itself.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
-from torch import fx
-
-from roundpipe_fx.analysis.operations import OperationGraph, read_operations
-from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.compiler.lower import Lowered, Setting, emit
+from roundpipe_fx.compiler.lower import Setting, emit, operations_of, recompute_by_policy
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
 from roundpipe_fx.remat.in_flight import Run, rungs_of_run, together
 from roundpipe_fx.remat.links import chain_of
-from roundpipe_fx.remat.schedule import Choice
-from roundpipe_fx.remat.search import Rung, everything_kept, most_kept, work_out
-from roundpipe_fx.schedules import Schedule, Timing
+from roundpipe_fx.remat.save_policy import SavePolicy
+from roundpipe_fx.remat.schedule import Choice, remat_schedule
+from roundpipe_fx.remat.search import Candidate, Rung, everything_kept, most_kept, work_out
+from roundpipe_fx.schedules import Kind, Schedule, StageGraph, StepCosts, Timing
 
 __all__ = ["within_budget"]
 
@@ -42,7 +40,7 @@ def within_budget(
     pipelining: Pipelining,
     in_halves: bool,
     budget: int | float,
-    stage_inputs: Callable[[JointGraph], Collection[fx.Node]],
+    stage_inputs: SavePolicy,
 ) -> LoweredPipeline:
     """The quickest step that is found with every device within the budget.
 
@@ -60,40 +58,35 @@ def within_budget(
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
     """
-    granularity = allocation_granularity(setting.device)
+    blocks = Blocks(operations_of(joint, setting, sums=pipelining.microbatches > 1))
 
-    def operations_of(graph: JointGraph) -> OperationGraph:
-        in_place, sums = setting.compiler == "eager", pipelining.microbatches > 1
-        return read_operations(graph, len(setting.segments), granularity, in_place, sums)
-
-    def attempted(lowered: Lowered) -> _Attempt:
-        only = variant_of(lowered, setting, pipelining)
+    def attempted(graph: JointGraph, chosen: Chosen | None = None) -> _Attempt:
+        only = variant_of(emit(graph, setting, chosen=chosen, split=split, sums=True), setting, pipelining)
         pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
-        return _Attempt(pipeline, pipeline.predict(pipelining.microbatches))
+        return _Attempt(pipeline, pipeline.predict(pipelining.microbatches), chosen)
+
+    def with_schedule(candidate: Candidate) -> _Attempt:
+        own = joint.copy()
+        remat = remat_schedule(blocks.graph, candidate.schedule).on(own.graph)
+        chosen = Chosen(candidate, candidate.peak.bytes, blocks.graph, (), blocks.graph)
+        return attempted(apply_remat_schedule(own, remat, setting.costs), chosen)
 
     made: list[tuple[Choice, _Attempt]] = []
 
     def attempt(choice: Choice) -> _Attempt:
         same = [own for other, own in made if other == choice]  # levels that differ often keep the same
-        if same:
-            return same[0]
-        own = joint.copy()
-        mapped = operations_of(own)
-        candidate = work_out(Blocks(mapped), choice)  # storages have the same numbers in every copy of a graph
-        own = follow_schedule(own, candidate.schedule.backward, setting.cuts, setting.costs)
-        chosen = Chosen(candidate, candidate.peak.bytes, mapped, (), mapped)
-        found = attempted(emit(own, setting, chosen=chosen, split=split, sums=True))
-        made.append((choice, found))
-        return found
+        if not same:
+            same = [with_schedule(work_out(blocks, choice))]
+            made.append((choice, same[0]))
+        return same[0]
 
-    blocks = Blocks(operations_of(joint))
     chain, keepings = chain_of(blocks)
     kept = most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
     first = attempt(kept.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     limit = int((first.peak if allowed is None else allowed) * setting.share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
-        return first.chosen(limit, allowed, [first])
+        return first.within(limit, allowed, [first])
     runs = runs_of(first.timing, setting.cuts)
     rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
     tried = {(0,) * pipelining.workers: first}
@@ -106,7 +99,7 @@ def within_budget(
     lowest = max(len(own) for own in rungs)
     others = []
     if not blocks.graph.regions:
-        others = [attempted(emit(joint.copy(), setting, chooser=stage_inputs, split=split, sums=True))]
+        others = [attempted(recompute_by_policy(joint.copy(), stage_inputs, setting.costs))]
     level = _alike(at, lowest, pipelining.workers, limit) if isinstance(budget, int) else None
     if level is None:
         lowest = _lowest(at, lowest, pipelining.workers)
@@ -133,7 +126,9 @@ def within_budget(
             )
         fitting = [least]
     best = min(fitting, key=lambda own: (own.timing.makespan, own.seconds, own.peak))
-    return best.chosen(max(limit, best.peak), allowed, attempts)
+    if pipelining.workers > 1:
+        best = _with_waits_filled(best, fitting, with_schedule, split, pipelining.microbatches, limit)
+    return best.within(max(limit, best.peak), allowed, attempts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +137,8 @@ class _Attempt:
 
     pipeline: LoweredPipeline
     timing: Timing
+    chosen: Chosen | None = None
+    """The plan; ``None``: a save policy's."""
 
     @property
     def peak(self) -> int:
@@ -153,13 +150,85 @@ class _Attempt:
         """Modelled seconds of recomputation, for a microbatch."""
         return self.pipeline.main.lowered.recompute_seconds
 
-    def chosen(self, budget: int, allowed: int | None, attempts: Sequence[_Attempt]) -> LoweredPipeline:
+    def within(self, budget: int, allowed: int | None, attempts: Sequence[_Attempt]) -> LoweredPipeline:
         """The pipeline, chosen among several for a budget."""
         found: list[tuple[int, float]] = []
         for seconds, peak in sorted((own.seconds, own.peak) for own in attempts):
             if not found or peak < found[-1][0]:
                 found.append((peak, seconds))
         return dataclasses.replace(self.pipeline, budget=budget, allowed=allowed, trade_off=tuple(found))
+
+
+_LONGER = 1e-9
+"""Share of a makespan by which rounding may change it."""
+_MOST_FILLED = 3
+"""For so many plans it is worked out how much may be early."""
+_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+
+
+def _with_waits_filled(
+    best: _Attempt,
+    fitting: Sequence[_Attempt],
+    attempt: Callable[[Candidate], _Attempt],
+    split: bool,
+    microbatches: int,
+    limit: int,
+) -> _Attempt:
+    """The quickest step where devices recompute while they wait for gradients; ``best`` if that takes as long.
+
+    What recomputes more may be quicker then: of the plans that fit, those are looked at whose step would be the
+    shortest if all that can be early were.
+    """
+    promising = []
+    for own in fitting:
+        if own.chosen is not None:
+            choices = early_choices(own.chosen.graph, own.chosen.candidate.schedule, split)
+            promising.append((_makespan_if_early(own, choices, microbatches), own, choices))
+    for shortest, own, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
+        if shortest < best.timing.makespan * (1 - _LONGER):
+            best = min([best, *_filled(own, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+    return best
+
+
+def _filled(
+    own: _Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], _Attempt], limit: int
+) -> list[_Attempt]:
+    """An attempt with as much early as fits: each device halves what its stages have early until it is within."""
+    assert own.chosen is not None
+    candidate = own.chosen.candidate
+    level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
+    orders = own.timing.schedule.orders
+    while any(level.values()):
+        found = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        full = [order for order, peak in zip(orders, found.timing.peak_bytes, strict=True) if peak > limit]
+        over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
+        if not full:
+            return [found]
+        if not over:
+            break
+        for stage in over:
+            level[stage] //= 2
+    return []
+
+
+def _makespan_if_early(own: _Attempt, choices: EarlyChoices, microbatches: int) -> float:
+    """The makespan if each stage ran all that may be early in its recompute module, whatever it holds."""
+    assert own.chosen is not None
+    steps = [step for _, block in own.chosen.candidate.schedule.backward for step in block]
+    main = own.pipeline.main
+    seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
+    for stage, of_stage in choices.items():
+        early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
+        backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
+        if early and backward is not None:
+            recompute = (Kind.RECOMPUTE, stage)
+            seconds[recompute], seconds[backward] = early, max(seconds[backward] - early, 0.0)
+            reads[recompute] = tuple(source for source in reads[backward] if source[0] is Kind.FORWARD)
+            reads[backward] = (*reads[backward], recompute)
+    graph = StageGraph(reads, main.steps.graph.carried)
+    costs = StepCosts(seconds, main.costs.transfer_seconds)
+    variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
+    return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan
 
 
 def _choice(levels: Sequence[int], runs: Sequence[Run], rungs: Sequence[Sequence[Rung]]) -> Choice:

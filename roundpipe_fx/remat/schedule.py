@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.liveness import Event, levels_of, peak_of
 from roundpipe_fx.analysis.operations import Operation, OperationGraph, Step
 from roundpipe_fx.analysis.recomputation import Form
+from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSchedule
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
+from roundpipe_fx.ir.joint_graph import Phase
 
 __all__ = [
     "Choice",
@@ -25,6 +27,8 @@ __all__ = [
     "footprint",
     "just_in_time",
     "peak_of_forward",
+    "peaks_by_stage",
+    "remat_schedule",
     "simulate",
 ]
 
@@ -174,7 +178,8 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
         return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
     if event.scratch:
         live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
-    return Peak(size, event.what.segment, event.room[1], event.what, tuple(live[:_SHOWN]))
+    backward = event.room[1] is not Phase.FORWARD
+    return Peak(size, event.what.segment, backward, event.what, tuple(live[:_SHOWN]))
 
 
 def footprint(graph: OperationGraph, schedule: Schedule) -> Footprint:
@@ -221,9 +226,43 @@ def _course(graph: OperationGraph, schedule: Schedule) -> _Course:
             sizes[-3 - index] = graph.states[index]
             arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
+    backward = _early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
+
+
+def _early_first(events: Sequence[Event]) -> list[Event]:
+    """The events of a backward in the order of the programs: of each stage first those of its recompute module."""
+    by_stage: dict[int, tuple[list[Event], list[Event]]] = {}
+    for event in events:
+        stage, module = event.room
+        by_stage.setdefault(stage, ([], []))[module is Phase.BACKWARD].append(event)
+    return [event for modules in by_stage.values() for module in modules for event in module]
+
+
+def peaks_by_stage(graph: OperationGraph, schedule: Schedule) -> tuple[int, dict[int, int]]:
+    """The most bytes that live at one time in one call; and for each stage while its backward runs."""
+    course = _course(graph, schedule)
+    found: dict[int, int] = {}
+    levels = levels_of(course.events, course.sizes, course.lasting, course.arriving)
+    for event, (during, _) in list(zip(course.events, levels, strict=True))[len(graph.forward) + 1 :]:
+        found[event.room[0]] = max(found.get(event.room[0], 0), during)
+    return max((during for during, _ in levels), default=0), found
+
+
+def remat_schedule(graph: OperationGraph, schedule: Schedule) -> RematSchedule:
+    """A schedule as it is written into the graph that the operations were read off."""
+    blocks = []
+    for segment, steps in schedule.backward:
+        ops = (
+            BackwardOp(step.operation.node, early=step.early)
+            if step.way is None
+            else BackwardOp(step.way.node, step.way.form, step.early, step.stand_in)
+            for step in steps
+        )
+        blocks.append(RematBlock(segment, graph.stages[segment], tuple(ops)))
+    return RematSchedule(tuple(blocks))
 
 
 def _name(graph: OperationGraph, storage: int) -> str:
@@ -254,12 +293,13 @@ def backward_events(
     number = len(graph.sizes)
     for step in steps:
         operation, way = step.operation, step.way
+        room = (step.stage, Phase.RECOMPUTE if step.early else Phase.BACKWARD)
         reads, over = list(step.reads), operation.over
         if not latest.keys().isdisjoint(reads):
             reads = [latest.get(storage, storage) for storage in reads]
             over = tuple([latest.get(storage, storage) for storage in over])
         if way is None:
-            events.append(Event(operation, reads, operation.makes, over, (step.stage, True), operation.workspace))
+            events.append(Event(operation, reads, operation.makes, over, room, operation.workspace))
             continue
         if operation.index in states:
             reads.append(states[operation.index])
@@ -271,5 +311,5 @@ def backward_events(
             makes.append(number)
             number += 1
         over = over if way.form is Form.SAME else ()
-        events.append(Event(operation, reads, makes, over, (step.stage, True), way.scratch))
+        events.append(Event(operation, reads, makes, over, room, way.scratch))
     return events, latest, copied

@@ -61,9 +61,10 @@ class PlannedStage:
         modules: the user's modules in it, first and last.
         segments: indices of its first and last segment.
         forward_seconds: modelled.
-        recompute_seconds: modelled; what the backward repeats or starts before gradients arrive.
-        repeated_seconds: modelled; of forward operations that the backward runs again.
+        recompute_seconds: modelled; of forward operations that run again, early or just in time.
         backward_seconds: modelled, without the recomputation.
+        early_seconds: modelled; the part of both that runs before the stage's incoming gradients arrive, in its
+            recompute module.
         entry_bytes: computed values that live across its beginning.
         saved: kept from forward to backward, without the hoisted ones and generator states.
         hoisted: kept because their operation must not run twice.
@@ -78,8 +79,8 @@ class PlannedStage:
     segments: tuple[int, int]
     forward_seconds: float
     recompute_seconds: float
-    repeated_seconds: float
     backward_seconds: float
+    early_seconds: float
     entry_bytes: int
     saved: tuple[PlannedValue, ...]
     hoisted: tuple[PlannedValue, ...]
@@ -201,7 +202,7 @@ class Plan:
     @property
     def recompute_seconds(self) -> float:
         """Modelled seconds of what the backward computes again."""
-        return sum(stage.repeated_seconds for stage in self.stages)
+        return sum(stage.recompute_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
         """Every emitted module and program as readable Python, by file name.
@@ -357,6 +358,8 @@ class Plan:
                 seconds += (
                     f", recompute {stage.recompute_seconds * 1e3:.3f}, backward {stage.backward_seconds * 1e3:.3f}"
                 )
+            if stage.early_seconds:
+                seconds += f", of which before its gradients arrive {stage.early_seconds * 1e3:.3f}"
             lines.append(f"{seconds}; enters {bytes_text(stage.entry_bytes)}")
             for title in ("saved", "hoisted", "recomputed", "replayed"):
                 lines += _listing(title, getattr(stage, title))

@@ -7,9 +7,10 @@ from torch import nn
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, saved_values
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.rematerialize import keep_slot_inputs, rematerialize
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.remat.save_policy import recompute_rest, save_slot_inputs
 from roundpipe_fx.schedules.fit_rounds import Rounds
 from tests.capturing import capture_joint
 from tests.pipeline.steps import Blocks
@@ -41,7 +42,7 @@ def test_forward_and_backward_are_cut_apart() -> None:
 def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
     joint, _ = _joint()
     joint, _ = cut_rounds(joint, Rounds(((0, 3),), (4, 5), ((2, 3), (0, 1))))
-    joint = rematerialize(joint, keep_slot_inputs(joint), CPU)
+    joint = apply_remat_schedule(joint, recompute_rest(joint, save_slot_inputs(joint)), CPU)
     again = [node for node in joint.computed() if Mark.ORIGIN in node.meta and node.meta[Mark.SECONDS]]
     repeated = {node.meta[Mark.SEGMENT] for node in again}
     assert repeated == {0, 1, 2, 3}
@@ -74,5 +75,5 @@ def test_segments_without_a_backward_are_kept_as_their_slot_is(fused: bool) -> N
     first = without if fused else last
     joint, _ = cut_rounds(joint, Rounds(((0, first - 1),), (first, last), ((0, first - 1),)))
     own = {node for node in joint.in_phase(Phase.FORWARD) if node.meta[Mark.SEGMENT] == without}
-    kept = own & keep_slot_inputs(joint)
+    kept = own & save_slot_inputs(joint)
     assert kept == (own if fused else set())

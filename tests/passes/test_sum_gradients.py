@@ -8,13 +8,14 @@ from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.gradient_sums import SUMMING, add_copy_to, add_product_to
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.redundant_views import drop_repeated_views
-from roundpipe_fx.passes.rematerialize import keep_all, rematerialize
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
+from roundpipe_fx.remat.save_policy import recompute_rest, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
 from tests.pipeline.steps import Blocks
@@ -25,7 +26,7 @@ CPU = DEVICES["cpu"]
 def _joint(model: nn.Module, *args: object, split: bool = False, **kwargs: object) -> JointGraph:
     joint, segments = cut_segments(annotate(drop_repeated_views(capture_joint(model, *args, **kwargs)), CPU))
     joint, _ = cut_stages(joint, segments, min(2, len(segments)), lambda size: 0.0)
-    joint = rematerialize(joint, keep_all(joint), CPU)
+    joint = apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
     return split_backward(joint) if split else joint
 
 
@@ -124,7 +125,7 @@ def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
         assert len(joint.parts) == 1
         joint, segments = cut_segments(joint)
         joint, _ = cut_stages(joint, segments, stages, lambda size: 0.0)
-        joint = rematerialize(joint, keep_all(joint), CPU)
+        joint = apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
         inputs = example_inputs(joint)
         torch.manual_seed(0)
         before = run_joint(joint, inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.pipeline import within_budget
 from tests import hugging_face
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 
@@ -133,10 +135,30 @@ def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> Non
         compiled.forward_backward(x, labels=y, loss_fn=squares)
         planned = compiled.plan.pipeline
         assert planned is not None and max(planned.peak_bytes) <= budget
-        seconds[schedule] = [stage.repeated_seconds for stage in compiled.plan.stages]
+        seconds[schedule] = [stage.recompute_seconds for stage in compiled.plan.stages]
     # Under 1F1B the first device has four microbatches in flight, the last one.
     assert seconds["1f1b"][0] > 0 == seconds["1f1b"][-1]
     assert min(seconds["gpipe"]) > 0
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch_of(256, 32)
+    options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule, "memory_budget": 0.1}
+    reference = Blocks(32, 8)
+    models = [copy.deepcopy(reference) for _ in range(2)]
+    early = roundpipe_fx.compile(models[0], **options)
+    early.forward_backward(x, labels=y, loss_fn=squares)
+    monkeypatch.setattr(within_budget, "_MOST_FILLED", 0)
+    late = roundpipe_fx.compile(models[1], **options)
+    late.forward_backward(x, labels=y, loss_fn=squares)
+    for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(first.grad, second.grad)
+    ours, theirs = early.plan.pipeline, late.plan.pipeline
+    assert ours is not None and theirs is not None and early.plan.budget == late.plan.budget
+    assert re.search(r"\bR\d", ours.order) and not re.search(r"\bR\d", theirs.order)
+    assert max(ours.peak_bytes) <= early.plan.budget
+    assert ours.makespan < theirs.makespan
 
 
 def test_a_budget_holds_with_the_microbatches_in_flight() -> None:

@@ -9,8 +9,7 @@ from torch import nn
 
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark
-from roundpipe_fx.ir.segment import StageCut
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
 from roundpipe_fx.passes.masks import expand_masks
@@ -28,14 +27,6 @@ def staged(model: nn.Module, *inputs: Any, stages: int | str = "auto") -> tuple[
     count = min(stages, len(segments)) if isinstance(stages, int) else stages
     joint, _ = cut_stages(joint, segments, count, lambda size: size * 1e-9)
     return joint, len(segments)
-
-
-def cuts_of(joint: JointGraph) -> list[StageCut]:
-    """The stages that a graph was cut into."""
-    segments: dict[int, list[int]] = {}
-    for node in joint.computed():
-        segments.setdefault(node.meta[Mark.STAGE], []).append(node.meta[Mark.SEGMENT])
-    return [StageCut(stage, min(own), max(own)) for stage, own in sorted(segments.items())]
 
 
 def operations_of(model: nn.Module, *inputs: Any) -> OperationGraph:

@@ -11,8 +11,8 @@ from roundpipe_fx.analysis.operations import read_operations
 from roundpipe_fx.remat.alike import shape_of_backward
 from roundpipe_fx.remat.arrange import MOST_THRIFT
 from roundpipe_fx.remat.blocks import Blocks
-from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.remat.graphs import mlp, operations_of, staged
+from tests.remat.test_save_policy import RandomModel, operations, relaxed
 
 
 @pytest.mark.long

@@ -16,8 +16,8 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.lower_bound import lower_bound
 from roundpipe_fx.remat.rotor import rotor_candidates
 from roundpipe_fx.remat.search import search
-from tests.passes.test_rematerialize import RandomModel, operations, relaxed
 from tests.remat.graphs import mlp, operations_of, staged
+from tests.remat.test_save_policy import RandomModel, operations, relaxed
 
 
 @pytest.mark.long

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 from roundpipe_fx.analysis.operations import read_operations
 from roundpipe_fx.analysis.simulator import simulate_programs
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.passes.follow_schedule import follow_schedule
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.remat.arrange import MOST_THRIFT
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
-from roundpipe_fx.remat.schedule import Choice, simulate
+from roundpipe_fx.remat.early import early_at, early_choices, early_within
+from roundpipe_fx.remat.schedule import Choice, remat_schedule, simulate
 from roundpipe_fx.remat.search import search
 from tests.capturing import example_inputs, run_joint
-from tests.passes.test_rematerialize import RandomModel, _run_programs, operations, relaxed
-from tests.remat.graphs import CPU, cuts_of, mlp, operations_of, staged
+from tests.remat.graphs import CPU, mlp, operations_of, staged
+from tests.remat.test_save_policy import RandomModel, _run_programs, operations, relaxed
 
 
 @relaxed
@@ -43,8 +44,11 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
             held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
     thrift = {segment: data.draw(st.integers(0, MOST_THRIFT + 1)) for segment in range(segments)}
     schedule = make_schedule(Blocks(graph), Choice(kept, held, thrift))
+    choices = early_choices(graph, schedule)
+    level = {stage: data.draw(st.integers(0, len(own) - 1)) for stage, own in choices.items()}
+    schedule = early_at(schedule, choices, level)
     planned = simulate(graph, schedule)
-    replay_rng(follow_schedule(joint, schedule.backward, cuts_of(joint), CPU), CPU)
+    replay_rng(apply_remat_schedule(joint, remat_schedule(graph, schedule), CPU), CPU)
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     modules = emit_stage_modules(joint, reinplace)
@@ -64,13 +68,16 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
 def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int, place: float) -> None:
     torch.manual_seed(0)
     joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
-    candidates = search(Blocks(read_operations(joint, segments))).candidates
+    graph = read_operations(joint, segments)
+    candidates = search(Blocks(graph)).candidates
     chosen = candidates[round(place * (len(candidates) - 1))]
-    replay_rng(follow_schedule(joint, chosen.schedule.backward, cuts_of(joint), CPU), CPU)
+    early = early_within(graph, chosen.schedule, range(stages))
+    replay_rng(apply_remat_schedule(joint, remat_schedule(graph, early), CPU), CPU)
     joint.graph.eliminate_dead_code()
     modules = emit_stage_modules(joint, reinplace)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
-    assert simulate_programs(forward, backward, joint.expected_tangents).bytes == chosen.peak.bytes
+    peak = simulate_programs(forward, backward, joint.expected_tangents).bytes
+    assert peak == simulate(graph, early).bytes <= chosen.peak.bytes
 
 
 def test_nested_recomputation_runs_a_segment_more_than_once() -> None:

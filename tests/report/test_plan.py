@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +44,21 @@ def test_replayed_values_are_listed() -> None:
     plan = compiled.trace(torch.randn(4, 8))
     assert [value.module for stage in plan.stages for value in stage.replayed] == ["layers.0.2", "layers.1.2"]
     assert all(stage.recompute_seconds > 0 for stage in plan.stages)
+
+
+@pytest.mark.parametrize("options", [{"recompute": "none"}, {"recompute": "full"}, {"memory_budget": 0.0}])
+def test_a_stages_recompute_seconds_are_its_part_of_the_total(options: dict[str, Any]) -> None:
+    compiled = roundpipe_fx.compile(DropoutMLP(), stages=2, **options)
+    plan = compiled.trace(torch.randn(64, 8))
+    lines = re.findall(r"recompute ([\d.]+)", str(plan))
+    total = re.search(r"recomputed: ([\d.]+) ms", str(plan))
+    assert total is not None and len(lines) == 2
+    assert sum(map(float, lines)) == pytest.approx(float(total[1]), abs=2e-3)
+    assert (plan.recompute_seconds > 0) == (options != {"recompute": "none"})
+    repeated = [value.seconds * value.times for stage in plan.stages for value in stage.recomputed]
+    assert plan.recompute_seconds == pytest.approx(sum(repeated))
+    for stage in plan.stages:
+        assert 0 <= stage.early_seconds <= stage.recompute_seconds + stage.backward_seconds
 
 
 def test_write(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Roofline:
         overhead: seconds that launching an operation costs, whatever its size.
         memory: bytes of the device; 0 where that is no fixed number.
         draw: seconds that drawing a random number takes beyond writing it.
+        full: elements of a result from which on a kernel keeps the whole device busy.
     """
 
     name: str
@@ -49,6 +50,8 @@ class Roofline:
     overhead: float
     memory: int = 0
     draw: float = 0.0
+    full: int = 1 << 15
+    """ATen's grain size: with fewer elements a kernel runs on one thread of the CPU (``ATen/Parallel.h``)."""
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
@@ -65,9 +68,13 @@ class Roofline:
         return size / self.link
 
 
+_RESIDENT_ELEMENTS = 1 << 20
+"""About a hundred multiprocessors with 2,048 threads, each of which computes some four elements."""
+
+
 def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int) -> Roofline:
     rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
-    return Roofline(name, rates, bandwidth, link, host, overhead=4e-6, memory=gib * 2**30)
+    return Roofline(name, rates, bandwidth, link, host, 4e-6, gib * 2**30, full=_RESIDENT_ELEMENTS)
 
 
 # Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of

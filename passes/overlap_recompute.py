@@ -1,4 +1,4 @@
-"""streams: stream-level fork and join in a program of stage calls.
+"""overlap_recompute: stream-level fork and join in a program of stage calls.
 
 A stage's recomputation does not depend on the gradient that its backward waits for, so it may run beside the backward
 of the stage after it. It is issued on a side stream, which waits for the point just *before* that backward, and the
@@ -21,27 +21,28 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import Mark, is_tensor
 
-__all__ = ["MAIN", "SIDE", "fork_recompute"]
+__all__ = ["MAIN", "SIDE", "overlap_recompute"]
 
 MAIN, SIDE = 0, 1
 _FIRST_EVENT = 2
 
 
-def fork_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Graph:
+def overlap_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Graph:
     """Let recomputations run beside the gradients that they do not wait for.
 
     Args:
         program: a graph of stage calls; it is rewritten.
-        recomputing: names of the called modules that recompute.
+        recomputing: names of the called modules that recompute and gain by running beside what is called before them.
 
     Returns:
-        the graph. A recomputation with nothing before it to run beside is left on the main stream.
+        the graph. A recomputation with nothing before it to run beside, or that reads what the call before it makes, is
+        left on the main stream.
     """
     calls = [node for node in program.nodes if node.op == "call_module"]
     last_use = _last_use(program)
     event = _FIRST_EVENT
     for before, call in itertools.pairwise(calls):
-        if call.target not in recomputing:
+        if call.target not in recomputing or before in _makers(call):
             continue
         ready, done = event, event + 1
         event += 2
@@ -64,6 +65,11 @@ def fork_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Graph:
             with program.inserting_after(joined):
                 program.call_function(torch.ops.streams.record_stream.default, (value, MAIN))
     return program
+
+
+def _makers(call: fx.Node) -> list[fx.Node]:
+    """The calls that make what a call reads."""
+    return [source.args[0] for source in call.all_input_nodes if source.target is operator.getitem]  # type: ignore[misc]
 
 
 def _computed_tensors(nodes: Collection[fx.Node]) -> list[fx.Node]:

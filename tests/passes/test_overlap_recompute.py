@@ -8,8 +8,10 @@ import torch
 from torch import fx
 
 import roundpipe_fx
-from roundpipe_fx.ir.joint_graph import Mark, is_tensor
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor
+from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from tests.golden_models import GOLDEN
+from tests.remat.graphs import mlp
 
 streams = torch.ops.streams
 
@@ -73,3 +75,31 @@ def test_recomputation_may_start_before_the_backward_it_runs_beside() -> None:
 
 def test_nothing_forks_where_nothing_is_recomputed() -> None:
     assert not [n for n in _backward("dropout_mlp", "none").nodes if str(n.target).startswith("streams.")]
+
+
+def _within_a_budget(width: int, rows: int) -> tuple[roundpipe_fx.Plan, fx.Graph]:
+    compiled = roundpipe_fx.compile(mlp(depth=6, width=width), stages=3, memory_budget=0.3, fullgraph=True)
+    plan = compiled.trace(torch.randn(rows, width))
+    return plan, plan.programs[1].module.graph
+
+
+def test_within_a_budget_recomputation_is_forked_too() -> None:
+    plan, graph = _within_a_budget(16, 64)
+    assert [call for call in plan.programs[1].calls if call.phase is Phase.RECOMPUTE]
+    assert any(node.target is streams.fork.default for node in graph.nodes)
+
+
+def test_kernels_that_fill_the_device_run_where_they_stand() -> None:
+    plan, graph = _within_a_budget(64, 2048)
+    assert [call for call in plan.programs[1].calls if call.phase is Phase.RECOMPUTE]
+    assert not [node for node in graph.nodes if str(node.target).startswith("streams.")]
+
+
+def test_what_reads_the_call_before_it_waits_for_it() -> None:
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    before = graph.call_module("stage_1_backward", ([x],))
+    again = graph.call_module("stage_0_recompute", ([graph.call_function(operator.getitem, (before, 0))],))
+    graph.output(graph.call_function(operator.getitem, (again, 0)))
+    overlap_recompute(graph, {"stage_0_recompute"})
+    assert not [node for node in graph.nodes if str(node.target).startswith("streams.")]

@@ -16,14 +16,15 @@ from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, node_outputs, saved_values
 from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
+from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.rematerialize import keep_all, keep_stage_inputs, rematerialize
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.passes.start_early import start_early
+from roundpipe_fx.remat.save_policy import recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.stage_compiler import compile_stages
 from tests.capturing import capture_joint, example_inputs, run_joint
@@ -118,7 +119,7 @@ def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: 
     expected = run_joint(joint, copy.deepcopy(inputs))
     values = [output for node in joint.in_phase(Phase.FORWARD) for output in node_outputs(node)]
     keep = {value for value in values if data.draw(st.booleans())}
-    replay_rng(start_early(rematerialize(joint, keep, CPU)), CPU)
+    replay_rng(early_recompute(apply_remat_schedule(joint, recompute_rest(joint, keep), CPU)), CPU)
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     torch.manual_seed(1)
@@ -131,9 +132,9 @@ def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: 
 def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
     torch.manual_seed(0)
     joint = _staged(RandomModel([("linear", 0), ("gelu", 0), ("route", 0)] * 3), torch.randn(5, 4), stages=3)
-    entering = keep_stage_inputs(joint)
+    entering = save_stage_inputs(joint)
     names = {node.name for node in entering}
-    rematerialize(joint, entering, CPU)
+    apply_remat_schedule(joint, recompute_rest(joint, entering), CPU)
     saved = [node for node in saved_values(joint) if node.op != "placeholder"]
     for node in saved:
         maker = node.args[0] if node.name not in names and isinstance(node.args[0], torch.fx.Node) else node
@@ -145,13 +146,13 @@ def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
 
 def test_none_repeats_only_views() -> None:
     joint = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    rematerialize(joint, keep_all(joint), CPU)
+    apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
     assert all(node.meta[Mark.SECONDS] == 0 for node in joint.computed() if Mark.ORIGIN in node.meta)
 
 
 def test_phases_depend_on_each_other_in_order() -> None:
     joint = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    start_early(rematerialize(joint, keep_stage_inputs(joint), CPU))
+    early_recompute(apply_remat_schedule(joint, recompute_rest(joint, save_stage_inputs(joint)), CPU))
     tangents = set(joint.tangents)
     for node in joint.in_phase(Phase.RECOMPUTE):
         for source in input_nodes(node):

@@ -8,10 +8,11 @@ from torch import fx, nn
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, viewed
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.rematerialize import keep_stage_inputs, rematerialize
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
+from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.passes.start_early import start_early
+from roundpipe_fx.remat.save_policy import recompute_rest, save_stage_inputs
 from tests.capturing import capture_joint
 
 CPU = DEVICES["cpu"]
@@ -20,7 +21,7 @@ CPU = DEVICES["cpu"]
 def _joint(model: nn.Module, *inputs: torch.Tensor) -> JointGraph:
     joint, segments = cut_segments(annotate(capture_joint(model, *inputs), CPU))
     joint, _ = cut_stages(joint, segments, 1, lambda size: 0.0)
-    return rematerialize(joint, keep_stage_inputs(joint), CPU)
+    return apply_remat_schedule(joint, recompute_rest(joint, save_stage_inputs(joint)), CPU)
 
 
 def _handed_over(joint: JointGraph) -> int:
@@ -48,7 +49,7 @@ class Powers(nn.Module):
 
 
 def test_the_cut_is_the_least_of_all() -> None:
-    found = start_early(_joint(Powers(), torch.randn(8, 16)))
+    found = early_recompute(_joint(Powers(), torch.randn(8, 16)))
     best = _handed_over(found)
     base = _joint(Powers(), torch.randn(8, 16))
     tangents: set[fx.Node] = set(base.tangents)
@@ -83,7 +84,7 @@ def test_what_shrinks_goes_ahead() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x @ self.weight).sum(dim=1).pow(3).sum()
 
-    joint = start_early(_joint(Mean(), torch.randn(8, 16)))
+    joint = early_recompute(_joint(Mean(), torch.randn(8, 16)))
     early = [node for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN not in node.meta]
     assert early and all(node.meta[Mark.BYTES] <= 32 for node in early)
 
@@ -111,7 +112,7 @@ def test_view_read_by_another_stage_comes_after_what_it_views() -> None:
     for node in joint.computed():  # its readers are another stage's
         if any(view in input_nodes(node) for view in views):
             node.meta[Mark.STAGE] = node.meta[Mark.STAGE] - 1
-    start_early(joint)
+    early_recompute(joint)
     for node in joint.in_phase(Phase.RECOMPUTE):
         for source in input_nodes(node):
             beside = source.meta.get(Mark.STAGE) == node.meta[Mark.STAGE]

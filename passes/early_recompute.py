@@ -1,4 +1,4 @@
-"""start_early: what of the backward may run before the incoming gradients arrive.
+"""early_recompute: what else of the backward may run before the incoming gradients arrive.
 
 Nodes of the backward that do not depend on a tangent join the recomputation of their stage, so they can run while the
 stage waits for its gradient. But a value that is made early is held until the gradient has come. Which of them start
@@ -22,13 +22,13 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
 
-__all__ = ["start_early"]
+__all__ = ["early_recompute"]
 
 _EARLY, _LATE = "early", "late"
 
 
-def start_early(joint: JointGraph) -> JointGraph:
-    """Move what gains by it from phase backward to phase recompute. Runs after rematerialize."""
+def early_recompute(joint: JointGraph) -> JointGraph:
+    """Move what gains by it from phase backward to phase recompute. Where no budget decides."""
     waits = set(joint.tangents)
     free: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(Phase.BACKWARD):

@@ -1,0 +1,133 @@
+"""Early recomputation: what of a schedule runs before the incoming gradients of its stage arrive.
+
+The planner recomputes *just in time*, which is best for memory. What depends on no incoming gradient can also run
+*early*, in the stage's recompute module: beside the backward of the stage before it, or while a device of a pipeline
+waits. The operations of a stage's backward up to the first that depends on a gradient run in the same order either
+way, so they are early for free. Each further one is held longer. Candidates grow by whole segments, in the order of the
+schedule: stages that are alike so keep few different forms, and share their modules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.ir.joint_graph import is_seeded
+from roundpipe_fx.remat.schedule import Schedule, Step, peaks_by_stage
+
+__all__ = ["EarlyChoices", "early_at", "early_choices", "early_within"]
+
+EarlyChoices = Mapping[int, list[frozenset[int]]]
+"""By stage, what may run early: ever more, as positions among the schedule's steps."""
+
+
+def early_choices(graph: OperationGraph, schedule: Schedule, split: bool = False) -> EarlyChoices:
+    """By stage, what may run early: ever more, beginning with nothing, as positions among the schedule's steps.
+
+    Each recomputes more than the one before; what else needs no incoming gradient goes with it.
+
+    Args:
+        graph: the operations.
+        schedule: in which nothing is early.
+        split: whether gradients of parameters are made in modules of their own. What only they need is not early: it
+            is recomputed there.
+    """
+    steps = _steps(schedule)
+    needed = _for_inputs(schedule) if split else range(len(steps))
+    free = set(_independent(graph, steps)).intersection(needed)
+    found: dict[int, list[frozenset[int]]] = {}
+    waiting: set[int] = set()
+    position = 0
+    for segment, block in schedule.backward:
+        stage = block[0].stage if block else graph.stages[segment]
+        choices = found.setdefault(stage, [frozenset()])
+        prefix, own = set(choices[-1]), set(choices[-1])
+        for place in range(position, position + len(block)):
+            if place in free:
+                own.add(place)
+                prefix |= {place} if stage not in waiting else set()
+            elif place in needed:
+                waiting.add(stage)
+        for grown in (prefix, own):
+            if any(steps[place].way is not None for place in grown - choices[-1]):
+                choices.append(frozenset(grown))
+        position += len(block)
+    return {stage: choices if stage in waiting else choices[:1] for stage, choices in found.items()}
+
+
+def early_at(schedule: Schedule, choices: EarlyChoices, level: Mapping[int, int]) -> Schedule:
+    """The schedule with one of the choices of each stage early, and nothing else."""
+    early = frozenset().union(*(own[level[stage]] for stage, own in choices.items()))
+    backward = []
+    position = 0
+    for segment, block in schedule.backward:
+        marked = (dataclasses.replace(step, early=position + place in early) for place, step in enumerate(block))
+        backward.append((segment, tuple(marked)))
+        position += len(block)
+    return dataclasses.replace(schedule, backward=tuple(backward))
+
+
+def early_within(graph: OperationGraph, schedule: Schedule, beside: Collection[int]) -> Schedule:
+    """As much of a schedule early as does not raise its peak, on one device.
+
+    So a plan's peak, and that a smaller budget never gives a larger one, do not depend on what is early.
+
+    Args:
+        graph: the operations.
+        schedule: in which nothing is early.
+        beside: stages whose recompute module has something to run beside. In the others no more is early than is so
+            for free.
+    """
+    choices = early_choices(graph, schedule)
+    level = {stage: len(own) - 1 if stage in beside else min(len(own) - 1, 1) for stage, own in choices.items()}
+    limit, _ = peaks_by_stage(graph, schedule)
+    while any(level.values()):
+        found = early_at(schedule, choices, level)
+        _, peaks = peaks_by_stage(graph, found)
+        over = {stage for stage, live in peaks.items() if live > limit and level[stage]}
+        if not over:
+            return found
+        for stage in over:
+            level[stage] -= 1
+    return schedule
+
+
+def _steps(schedule: Schedule) -> list[Step]:
+    return [step for _, block in schedule.backward for step in block]
+
+
+def _independent(graph: OperationGraph, steps: list[Step]) -> list[int]:
+    """Steps that depend on no incoming gradient, returned gradients and operations that draw new numbers apart."""
+    dependent = set(graph.tangents)
+    found = []
+    for position, step in enumerate(steps):
+        waits = step.stand_in is not None or not dependent.isdisjoint(step.reads)
+        if step.way is None:
+            waits = waits or is_seeded(step.operation.node) or not graph.gradients.isdisjoint(step.makes)
+        if waits:
+            dependent.update(step.makes)
+        else:
+            dependent.difference_update(step.makes)
+            found.append(position)
+    return found
+
+
+def _for_inputs(schedule: Schedule) -> set[int]:
+    """Steps that an earlier stage waits for; of the last one to run, those that an earlier segment waits for."""
+    steps = [(segment, step) for segment, block in schedule.backward for step in block]
+    last_to_run = min((step.stage for _, step in steps), default=0)
+    readers: dict[int, list[tuple[int, Step, bool]]] = {}
+    found: set[int] = set()
+    for position in range(len(steps) - 1, -1, -1):
+        segment, step = steps[position]
+        awaited = any(
+            needed or reader.stage != step.stage or (step.stage == last_to_run and reads_in < segment)
+            for storage in step.makes
+            for reads_in, reader, needed in readers.pop(storage, ())
+        )
+        if awaited:
+            found.add(position)
+        for storage in step.reads:
+            readers.setdefault(storage, []).append((segment, step, awaited))
+    return found

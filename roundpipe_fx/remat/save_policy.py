@@ -1,0 +1,155 @@
+"""Save policies: what is saved from forward to backward where no byte budget decides.
+
+A policy (:func:`save_all`, :func:`save_stage_inputs`, :func:`save_slot_inputs`) returns the set of forward values that
+may be saved; :func:`recompute_rest` makes the schedule of that: each stage recomputes all else that its backward reads
+at once, before its incoming gradients arrive. Three things hold whatever a policy says:
+
+- what is hoisted is saved, so its operation never runs twice; of ``sort`` and ``topk`` only the indices, by which the
+  values are gathered again;
+- graph inputs cost nothing to save, except those that the caller updates in place after the forward: their value is
+  copied before that;
+- a view is never saved for itself: it is made again from what it views.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from torch import fx
+
+from roundpipe_fx.analysis.recomputation import Form, selection
+from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSchedule
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    input_nodes,
+    is_seeded,
+    is_symbolic_scalar,
+    is_view,
+    node_outputs,
+    viewed,
+)
+
+__all__ = ["SavePolicy", "recompute_rest", "save_all", "save_slot_inputs", "save_stage_inputs"]
+
+SavePolicy = Callable[[JointGraph], Collection[fx.Node]]
+"""Forward values (no tuples) of a graph with stages that may be saved."""
+
+
+def save_all(joint: JointGraph) -> set[fx.Node]:
+    """Policy of ``recompute="none"``: every forward value may be saved."""
+    return {output for node in joint.in_phase(Phase.FORWARD) for output in node_outputs(node)}
+
+
+def save_stage_inputs(joint: JointGraph) -> set[fx.Node]:
+    """Policy of ``recompute="full"``: each stage saves only what enters it.
+
+    A value that enters several stages (a skip, a rotary table) is saved once. Constants (a causal mask made from
+    nothing but sizes) are not saved: recomputing them reads nothing.
+    """
+    return _entering(joint, lambda node: node.meta[Mark.STAGE])
+
+
+def save_slot_inputs(joint: JointGraph) -> set[fx.Node]:
+    """Policy where forward and backward are cut independently: each slot of the backward saves what enters it.
+
+    The slot that runs the forward's end and the backward's beginning saves all, since it runs both at once.
+    """
+    forward = joint.in_phase(Phase.FORWARD)
+    slot_of = _backward_slots(joint)
+    fused = [node for node in forward if slot_of[node.meta[Mark.SEGMENT]] == node.meta[Mark.STAGE]]
+    entering = _entering(joint, lambda node: slot_of[node.meta[Mark.SEGMENT]])
+    return entering.union(output for node in fused for output in node_outputs(node))
+
+
+def _backward_slots(joint: JointGraph) -> dict[int, int]:
+    """For each segment the slot of its backward; one without gradients is counted to where that of the next one is."""
+    ahead = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.FORWARD)}
+    back = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
+    fused = max(ahead.values(), default=0)
+    for segment in sorted(ahead.keys() - back.keys(), reverse=True):
+        back[segment] = fused if ahead[segment] == fused else max(back.get(segment + 1, 0), fused + 1)
+    return back
+
+
+def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node]:
+    """Forward values that cross from one group of nodes into another, constants left out."""
+    constant: set[fx.Node] = set()
+    entering: set[fx.Node] = set()
+    forward = joint.in_phase(Phase.FORWARD)
+    members = set(forward)
+    for node in forward:
+        sources = input_nodes(node)
+        if not is_seeded(node) and all(source in constant for source in sources):
+            constant.add(node)
+        entering.update(s for s in sources if s in members and group(s) != group(node))
+    return entering - constant
+
+
+def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule:
+    """The schedule in which each stage recomputes all that it reads and that is not saved.
+
+    Args:
+        joint: a graph with stages; not changed.
+        saved: forward values (no tuples) that may be saved; see the module's text for what is saved regardless. Those
+            that are marked as not to be kept are left out.
+
+    Returns:
+        the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
+    """
+    kept = _kept(joint, [node for node in saved if Mark.NOT_KEPT not in viewed(node).meta])
+    position = {node: index for index, node in enumerate(joint.in_phase(Phase.FORWARD))}
+    backward = joint.in_phase(Phase.BACKWARD)
+    by_stage: dict[int, list[fx.Node]] = {}
+    for node in backward:
+        by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
+    blocks = []
+    for stage in sorted(by_stage, reverse=True):
+        needed = {source for node in by_stage[stage] for source in input_nodes(node)}
+        again = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
+        for segment, nodes in itertools.groupby(again, key=lambda node: node.meta[Mark.SEGMENT]):
+            blocks.append(RematBlock(segment, stage, tuple(map(_recomputed, nodes))))
+    for (stage, segment), nodes in itertools.groupby(backward, key=_place):
+        blocks.append(RematBlock(segment, stage, tuple(map(BackwardOp, nodes))))
+    return RematSchedule(tuple(blocks), frozenset(kept))
+
+
+def _recomputed(node: fx.Node) -> BackwardOp:
+    return BackwardOp(node, Form.SAME if selection(node) is None else Form.GATHER, early=True)
+
+
+def _place(node: fx.Node) -> tuple[int, int]:
+    return node.meta[Mark.STAGE], node.meta[Mark.SEGMENT]
+
+
+def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
+    kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
+    for node in joint.in_phase(Phase.FORWARD):
+        if Mark.HOISTED in node.meta:
+            kept.update(output for output in node_outputs(node) if selection(output) is None)
+        elif is_symbolic_scalar(node):
+            kept.add(node)
+    # A saved view stands for what it views; without its base in the set it would be recomputed from further back.
+    for node in keep:
+        base = viewed(node)
+        if base.op != "placeholder" and not isinstance(base.meta.get("val"), (tuple, list)):
+            kept.add(base)
+    return kept
+
+
+def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.Node, int]) -> set[fx.Node]:
+    """Forward nodes that must run again to make ``needed`` from saved values and graph inputs."""
+    found: set[fx.Node] = set()
+    pending = [node for node in needed if node not in kept]
+    while pending:
+        node = pending.pop()
+        if node in found:
+            continue
+        assert Mark.HOISTED not in node.meta, f"{node} is hoisted and must not run again"
+        found.add(node)
+        picked = selection(node)
+        reads = input_nodes(node) if picked is None else [picked[0]]
+        pending += [source for source in reads if source in forward and source not in kept]
+    return found
