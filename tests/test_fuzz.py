@@ -17,7 +17,6 @@ from benchmarks.fuzz.operations import BODIES, KINDS
 from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.reduce import reduced, script
 from roundpipe_fx.analysis import recomputation
-from roundpipe_fx.compiler import lower
 from roundpipe_fx.ir.joint_graph import JointGraph
 from tests.long import long_but
 
@@ -66,7 +65,7 @@ def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         gradient.replace_all_uses_with(scaled, delete_user_cb=lambda user: user.op == "output")
         return joint
 
-    monkeypatch.setattr(lower, "release_settled_draws", broken)
+    monkeypatch.setattr(pipeline, "release_settled_draws", broken)
     case = _case("linear", "tanh")
     assert {failure.kind for failure in check_case(case).failures} == {"gradients"}
 

@@ -86,7 +86,7 @@ def plan(
                 "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
                 weights,
             )
-    options = Options(options.stages, None, budget, "roofline", "eager", name)
+    options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
     stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))

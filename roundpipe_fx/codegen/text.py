@@ -18,27 +18,16 @@ from torch import fx
 from roundpipe_fx.codegen.program import Program
 from roundpipe_fx.codegen.stage_modules import StageModule
 from roundpipe_fx.ir.joint_graph import Mark, module_path
+from roundpipe_fx.ir.text import argument_text, expression_text, is_own, type_text
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["dying_values", "program_text", "stage_text", "type_text"]
+__all__ = ["dying_values", "program_text", "stage_text"]
 
 _IMPORTS = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n"
 _NAMES = "\naten = torch.ops.aten\n"
 
 
 _COLUMNS = 120
-
-
-def type_text(value: Any) -> str:
-    """A value's type in short: ``float32[8, 16]``, ``Sym(u0)``, a tuple of these."""
-    if isinstance(value, torch.Tensor):
-        shape = ", ".join(str(size) for size in value.shape)
-        return f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return f"Sym({value})"
-    if isinstance(value, (tuple, list)):
-        return f"({', '.join(type_text(item) for item in value)})"
-    return type(value).__name__
 
 
 def stage_text(module: StageModule) -> str:
@@ -61,27 +50,23 @@ def stage_text(module: StageModule) -> str:
         if path != current:
             lines.append(f"    # {path or 'model'}")
             current = path
-        line = f'    {names[node]}: "{type_text(node.meta.get("val"))}" = {_expression(node, names)}'
+        line = f'    {names[node]}: "{type_text(node.meta.get("val"))}" = {expression_text(node, names)}'
         dead = [names[value] for value in dying[node]]
         if dead:
             line += f";  {' = '.join(dead)} = None"
         lines.append(line)
     results = graph.output_node().args[0]
-    lines.append(f"    return {_argument(results, names)}")
+    lines.append(f"    return {argument_text(results, names)}")
     return _header(graph) + "\n\n" + "\n".join(lines) + "\n"
 
 
 def _header(graph: fx.Graph) -> str:
     own: dict[str, set[str]] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and _is_own(node.target):
+        if node.op == "call_function" and is_own(node.target):
             own.setdefault(node.target.__module__, set()).add(node.target.__name__)
     imported = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(own.items())]
     return _IMPORTS + "".join(["\n", *imported] if imported else []) + _NAMES
-
-
-def _is_own(target: Any) -> bool:
-    return str(getattr(target, "__module__", "")).startswith("roundpipe_fx.")
 
 
 def program_text(program: Program, describe: Callable[[StageModule], str] = lambda module: "") -> str:
@@ -114,7 +99,7 @@ def program_text(program: Program, describe: Callable[[StageModule], str] = lamb
         for node in nodes:
             lines += _program_lines(node, calls, last_use, describe)
     returned: Any = graph.output_node().args[0]
-    results = [_argument(value, {node: node.name for node in graph.nodes}) for value in returned]
+    results = [argument_text(value, {node: node.name for node in graph.nodes}) for value in returned]
     lines += _wrapped("    return (", results, ",)" if len(results) == 1 else ")")
     return "\n".join(lines) + "\n"
 
@@ -128,7 +113,7 @@ def _program_lines(
     if node.op == "call_module":
         return _call_lines(node, calls[str(node.target)], last_use, describe)
     if node.op == "call_function" and node.target is not operator.getitem:
-        return [f"    {_expression(node, {})}"]
+        return [f"    {expression_text(node, {})}"]
     return []
 
 
@@ -213,39 +198,3 @@ def _origin(node: fx.Node) -> str:
     path = module_path(node, module_path_text)
     origin = node.meta.get(Mark.ORIGIN)
     return f"{path or 'model'} (again)" if origin else path
-
-
-def _expression(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
-    if node.target is operator.getitem:
-        return f"{_argument(node.args[0], names)}[{_argument(node.args[1], names)}]"
-    if node.op == "get_attr":
-        return f"constants.{node.target}"
-    arguments = [_argument(value, names) for value in node.args]
-    arguments += [f"{key}={_argument(value, names)}" for key, value in node.kwargs.items()]
-    return f"{_callable_text(node.target)}({', '.join(arguments)})"
-
-
-def _callable_text(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        text = str(target)
-        if target.namespace == "streams":
-            return f"streams.{target._schema.name.removeprefix('streams::')}"
-        return text if text.startswith("aten.") else f"torch.ops.{text}"
-    if isinstance(target, torch._ops.HigherOrderOperator):
-        return f"torch.ops.higher_order.{target.name()}"
-    if _is_own(target):
-        return str(target.__name__)
-    module = getattr(target, "__module__", "") or ""
-    return f"{'operator' if module == '_operator' else module}.{target.__name__}"
-
-
-def _argument(value: Any, names: Mapping[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, tuple):
-        return f"({', '.join(_argument(item, names) for item in value)}{',' if len(value) == 1 else ''})"
-    if isinstance(value, list):
-        return f"[{', '.join(_argument(item, names) for item in value)}]"
-    if isinstance(value, (torch._ops.OpOverload, torch._ops.HigherOrderOperator)):
-        return _callable_text(value)
-    return repr(value)

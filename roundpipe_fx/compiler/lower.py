@@ -30,35 +30,13 @@ from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.compiler.make_plan import make_plan
-from roundpipe_fx.frontend.resolved_random_branches import release_settled_draws
+from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.ir.region import budget_of_region
-from roundpipe_fx.ir.segment import Segment, StageCut, backward_stages
-from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
-from roundpipe_fx.passes.batch_norm import release_running_statistics
-from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
-from roundpipe_fx.passes.cse import equal_values, share_equal_values
-from roundpipe_fx.passes.dropout import expand_dropout
-from roundpipe_fx.passes.early_recompute import early_recompute
-from roundpipe_fx.passes.fuse_costs import fuse_costs
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
-from roundpipe_fx.passes.interpolation import restore_interpolation
-from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
-from roundpipe_fx.passes.masks import expand_masks
-from roundpipe_fx.passes.overlap_recompute import overlap_recompute
-from roundpipe_fx.passes.packed_gradients import continue_sums
-from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
-from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.rng import replay_rng
-from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.passes.split_backward import split_backward
-from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
-from roundpipe_fx.passes.storage_copies import copy_parts_alone
-from roundpipe_fx.passes.sum_gradients import sum_gradients
-from roundpipe_fx.passes.workspaces import mark_workspaces
+from roundpipe_fx.ir.segment import backward_stages
+from roundpipe_fx.passes.cse import equal_values
+from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose, refusal
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
@@ -66,16 +44,16 @@ from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all,
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.torch_private import module_path_text, size_hint
+from roundpipe_fx.torch_private import size_hint
 
 __all__ = [
+    "SAVE_POLICIES",
     "Lowered",
-    "Prepared",
     "Setting",
     "asked_budget",
     "bounded_in_bytes",
-    "cut_as_asked",
     "emit",
+    "emit_by_policy",
     "lower",
     "prepare",
 ]
@@ -144,8 +122,8 @@ class Lowered:
         recompute = setting.options.recompute or "none"
         return make_plan(
             joint,
-            setting.segments,
-            setting.cuts,
+            joint.segments,
+            joint.cuts,
             self.modules,
             self.forward,
             self.backward,
@@ -200,32 +178,72 @@ def lower(
         InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
-    prepared = prepare(joint, options, registered_syncs, workspaces)
-    joint, segments, cuts = cut_as_asked(prepared.joint, options, prepared.costs)
-    beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if prepared.compiler != "eager" else 0
-    budget = asked_budget(joint, options, prepared.device) if training else None
+    joint, setting = prepare(joint, options, registered_syncs, workspaces, training, step=step)
+    for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
+        joint = setting.run(joint, level)
+    beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
+    budget = asked_budget(joint, options, setting.device) if training else None
     if step is not None and step.limit is not None:
         budget, share = step.limit, 1.0
-    setting = Setting(options, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share, beyond, step)
-    if budget is None:
-        policy = SAVE_POLICIES[options.recompute or "none"]
-        lowered = emit(recompute_by_policy(joint, policy, prepared.costs) if training else joint, setting, training)
-    else:
+    setting = dataclasses.replace(setting, share=share, beyond_plan=beyond)
+    if budget is not None:
         lowered = _within(joint, setting, budget)
-    if isinstance(prepared.costs, MeasuredCosts):
-        prepared.costs.save()
+    elif training:
+        joint = setting.run(joint, PassLevel.STAGED)
+        lowered = emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
+    else:
+        lowered = emit(setting.run(joint, PassLevel.STAGED), setting)
+    if isinstance(setting.costs, MeasuredCosts):
+        setting.costs.save()
     log.info("%s", lowered.plan)
     return lowered
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A graph that is ready to be cut, and what it was annotated with."""
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What there is to know beside the graph.
 
-    joint: JointGraph
-    device: torch.device
-    compiler: StageCompiler
-    costs: CostModel
+    Attributes:
+        passes: the whole list.
+        context: what passes may know.
+        share: of the budget that may be used.
+        beyond_plan: bytes that compiled stages are taken to hold beyond what the graph says.
+        step: what else the step holds, where it makes several calls.
+    """
+
+    passes: Sequence[Pass]
+    context: PassContext
+    share: float = 1.0
+    beyond_plan: int = 0
+    step: StepNeeds | None = None
+
+    @property
+    def options(self) -> Options:
+        """The user's."""
+        return self.context.options
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compile for."""
+        return self.context.device
+
+    @property
+    def compiler(self) -> StageCompiler:
+        """What runs the stage modules."""
+        return self.context.compiler
+
+    @property
+    def costs(self) -> CostModel:
+        """Of operations and transfers."""
+        return self.context.costs
+
+    def run(self, joint: JointGraph, level: PassLevel) -> JointGraph:
+        """Run the passes of one level on a graph, which is rewritten."""
+        return run_passes(joint, self.passes, level, self.context)
+
+    def knowing(self, **decided: Any) -> Setting:
+        """The same, with what has been decided in the context."""
+        return dataclasses.replace(self, context=dataclasses.replace(self.context, **decided))
 
 
 def prepare(
@@ -233,71 +251,35 @@ def prepare(
     options: Options,
     registered_syncs: Collection[Any],
     workspaces: Mapping[str, int] | None = None,
-) -> Prepared:
-    """The passes up to segments: what every way of cutting a graph has in common."""
-    device = options.device or _device_of(joint)
-    compiler = options.stage_compiler_for(device)
-    costs = cost_model(options.cost, device, options.device_name)
-    joint = release_settled_draws(fold_conjugate_numbers(joint))
-    joint = release_running_statistics(expand_masks(continue_sums(joint)))
-    if compiler == "eager" and options.device_name in (None, "cpu"):
-        joint = restore_interpolation(expand_dropout(joint))
-    if compiler == "eager":
-        joint = copy_parts_alone(joint)
-        at_hand = device if options.device_name is None else None
-        joint = mark_strided_gradients(restore_layouts(joint, at_hand))
-    joint = annotate(drop_repeated_views(joint), costs)
-    if options.device_name is None:  # the device is at hand
-        joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
-    joint = hoist_decisions(joint, registered_syncs)
-    joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
-    if compiler != "eager":
-        joint = fuse_costs(joint, costs)
-    return Prepared(joint, device, compiler, costs)
-
-
-def cut_as_asked(
-    joint: JointGraph,
-    options: Options,
-    costs: CostModel,
-    updates_whole: bool = False,
-    only_starts: Sequence[int] | None = None,
-) -> tuple[JointGraph, list[Segment], list[StageCut]]:
-    """Cut a graph into segments, and those into the stages that the user asked for.
+    training: bool = True,
+    microbatches: int = 1,
+    step: StepNeeds | None = None,
+) -> tuple[JointGraph, Setting]:
+    """Run the passes up to where the graph is cut: what every way of cutting it has in common.
 
     Args:
-        joint: an annotated graph.
+        joint: a captured graph; it is rewritten.
         options: the user's.
-        costs: of operations and transfers.
-        updates_whole: whether an input that is updated is to be read and updated in one segment.
-        only_starts: where segments begin, if that is known.
+        registered_syncs: operators that the user declared to force a host sync.
+        workspaces: what operators and compiled stages have been seen to allocate for themselves, by name.
+        training: whether the graph has a backward.
+        microbatches: into how many a batch is split.
+        step: what else the step holds, where it makes several calls.
     """
-    bounds = region_bounds(joint)
-    if isinstance(options.stages, tuple):
-        positions = positions_of_names(joint, options.stages, module_path_text, options.following)
-        joint, segments = cut_segments(joint, [*positions, *bounds], updates_whole, only_starts)
-        joint, cuts = stages_at_positions(joint, segments, positions)
-    else:
-        joint, segments = cut_segments(joint, bounds, updates_whole, only_starts)
-        joint, cuts = cut_stages(joint, segments, options.stages, costs.transfer_seconds)
-    return joint, segments, cuts
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What emission knows beside the graph."""
-
-    options: Options
-    device: torch.device
-    compiler: StageCompiler
-    costs: CostModel
-    segments: list[Segment]
-    cuts: list[StageCut]
-    share: float
-    beyond_plan: int = 0
-    """Bytes that compiled stages are taken to hold beyond what the graph says."""
-    step: StepNeeds | None = None
-    """What else the step holds, where it makes several calls."""
+    device = options.device or _device_of(joint)
+    context = PassContext(
+        options=options,
+        device=device,
+        compiler=options.stage_compiler_for(device),
+        costs=cost_model(options.cost, device, options.device_name),
+        training=training,
+        registered_syncs=registered_syncs,
+        workspaces=workspaces,
+        microbatches=microbatches,
+        dump=dump_folder(joint),
+    )
+    setting = Setting(passes=edited_passes(options.passes), context=context, step=step)
+    return setting.run(joint, PassLevel.JOINT), setting
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
@@ -325,10 +307,20 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     return None
 
 
-def recompute_by_policy(joint: JointGraph, policy: SavePolicy, costs: CostModel) -> JointGraph:
-    """Write what a save policy asks for into a graph, with what starts early at no cost in memory."""
+def emit_by_policy(
+    joint: JointGraph, setting: Setting, policy: SavePolicy, *, split: bool = False, sums: bool = False
+) -> Lowered:
+    """Emit what a save policy asks for, with what starts early at no cost in memory.
+
+    Args:
+        joint: a training graph with stages; it is rewritten.
+        setting: what else there is to know.
+        policy: says what is saved.
+        split: see :func:`emit`.
+        sums: see :func:`emit`.
+    """
     schedule = recompute_rest(joint, policy(joint))
-    return early_recompute(apply_remat_schedule(joint, schedule, costs))
+    return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums)
 
 
 def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
@@ -340,16 +332,17 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
         sums: whether gradients of parameters are added to sums that are at hand.
     """
     granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
-    found = read_operations(joint, len(setting.segments), granularity, in_place, sums)
-    return dataclasses.replace(found, stages=backward_stages(setting.cuts))
+    found = read_operations(joint, len(joint.segments), granularity, in_place, sums)
+    return dataclasses.replace(found, stages=backward_stages(joint.cuts))
 
 
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
     step = _with_gradients(setting.step, joint)
-    operations = dataclasses.replace(operations_of(joint, setting), step=step)
     rotor = setting.options.rotor
-    shared = _with_equal_values_shared(joint) if rotor is None else None
+    shared = _with_equal_values_shared(joint, setting) if rotor is None else None
+    joint = setting.run(joint, PassLevel.STAGED)
+    operations = dataclasses.replace(operations_of(joint, setting), step=step)
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
     beside = _stages_to_overlap(joint, setting)
     margin = 0
@@ -370,7 +363,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         ):  # programs may differ a little from what was planned
             own = (joint if followed is not whole or shared is None else shared).copy()
             remat = remat_schedule(followed, tried).on(own.graph)
-            lowered = emit(apply_remat_schedule(own, remat, setting.costs), setting, chosen=chosen)
+            lowered = emit(own, setting.knowing(schedule=remat), chosen=chosen)
             excess = lowered.plan.peak_bytes - chosen.limit
             if excess <= 0:
                 return lowered
@@ -425,8 +418,8 @@ def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | No
     return dataclasses.replace(step, gradients=dict(gradients))
 
 
-def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
-    """A copy, for plans that keep everything.
+def _with_equal_values_shared(joint: JointGraph, setting: Setting) -> JointGraph | None:
+    """A copy that the passes for plans that save everything have run on.
 
     ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
     """
@@ -436,35 +429,26 @@ def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
     saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
     freed = sum(tensor_bytes(tensor_values(node)) for node in equal_values(joint))
     # A few numbers that layers count with are not worth reading the graph once more.
-    return share_equal_values(joint.copy()) if freed > _WORTH_SHARING * saved else None
+    if freed <= _WORTH_SHARING * saved:
+        return None
+    return setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED)
 
 
 def emit(
-    joint: JointGraph,
-    setting: Setting,
-    training: bool = True,
-    *,
-    chosen: Chosen | None = None,
-    split: bool = False,
-    sums: bool = False,
+    joint: JointGraph, setting: Setting, *, chosen: Chosen | None = None, split: bool = False, sums: bool = False
 ) -> Lowered:
-    """Emit stage modules and programs.
+    """Write what was decided into a graph, and emit stage modules and programs.
 
     Args:
-        joint: a graph with stages, recomputation written into it.
-        setting: what else there is to know.
-        training: whether the graph has a backward.
+        joint: a graph with stages; it is rewritten.
+        setting: what else there is to know; what is recomputed is in its context.
         chosen: the plan, where one was chosen.
         split: whether gradients of parameters are made in modules of their own.
         sums: whether stage modules add gradients to those of earlier microbatches.
     """
-    if split:
-        joint = split_backward(joint)
-    if training:
-        joint = replay_rng(joint, setting.costs)
-    if sums:
-        joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
-    joint.drop_unread()
+    training = setting.context.training
+    setting = setting.knowing(split=split, sums=sums)
+    joint = setting.run(joint, PassLevel.PLANNED)
     seconds: dict[tuple[int, Phase], float] = {}
     unfilled = _Unfilled(setting)
     again = 0.0
@@ -473,21 +457,35 @@ def emit(
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
         unfilled.add(key, node)
         again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
-    modules = emit_stage_modules(joint, reinplace if setting.compiler == "eager" else None)
+
+    def rewrite(graph: fx.Graph) -> fx.Graph:
+        return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
+
+    modules = emit_stage_modules(joint, rewrite)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
+    _rewrite_program(forward, setting)
     if backward is not None:
-        recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
-        forks = {
-            call.name
-            for before, call in itertools.pairwise(backward.calls)
-            if call.phase is Phase.RECOMPUTE
-            and call.stage in recomputing
-            and unfilled.overlap_pays((before.stage, before.phase), (call.stage, call.phase))
-        }
-        overlap_recompute(backward.module.graph, forks)
+        _rewrite_program(backward, setting, _to_overlap(joint, backward, unfilled))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     return Lowered(joint, setting, chosen, modules, forward, backward, seconds, again, tangents)
+
+
+def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[str] = ()) -> None:
+    context = dataclasses.replace(setting.context, program=program.name, overlapped=overlapped)
+    run_passes(program.module.graph, setting.passes, PassLevel.PROGRAM, context)
+
+
+def _to_overlap(joint: JointGraph, backward: Program, unfilled: _Unfilled) -> set[str]:
+    """Names of the modules that recompute and gain by running beside what is called before them."""
+    recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
+    return {
+        call.name
+        for before, call in itertools.pairwise(backward.calls)
+        if call.phase is Phase.RECOMPUTE
+        and call.stage in recomputing
+        and unfilled.overlap_pays((before.stage, before.phase), (call.stage, call.phase))
+    }
 
 
 def _device_of(joint: JointGraph) -> torch.device:

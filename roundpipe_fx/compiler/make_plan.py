@@ -12,7 +12,6 @@ from torch import fx
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data
 from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.codegen import Program, StageModule
-from roundpipe_fx.codegen.text import type_text
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -25,6 +24,7 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
 )
 from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.report.plan import Plan, PlannedStage, PlannedValue
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint

@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
 __all__ = [
+    "MARK_USES",
     "JointGraph",
     "Mark",
+    "MarkUse",
     "Phase",
     "has_side_effect",
     "has_tag",
@@ -57,37 +60,103 @@ class Phase(enum.StrEnum):
 
 
 class Mark:
-    """Keys of ``node.meta`` that passes write, one line a key; the pass that owns a key is named."""
+    """Keys of ``node.meta`` that passes write. :data:`MARK_USES` says who writes and who reads each."""
 
     PHASE = "rpfx_phase"
-    """:class:`Phase` (annotate; apply_remat_schedule, early_recompute and split_backward for what they add or move)."""
+    """:class:`Phase`."""
     BYTES = "rpfx_bytes"
-    """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
+    """Bytes of new storage the node allocates; views and aliases have 0."""
     WORKSPACE = "rpfx_workspace"
-    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none (workspaces)."""
+    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none."""
     SECONDS = "rpfx_seconds"
-    """Modelled seconds of running the node once (annotate)."""
+    """Modelled seconds of running the node once."""
     FLOPS = "rpfx_flops"
-    """Floating-point operations of the node (annotate)."""
+    """Floating-point operations of the node."""
     HOISTED = "rpfx_hoisted"
-    """Why the node must not run twice, as text; absent if it may (hoist_host_syncs)."""
+    """Why the node must not run twice, as text; absent if it may."""
     NOT_KEPT = "rpfx_not_kept"
-    """Why the value must not be kept from forward to backward, as text; absent if it may (recompute_regions)."""
+    """Why the value must not be kept from forward to backward, as text; absent if it may."""
     SEGMENT = "rpfx_segment"
-    """Index of the segment the node belongs to (segments)."""
+    """Index of the segment the node belongs to."""
     STAGE = "rpfx_stage"
-    """Index of the stage the node belongs to (stages)."""
+    """Index of the stage the node belongs to."""
     ORIGIN = "rpfx_origin"
-    """Name of the forward node that a recomputed node repeats (apply_remat_schedule)."""
+    """Name of the forward node that a recomputed node repeats."""
     STRIDED = "rpfx_strided"
-    """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
+    """True on an incoming gradient whose strides matter even if it is zeros that nobody made."""
     BROUGHT = "rpfx_brought"
-    """True on an incoming gradient that a step has brought although the model returns a number too (outside_loss)."""
+    """True on an incoming gradient that a step has brought although the model returns a number too."""
     LOSS_TIMES = "rpfx_loss_times"
     """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
-    until the backward is over (outside_loss)."""
+    until the backward is over."""
     REPLAYED = "rpfx_replayed"
-    """True on a seeded operation that runs again from its saved generator state (rng)."""
+    """True on a seeded operation that runs again from its saved generator state."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MarkUse:
+    """Who writes and who reads a mark; the verifier and a test check that it is true.
+
+    Attributes:
+        written_by: passes that may set the mark or change it, on nodes that they add included; none: it is set before
+            the first pass (``analysis/outside_loss.py``).
+        read_by: passes, and folders of the package, that read it.
+        on_all_after: from these passes on every computing node has the mark; none: nodes may lack it.
+    """
+
+    written_by: frozenset[str]
+    read_by: frozenset[str]
+    on_all_after: frozenset[str] = frozenset()
+
+
+def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
+    return MarkUse(
+        written_by=frozenset(written_by.split()),
+        read_by=frozenset(read_by.split()),
+        on_all_after=frozenset(on_all_after.split()),
+    )
+
+
+_ADD_NODES = "apply_remat_schedule rng sum_gradients"
+"""Passes that add nodes after all is annotated; what they add gets the marks of what it stands for."""
+
+MARK_USES: Mapping[str, MarkUse] = {
+    Mark.PHASE: _use(
+        f"annotate hoist_host_syncs early_recompute split_backward {_ADD_NODES}",
+        "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
+        "recompute_regions rounds segments split_backward sum_gradients analysis codegen compiler",
+        "annotate",
+    ),
+    Mark.BYTES: _use(
+        f"annotate early_recompute {_ADD_NODES}", "early_recompute sum_gradients analysis compiler", "annotate"
+    ),
+    Mark.WORKSPACE: _use(f"workspaces early_recompute {_ADD_NODES}", "rng sum_gradients analysis codegen compiler"),
+    Mark.SECONDS: _use(
+        f"annotate fuse_costs early_recompute {_ADD_NODES}",
+        "fuse_costs segments sum_gradients analysis compiler",
+        "annotate",
+    ),
+    Mark.FLOPS: _use(
+        f"annotate early_recompute {_ADD_NODES}", "recompute_regions segments sum_gradients analysis", "annotate"
+    ),
+    Mark.HOISTED: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
+    Mark.NOT_KEPT: _use("recompute_regions", "analysis compiler remat"),
+    Mark.SEGMENT: _use(
+        f"segments early_recompute {_ADD_NODES}",
+        "apply_remat_schedule rounds split_backward stages sum_gradients analysis pipeline remat",
+        "segments",
+    ),
+    Mark.STAGE: _use(
+        f"stages rounds early_recompute {_ADD_NODES}",
+        "early_recompute split_backward sum_gradients analysis codegen compiler remat",
+        "stages rounds",
+    ),
+    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler"),
+    Mark.STRIDED: _use("layouts", "pipeline runtime"),
+    Mark.BROUGHT: _use("", "analysis"),
+    Mark.LOSS_TIMES: _use("", "analysis"),
+    Mark.REPLAYED: _use("rng", "compiler"),
+}
 
 
 @dataclass(frozen=True)
@@ -103,6 +172,8 @@ class JointGraph:
             statistics). Their value at backward time is not the one the forward read.
         parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
             (tied_gradients, sum_gradients).
+        segments: the segments in forward order, once the graph is cut into them (segments).
+        cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
     """
 
     module: fx.GraphModule
@@ -111,6 +182,8 @@ class JointGraph:
     parameters: frozenset[fx.Node] = frozenset()
     mutated_inputs: frozenset[fx.Node] = frozenset()
     parts: tuple[int, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    cuts: tuple[StageCut, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -202,6 +275,8 @@ class JointGraph:
             frozenset(copies[node] for node in self.parameters),
             frozenset(copies[node] for node in self.mutated_inputs),
             self.parts,
+            self.segments,
+            self.cuts,
         )
 
     def drop_unread(self) -> None:

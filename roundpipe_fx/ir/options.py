@@ -61,6 +61,7 @@ class Options:
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
+        passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
         device_name: plan for a device of this name, not for the one at hand; not an option of the user's.
         rotor: follow a checkpointing sequence; not an option of the user's.
         following: by name of a module of the model the names of those that run after it, as far as that is known; not
@@ -72,6 +73,7 @@ class Options:
     memory_budget: int | float | None = None
     cost: str = "roofline"
     stage_compiler: StageCompiler | None = None
+    passes: Callable[[list[Any]], Sequence[Any]] | None = None
     device_name: str | None = None
     rotor: RotorOptions | None = None
     following: Mapping[str, Sequence[str]] | None = None
@@ -117,6 +119,11 @@ class Options:
             raise ValueError(
                 f"stage_compiler={compiler!r}: valid values are {_quoted(_STAGE_COMPILERS)}, a callable "
                 "(GraphModule, example_inputs) -> callable, or None."
+            )
+        if checked.get("passes") is not None and not callable(checked["passes"]):
+            raise TypeError(
+                "passes must be a function that gets the list of passes and returns the one to run, not "
+                f"{type(checked['passes']).__name__}; roundpipe_fx.default_passes() is the list."
             )
         return cls(**checked)
 

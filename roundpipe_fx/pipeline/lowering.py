@@ -16,22 +16,15 @@ from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
 from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
-    Prepared,
     Setting,
     asked_budget,
-    cut_as_asked,
     emit,
+    emit_by_policy,
     prepare,
-    recompute_by_policy,
 )
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.ir.segment import Segment, StageCut
-from roundpipe_fx.passes.recompute_regions import region_bounds
-from roundpipe_fx.passes.rounds import cut_rounds
-from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.passes.stages import stages_of_starts
-from roundpipe_fx.passes.tied_gradients import split_tied_gradients
+from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
@@ -81,9 +74,8 @@ def lower_pipeline(
         InvalidScheduleError: a given schedule does not fit the stages.
         ValueError: a stage name that does not exist in the model.
     """
-    prepared = prepare(joint, options, registered_syncs, workspaces)
-    if training and pipelining.microbatches > 1:
-        prepared = dataclasses.replace(prepared, joint=split_tied_gradients(prepared.joint))
+    joint, setting = prepare(joint, options, registered_syncs, workspaces, training, pipelining.microbatches)
+    setting = dataclasses.replace(setting, share=share)
     usual = "roundpipe" if pipelining.offloaded else "1f1b"
     names = ["given"] if isinstance(pipelining.schedule, Schedule) else [pipelining.schedule or usual]
     if like is not None:
@@ -94,15 +86,15 @@ def lower_pipeline(
         )
     best: tuple[float, LoweredPipeline] | None = None
     refused: InfeasibleBudgetError | None = None
-    limits = _weight_limits(prepared, options) if pipelining.offloaded and like is None else [None]
+    limits = _weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
     ways = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
     fits: set[str] = set()
     for name, limit in ways:
         if name in fits:
             continue
-        spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(ways) > 1 else prepared
+        spare = joint.copy() if len(ways) > 1 else joint
         try:
-            tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves, limit)
+            tried = _lower_named(spare, setting, pipelining, name, like, in_halves, limit)
         except InfeasibleBudgetError as error:
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
             if limit is None:
@@ -113,8 +105,8 @@ def lower_pipeline(
         log.info("schedule %s: %.3f ms, bubble %.1f %%", name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
             best = timing.makespan, tried
-    if isinstance(prepared.costs, MeasuredCosts):
-        prepared.costs.save()
+    if isinstance(setting.costs, MeasuredCosts):
+        setting.costs.save()
     if best is None:
         assert refused is not None
         raise refused
@@ -123,16 +115,15 @@ def lower_pipeline(
 
 
 def _lower_named(
-    prepared: Prepared,
-    options: Options,
+    joint: JointGraph,
+    setting: Setting,
     pipelining: Pipelining,
     name: str,
-    training: bool,
-    share: float,
     like: Structure | None,
     in_halves: bool,
     weight_limit: int | None,
 ) -> LoweredPipeline:
+    options, training = setting.options, setting.context.training
     given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
     if given is not None and training:
         stages: int | str | tuple[str, ...] = options.stages
@@ -148,35 +139,43 @@ def _lower_named(
     if not training:
         name = "roundpipe" if pipelining.offloaded else "gpipe"
     policies = SAVE_POLICIES
-    known = starts_like(prepared.joint, like.starts) if like is not None else None
+    known = starts_like(joint, like.starts) if like is not None else None
     cut: Rounds | tuple[int, ...]
     if name == "roundpipe":
-        joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, known, training, weight_limit)
         policies = {**SAVE_POLICIES, "full": save_slot_inputs}
+        # Slots begin at stages of the user's choice only where the model is offloaded.
+        own = options if pipelining.offloaded else dataclasses.replace(options, stages="auto")
+        setting = setting.knowing(options=own, updates_whole=True, segment_starts=known)
+        joint = setting.run(joint, PassLevel.ANNOTATED)
+        cut = _rounds_of(joint, setting, pipelining, like, weight_limit)
+        setting = setting.knowing(options=asked, rounds=cut)
+        joint = setting.run(joint, PassLevel.SEGMENTED)
     else:
         whole = name in ("interleaved", "given")
-        joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, whole, known)
-        if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
-            joint, cuts = stages_of_starts(joint, like.cut, len(segments))
-        cut = tuple(stage.first for stage in cuts)
-    structure = Structure(name, len(segments), cut, segment_starts(joint))
-    setting = Setting(asked, prepared.device, prepared.compiler, prepared.costs, segments, cuts, share)
+        setting = setting.knowing(options=asked, updates_whole=whole, segment_starts=known)
+        joint = setting.run(joint, PassLevel.ANNOTATED)
+        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, Rounds):
+            setting = setting.knowing(stage_starts=like.cut)
+        joint = setting.run(joint, PassLevel.SEGMENTED)
+        cut = tuple(stage.first for stage in joint.cuts)
+    joint = setting.run(joint, PassLevel.STAGED)
+    structure = Structure(name, len(joint.segments), cut, segment_starts(joint))
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
-        only = variant_of(emit(joint, setting, training=False), setting, pipelining)
+        only = variant_of(emit(joint, setting), setting, pipelining)
         return LoweredPipeline(only, only, structure, None, devices, False)
     if pipelining.checkpoint is None:
-        budget = asked_budget(joint, options, prepared.device)
+        budget = asked_budget(joint, options, setting.device)
         if budget is not None:
             full = policies["full"]
             return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget, full)
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
-    setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
+    setting = setting.knowing(options=dataclasses.replace(asked, recompute=main))
 
     def variant(recompute: str) -> Variant:
-        own = recompute_by_policy(joint.copy(), policies[recompute], prepared.costs)
-        return variant_of(emit(own, setting, split=split, sums=True), setting, pipelining)
+        lowered = emit_by_policy(joint.copy(), setting, policies[recompute], split=split, sums=True)
+        return variant_of(lowered, setting, pipelining)
 
     first = variant(main)
     return LoweredPipeline(first, first if last == main else variant(last), structure, given, devices, in_halves)
@@ -186,48 +185,35 @@ def _splits(schedule: Schedule) -> bool:
     return schedule.only(Kind.BACKWARD_INPUT).size > 0
 
 
-def _weight_limits(prepared: Prepared, options: Options) -> list[int | None]:
+def _weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
     """Bytes that an offloaded model's weights may take on a device, to be tried in turn; ``None``: as few as can be."""
-    budget = asked_budget(prepared.joint, options, prepared.device)
+    budget = asked_budget(joint, setting.options, setting.device)
     if isinstance(budget, float):
         return [None]
     if budget is None:
-        budget = available_memory(prepared.device)
+        budget = available_memory(setting.device)
     return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
 
 
-def _cut_rounds(
-    prepared: Prepared,
-    options: Options,
-    pipelining: Pipelining,
-    like: Structure | None,
-    known: list[int] | None,
-    training: bool,
-    weight_limit: int | None,
-) -> tuple[JointGraph, list[Segment], list[StageCut], Rounds]:
-    """Cut a graph into slots; those of an offloaded model begin where stages are asked to."""
+def _rounds_of(
+    joint: JointGraph, setting: Setting, pipelining: Pipelining, like: Structure | None, weight_limit: int | None
+) -> Rounds:
+    """The segments of each slot; those of an offloaded model begin where stages are asked to."""
+    training, segments = setting.context.training, joint.segments
     recompute = pipelining.checkpoint in ("always", "except_last")
-    if options.stages == "auto" or not pipelining.offloaded:
-        joint, segments = cut_segments(prepared.joint, region_bounds(prepared.joint), True, known)
-        asked: list[StageCut] = []
-    else:
-        joint, segments, asked = cut_as_asked(prepared.joint, options, prepared.costs, True, known)
-    forward = [segment.forward_seconds for segment in segments]
-    backward = [segment.backward_seconds for segment in segments]
     devices, microbatches = pipelining.workers, pipelining.microbatches
     if like is not None and like.segments == len(segments) and isinstance(like.cut, Rounds):
-        chosen = like.cut
-    elif asked:
-        runs = [(cut.first, cut.last) for cut in asked]
-        chosen = Rounds(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
-    elif pipelining.offloaded:
-        weights = _weights_of(joint, len(segments), prepared.costs.host)
+        return like.cut
+    if setting.options.stages != "auto":
+        runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
+        return Rounds(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
+    forward = [segment.forward_seconds for segment in segments]
+    backward = [segment.backward_seconds for segment in segments]
+    if pipelining.offloaded:
+        weights = _weights_of(joint, len(segments), setting.costs.host)
         seconds = backward if training else [0.0] * len(segments)
-        chosen = fit_visits(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
-    else:
-        chosen = fit_rounds(forward, backward, recompute, devices, microbatches)
-    joint, cuts = cut_rounds(joint, chosen)
-    return joint, segments, cuts, chosen
+        return fit_visits(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
+    return fit_rounds(forward, backward, recompute, devices, microbatches)
 
 
 def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:

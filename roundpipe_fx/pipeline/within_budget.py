@@ -12,9 +12,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.compiler.lower import Setting, emit, operations_of, recompute_by_policy
+from roundpipe_fx.compiler.lower import Lowered, Setting, emit, emit_by_policy, operations_of
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -60,8 +59,8 @@ def within_budget(
     """
     blocks = Blocks(operations_of(joint, setting, sums=pipelining.microbatches > 1))
 
-    def attempted(graph: JointGraph, chosen: Chosen | None = None) -> _Attempt:
-        only = variant_of(emit(graph, setting, chosen=chosen, split=split, sums=True), setting, pipelining)
+    def attempted(lowered: Lowered, chosen: Chosen | None = None) -> _Attempt:
+        only = variant_of(lowered, setting, pipelining)
         pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
         return _Attempt(pipeline, pipeline.predict(pipelining.microbatches), chosen)
 
@@ -69,7 +68,8 @@ def within_budget(
         own = joint.copy()
         remat = remat_schedule(blocks.graph, candidate.schedule).on(own.graph)
         chosen = Chosen(candidate, candidate.peak.bytes, blocks.graph, (), blocks.graph)
-        return attempted(apply_remat_schedule(own, remat, setting.costs), chosen)
+        known = setting.knowing(schedule=remat)
+        return attempted(emit(own, known, chosen=chosen, split=split, sums=True), chosen)
 
     made: list[tuple[Choice, _Attempt]] = []
 
@@ -87,7 +87,7 @@ def within_budget(
     limit = int((first.peak if allowed is None else allowed) * setting.share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return first.within(limit, allowed, [first])
-    runs = runs_of(first.timing, setting.cuts)
+    runs = runs_of(first.timing, joint.cuts)
     rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
     tried = {(0,) * pipelining.workers: first}
 
@@ -99,7 +99,7 @@ def within_budget(
     lowest = max(len(own) for own in rungs)
     others = []
     if not blocks.graph.regions:
-        others = [attempted(recompute_by_policy(joint.copy(), stage_inputs, setting.costs))]
+        others = [attempted(emit_by_policy(joint.copy(), setting, stage_inputs, split=split, sums=True))]
     level = _alike(at, lowest, pipelining.workers, limit) if isinstance(budget, int) else None
     if level is None:
         lowest = _lowest(at, lowest, pipelining.workers)

@@ -1,0 +1,469 @@
+"""The list of passes: what runs, in which order, under which condition, on one device and in pipelines.
+
+Passes stand in the order in which they run. Each works at a level, and between two levels something is decided or
+emitted, by functions that are no passes:
+
+- *joint graph*: the captured graph, up to where its operations are annotated. A pipeline may then try several
+  schedules, which cut the graph differently.
+- *annotated graph*: it is cut into segments. RoundPipe's dispatch then decides which segments its slots have.
+- *segmented graph*: segments become stages.
+- *staged graph*: once for a plan that may recompute, and on a copy for one that saves everything. Then it is decided
+  what is recomputed: by the planner within a budget, else by a save policy. The decision is plain data,
+  ``context.schedule``.
+- *planned graph*: the decision is written into the graph. The planner may try several, each in a copy.
+- *stage module*: stage modules are emitted; these passes get the ``torch.fx.Graph`` of one of them.
+- *program*: the programs that call stage modules are emitted; these passes get the graph of one of them.
+
+The passes themselves are functions with explicit arguments, one a file; here they are given what they need of the
+context. ``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`);
+``ROUNDPIPE_FX_DUMP=folder`` writes it as text after each pass; the logger ``roundpipe_fx.passes`` has the seconds of
+each at level DEBUG.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from roundpipe_fx.analysis.cost import CostModel
+from roundpipe_fx.analysis.remat_schedule import RematSchedule
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
+from roundpipe_fx.passes.batch_norm import release_running_statistics
+from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
+from roundpipe_fx.passes.cse import share_equal_values
+from roundpipe_fx.passes.dropout import expand_dropout
+from roundpipe_fx.passes.early_recompute import early_recompute
+from roundpipe_fx.passes.fuse_costs import fuse_costs
+from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.interpolation import restore_interpolation
+from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.overlap_recompute import overlap_recompute
+from roundpipe_fx.passes.packed_gradients import continue_sums
+from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
+from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.reinplace import reinplace
+from roundpipe_fx.passes.resolved_random_branches import release_settled_draws
+from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.passes.rounds import cut_rounds
+from roundpipe_fx.passes.segments import cut_segments
+from roundpipe_fx.passes.split_backward import split_backward
+from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
+from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.sum_gradients import sum_gradients
+from roundpipe_fx.passes.tied_gradients import split_tied_gradients
+from roundpipe_fx.passes.workspaces import mark_workspaces
+from roundpipe_fx.schedules.fit_rounds import Rounds
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["Pass", "PassContext", "PassLevel", "default_passes", "passes_table", "stages_as_asked"]
+
+
+class PassLevel(enum.StrEnum):
+    """What a pass works on; levels run in this order."""
+
+    JOINT = "joint graph"
+    ANNOTATED = "annotated graph"
+    SEGMENTED = "segmented graph"
+    STAGED = "staged graph"
+    PLANNED = "planned graph"
+    STAGE_MODULE = "stage module"
+    PROGRAM = "program"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassContext:
+    """What a pass may know beside the graph. What is decided between levels is in it from there on.
+
+    Attributes:
+        options: the user's.
+        device: the device to compile for.
+        compiler: what runs the stage modules.
+        costs: modelled seconds of operations and transfers on the device.
+        training: whether the graph has a backward.
+        registered_syncs: operators that the user declared to force a host sync.
+        workspaces: bytes that operators and compiled stages have been seen to allocate for themselves, by name.
+        microbatches: into how many a batch is split.
+        updates_whole: whether an input that is updated is to be read and updated in one segment.
+        segment_starts: forward positions at which segments begin, if that is known.
+        stage_starts: the first segment of each stage, if that is known.
+        rounds: the segments of RoundPipe's slots, where stages are such.
+        everything_saved: whether the graph is for plans that save everything.
+        schedule: what is recomputed and when, with nodes of this graph; ``None``: nothing.
+        early: whether what the backward may do early is looked for; the planner decides that itself.
+        split: whether gradients of parameters are made in modules of their own.
+        sums: whether stage modules add gradients to those of earlier microbatches.
+        program: ``"forward"`` or ``"backward"``, for passes on programs.
+        overlapped: names of the stage modules that gain by running beside what is called before them.
+        dump: where graphs are written after each pass; ``None``: nowhere.
+    """
+
+    options: Options
+    device: torch.device
+    compiler: StageCompiler
+    costs: CostModel
+    training: bool = True
+    registered_syncs: Collection[Any] = ()
+    workspaces: Mapping[str, int] | None = None
+    microbatches: int = 1
+    updates_whole: bool = False
+    segment_starts: Sequence[int] | None = None
+    stage_starts: Sequence[int] | None = None
+    rounds: Rounds | None = None
+    everything_saved: bool = False
+    schedule: RematSchedule | None = None
+    early: bool = False
+    split: bool = False
+    sums: bool = False
+    program: str = ""
+    overlapped: Collection[str] = ()
+    dump: Path | None = None
+
+
+def always(_: PassContext) -> bool:
+    """always"""
+    return True
+
+
+def _eager(context: PassContext) -> bool:
+    """stages run eagerly"""
+    return context.compiler == "eager"
+
+
+def _compiled(context: PassContext) -> bool:
+    """a stage compiler makes the kernels"""
+    return context.compiler != "eager"
+
+
+def _eager_cpu(context: PassContext) -> bool:
+    """stages run eagerly, on the CPU or on a device that is not known"""
+    return context.compiler == "eager" and context.options.device_name in (None, "cpu")
+
+
+def _at_hand(context: PassContext) -> bool:
+    """the device is at hand"""
+    return context.options.device_name is None
+
+
+def _microbatches(context: PassContext) -> bool:
+    """training with several microbatches"""
+    return context.training and context.microbatches > 1
+
+
+def _stages(context: PassContext) -> bool:
+    """one device, and every schedule but RoundPipe's"""
+    return context.rounds is None
+
+
+def _rounds(context: PassContext) -> bool:
+    """RoundPipe's schedule"""
+    return context.rounds is not None
+
+
+def _everything_saved(context: PassContext) -> bool:
+    """within a budget, for plans that save everything"""
+    return context.everything_saved
+
+
+def _recomputed(context: PassContext) -> bool:
+    """training"""
+    return context.schedule is not None
+
+
+def _early(context: PassContext) -> bool:
+    """training without a budget"""
+    return context.early
+
+
+def _split(context: PassContext) -> bool:
+    """schedules that put gradients of parameters off"""
+    return context.split
+
+
+def _training(context: PassContext) -> bool:
+    """training"""
+    return context.training
+
+
+def _sums(context: PassContext) -> bool:
+    """training in a pipeline"""
+    return context.sums
+
+
+def _backward_program(context: PassContext) -> bool:
+    """the backward's program"""
+    return context.program == "backward"
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One entry of the list.
+
+    Attributes:
+        name: tells it from the others; that of its file in ``passes/``.
+        run: gets the graph and the context, and returns the graph: a
+            :class:`roundpipe_fx.ir.joint_graph.JointGraph`, or for stage modules and programs the very
+            ``torch.fx.Graph`` that it got, rewritten in place.
+        level: what it works on.
+        when: whether it runs; the first line of its docstring says so in the table.
+        about: what it does, in half a line.
+        needs: names of passes that must run before it.
+    """
+
+    name: str
+    run: Callable[[Any, PassContext], Any]
+    level: PassLevel = field(default=PassLevel.JOINT, kw_only=True)
+    when: Callable[[PassContext], bool] = field(default=always, kw_only=True)
+    about: str = field(default="", kw_only=True)
+    needs: tuple[str, ...] = field(default=(), kw_only=True)
+
+
+def default_passes() -> list[Pass]:
+    """The passes in the order in which they run: what ``passes=`` is given to edit."""
+    return list(_PASSES)
+
+
+_PASSES = (
+    Pass(
+        "conjugate_numbers",
+        lambda joint, _: fold_conjugate_numbers(joint),
+        about="the conjugate of a real number is the number",
+    ),
+    Pass(
+        "resolved_random_branches",
+        lambda joint, _: release_settled_draws(joint),
+        about="what was drawn for a branch that is known without it stays drawn",
+    ),
+    Pass(
+        "packed_gradients",
+        lambda joint, _: continue_sums(joint),
+        about="what a recurrent module on packed sequences adds to a gradient, in autograd's order",
+    ),
+    Pass(
+        "masks",
+        lambda joint, _: expand_masks(joint),
+        about="indexing by a mask becomes one `nonzero` and integer indexing",
+    ),
+    Pass(
+        "batch_norm",
+        lambda joint, _: release_running_statistics(joint),
+        about="its gradient reads no running statistics, so none are saved for it",
+    ),
+    Pass(
+        "dropout",
+        lambda joint, _: expand_dropout(joint),
+        when=_eager_cpu,
+        about="the drawing of a mask and two products",
+    ),
+    Pass(
+        "interpolation",
+        lambda joint, _: restore_interpolation(joint),
+        when=_eager_cpu,
+        about="indexing that repeats the nearest neighbour becomes the kernel that does it",
+    ),
+    Pass(
+        "storage_copies",
+        lambda joint, _: copy_parts_alone(joint),
+        when=_eager,
+        about="operators that would copy a whole storage copy only their part of it",
+    ),
+    Pass(
+        "layouts",
+        lambda joint, context: mark_strided_gradients(
+            restore_layouts(joint, context.device if _at_hand(context) else None)
+        ),
+        when=_eager,
+        about="values have the strides that the graph says",
+    ),
+    Pass(
+        "redundant_views",
+        lambda joint, _: drop_repeated_views(joint),
+        about="views that show what an earlier value shows already are dropped",
+    ),
+    Pass(
+        "annotate",
+        lambda joint, context: annotate(joint, context.costs),
+        about="phase, bytes, flops and modelled seconds of each node",
+    ),
+    Pass(
+        "workspaces",
+        lambda joint, context: mark_workspaces(joint, context.device, _compiled(context), context.workspaces),
+        when=_at_hand,
+        about="bytes that kernels allocate for themselves",
+    ),
+    Pass(
+        "hoist_host_syncs",
+        lambda joint, context: hoist_decisions(joint, context.registered_syncs),
+        about="what synchronizes the host or decides a route runs once, in the forward",
+        needs=("annotate",),
+    ),
+    Pass(
+        "recompute_regions",
+        lambda joint, context: mark_recompute_regions(joint, _replays_random(context.options)),
+        about="what the user's checkpoints, scopes and saved data must and must not save",
+        needs=("annotate",),
+    ),
+    Pass(
+        "fuse_costs",
+        lambda joint, context: fuse_costs(joint, context.costs),
+        when=_compiled,
+        about="modelled seconds of what is fused",
+        needs=("annotate",),
+    ),
+    Pass(
+        "tied_gradients",
+        lambda joint, _: split_tied_gradients(joint),
+        when=_microbatches,
+        about="what several uses of a parameter add to its gradient is returned in parts",
+    ),
+    Pass(
+        "segments",
+        lambda joint, context: _cut_segments(joint, context),
+        level=PassLevel.ANNOTATED,
+        about="the forward is cut where few bytes live; backward nodes join the segment they belong to",
+        needs=("annotate",),
+    ),
+    Pass(
+        "stages",
+        lambda joint, context: stages_as_asked(joint, context),
+        level=PassLevel.SEGMENTED,
+        when=_stages,
+        about="consecutive segments become pipeline stages",
+        needs=("segments",),
+    ),
+    Pass(
+        "rounds",
+        lambda joint, context: _with_cuts(cut_rounds(joint, context.rounds)),
+        level=PassLevel.SEGMENTED,
+        when=_rounds,
+        about="forward and backward are cut into slots independently of each other",
+        needs=("segments",),
+    ),
+    Pass(
+        "cse",
+        lambda joint, _: share_equal_values(joint),
+        level=PassLevel.STAGED,
+        when=_everything_saved,
+        about="values that equal an earlier one are that one",
+        needs=("annotate",),
+    ),
+    Pass(
+        "apply_remat_schedule",
+        lambda joint, context: apply_remat_schedule(joint, context.schedule, context.costs),
+        level=PassLevel.PLANNED,
+        when=_recomputed,
+        about="what is recomputed, when and how, as explicit nodes, whoever decided it",
+        needs=("stages", "rounds"),
+    ),
+    Pass(
+        "early_recompute",
+        lambda joint, _: early_recompute(joint),
+        level=PassLevel.PLANNED,
+        when=_early,
+        about="what else of the backward may run before the incoming gradients arrive",
+        needs=("apply_remat_schedule",),
+    ),
+    Pass(
+        "split_backward",
+        lambda joint, _: split_backward(joint),
+        level=PassLevel.PLANNED,
+        when=_split,
+        about="gradients of parameters in modules of their own",
+        needs=("stages", "rounds"),
+    ),
+    Pass(
+        "rng",
+        lambda joint, context: replay_rng(joint, context.costs),
+        level=PassLevel.PLANNED,
+        when=_training,
+        about="seeded operations that run again are replayed from their saved generator state",
+        needs=("apply_remat_schedule",),
+    ),
+    Pass(
+        "sum_gradients",
+        lambda joint, context: sum_gradients(joint, context.costs, _eager(context)),
+        level=PassLevel.PLANNED,
+        when=_sums,
+        about="gradients are added to those of earlier microbatches where they are made",
+        needs=("stages", "rounds"),
+    ),
+    Pass(
+        "unread",
+        lambda joint, _: _without_unread(joint),
+        level=PassLevel.PLANNED,
+        about="what nobody reads any more is dropped",
+    ),
+    Pass(
+        "reinplace",
+        lambda graph, _: reinplace(graph),
+        level=PassLevel.STAGE_MODULE,
+        when=_eager,
+        about="results are written over operands that are dead",
+    ),
+    Pass(
+        "overlap_recompute",
+        lambda graph, context: overlap_recompute(graph, context.overlapped),
+        level=PassLevel.PROGRAM,
+        when=_backward_program,
+        about="stream-level fork and join, where recomputation runs beside a gradient",
+    ),
+)
+
+
+def _replays_random(options: Options) -> bool:
+    return options.rotor is None or options.rotor.preserve_rng_state
+
+
+def _cut_segments(joint: JointGraph, context: PassContext) -> JointGraph:
+    required = [*_named_positions(joint, context.options), *region_bounds(joint)]
+    joint, segments = cut_segments(joint, required, context.updates_whole, context.segment_starts)
+    return dataclasses.replace(joint, segments=tuple(segments))
+
+
+def _named_positions(joint: JointGraph, options: Options) -> list[int]:
+    if not isinstance(options.stages, tuple):
+        return []
+    return positions_of_names(joint, options.stages, module_path_text, options.following)
+
+
+def stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
+    """Gather segments in the stages that the user asked for, or in those that are known.
+
+    Args:
+        joint: a graph with segments; its nodes' ``meta`` is written.
+        context: how many stages, where they begin, and the seconds of transfers between them.
+    """
+    if context.stage_starts is not None:
+        return _with_cuts(stages_of_starts(joint, context.stage_starts, len(joint.segments)))
+    if isinstance(context.options.stages, tuple):
+        positions = _named_positions(joint, context.options)
+        return _with_cuts(stages_at_positions(joint, joint.segments, positions))
+    return _with_cuts(cut_stages(joint, joint.segments, context.options.stages, context.costs.transfer_seconds))
+
+
+def _with_cuts(found: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
+    joint, cuts = found
+    return dataclasses.replace(joint, cuts=tuple(cuts))
+
+
+def _without_unread(joint: JointGraph) -> JointGraph:
+    joint.drop_unread()
+    return joint
+
+
+def passes_table() -> str:
+    """The list as a Markdown table."""
+    rows = ["| | pass | works on | when | what it does |", "|---|---|---|---|---|"]
+    for number, item in enumerate(_PASSES, 1):
+        condition = (item.when.__doc__ or "").splitlines()[0]
+        rows.append(f"| {number} | `{item.name}` | {item.level} | {condition} | {item.about} |")
+    return "\n".join(rows) + "\n"

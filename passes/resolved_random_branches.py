@@ -1,0 +1,19 @@
+"""resolved_random_branches: what was drawn for a branch that is known without it stays, by itself.
+
+From Dynamo's graph on an operator without a result reads such a number, so that AOTAutograd keeps it. Passes never
+drop what draws random numbers, so the reader goes here.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.random_branches import SETTLED_DRAW
+
+__all__ = ["release_settled_draws"]
+
+
+def release_settled_draws(joint: JointGraph) -> JointGraph:
+    """Drop the readers; from here on draws stay by themselves."""
+    for node in joint.graph.find_nodes(op="call_function", target=SETTLED_DRAW):
+        joint.graph.erase_node(node)
+    return joint

@@ -1,0 +1,150 @@
+"""Passes being run, one level at a time: the user's edit of the list, the check and the text after each pass.
+
+``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`).
+``ROUNDPIPE_FX_DUMP=folder`` writes it after each pass: a folder for each captured graph, a file for each pass with its
+number in the list. The logger ``roundpipe_fx.passes`` has the time of each pass at level DEBUG.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.text import graph_text, joint_text
+from roundpipe_fx.ir.verifier import snapshot, verify, verify_graph
+from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel, default_passes
+from roundpipe_fx.torch_private import PassedThrough
+
+__all__ = ["InvalidPassesError", "dump_folder", "edited_passes", "run_passes"]
+
+log = logging.getLogger("roundpipe_fx.passes")
+
+G = TypeVar("G", JointGraph, fx.Graph)
+
+_EMISSION_NEEDS = ("annotate", "segments", "stages", "rounds", "apply_remat_schedule", "rng")
+"""Without these no stage modules can be emitted, or their gradients would be wrong."""
+
+
+class InvalidPassesError(PassedThrough, ValueError):
+    """The list that ``passes=`` made cannot be run. Raised before anything runs."""
+
+
+def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[Pass, ...]:
+    """The passes to run.
+
+    Args:
+        edit: the user's: gets the list, returns the one to run; ``None``: the list as it is.
+
+    Raises:
+        InvalidPassesError: what it returned is no list of passes, a pass is missing or stands behind one that needs
+            it, or passes are not in the order of their levels.
+    """
+    if edit is None:
+        return tuple(default_passes())
+    found = edit(default_passes())
+    if not isinstance(found, (list, tuple)) or not all(isinstance(item, Pass) for item in found):
+        raise InvalidPassesError(
+            f"passes: the function must return a list of roundpipe_fx.Pass, and returned {found!r}. If it edits the "
+            "list in place, it must return it too."
+        )
+    names = [item.name for item in found]
+    doubled = next((name for name in names if names.count(name) > 1), None)
+    if doubled is not None:
+        raise InvalidPassesError(f"passes: two passes are named {doubled!r}; give one of them another name.")
+    levels = list(PassLevel)
+    for before, item in itertools.pairwise(found):
+        if levels.index(item.level) < levels.index(before.level):
+            raise InvalidPassesError(
+                f"passes: {item.name!r} works on a {item.level}, and stands behind {before.name!r}, which works on a "
+                f"{before.level}. Levels run in this order: {', '.join(levels)}."
+            )
+    for place, item in enumerate(found):
+        for need in item.needs:
+            if need not in names[:place]:
+                where = f"which stands behind it; put {need!r} first" if need in names else "which is missing"
+                raise InvalidPassesError(f"passes: {item.name!r} needs {need!r}, {where}.")
+    lacking = [name for name in _EMISSION_NEEDS if name not in names]
+    if lacking:
+        raise InvalidPassesError(
+            f"passes: stage modules cannot be emitted without {', '.join(map(repr, lacking))}. To replace a pass, give "
+            "the new one its name."
+        )
+    return tuple(found)
+
+
+def run_passes(graph: G, passes: Sequence[Pass], level: PassLevel, context: PassContext) -> G:
+    """Run the passes of one level.
+
+    Args:
+        graph: it is rewritten.
+        passes: the whole list.
+        level: which of them run.
+        context: what they may know.
+
+    Raises:
+        InvalidGraphError: with ``ROUNDPIPE_FX_VERIFY=1``, if a pass left a graph that breaks what all rely on.
+        InvalidPassesError: a pass did not return a graph.
+    """
+    verifies = os.environ.get("ROUNDPIPE_FX_VERIFY") == "1"
+    for number, item in enumerate(passes, 1):
+        if item.level is not level or not item.when(context):
+            continue
+        before = snapshot(graph) if verifies and isinstance(graph, JointGraph) else None
+        start = time.perf_counter()
+        made = item.run(graph, context)
+        log.debug("%s: %.3f ms", item.name, (time.perf_counter() - start) * 1e3)
+        if not (isinstance(made, JointGraph) if isinstance(graph, JointGraph) else made is graph):
+            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it was given"
+            raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")
+        graph = made
+        if verifies:
+            if before is not None and isinstance(graph, JointGraph):
+                verify(graph, item.name, before, _NAMES)
+            elif isinstance(graph, fx.Graph):
+                verify_graph(graph, item.name)
+        if context.dump is not None:
+            _dump(graph, context.dump, f"{number:02d}_{item.name}")
+    return graph
+
+
+_NAMES = frozenset(item.name for item in default_passes())
+
+
+def dump_folder(captured: JointGraph) -> Path | None:
+    """A new folder for the dumps of one graph, in the one that ``ROUNDPIPE_FX_DUMP`` names; ``None`` without it.
+
+    Args:
+        captured: the graph before the first pass, which is written as ``00_captured.py``.
+    """
+    parent = os.environ.get("ROUNDPIPE_FX_DUMP")
+    if not parent:
+        return None
+    number = 0
+    while True:
+        folder = Path(parent) / f"graph_{number}"
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            break
+    _dump(captured, folder, "00_captured")
+    return folder
+
+
+def _dump(graph: JointGraph | fx.Graph, folder: Path, name: str) -> None:
+    """Write a graph; what a pass makes of further stage modules, programs or plans is numbered."""
+    text = joint_text(graph) if isinstance(graph, JointGraph) else graph_text(graph)
+    path, times = folder / f"{name}.py", 1
+    while path.exists():
+        times += 1
+        path = folder / f"{name}.{times}.py"
+    path.write_text(text)

@@ -1,0 +1,22 @@
+"""The operator that keeps random numbers alive which nothing reads, from Dynamo's graph to the first passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+__all__ = ["SETTLED_DRAW"]
+
+
+@torch.library.custom_op("roundpipe_fx::settled_draw", mutates_args=())
+def _settled_draw(number: torch.Tensor) -> None:
+    """Reads a random number and does nothing."""
+
+
+@_settled_draw.register_fake
+def _(number: torch.Tensor) -> None:
+    return None
+
+
+SETTLED_DRAW = torch.ops.roundpipe_fx.settled_draw.default
+fx.node.has_side_effect(SETTLED_DRAW)  # it is there not to be dropped

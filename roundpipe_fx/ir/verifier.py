@@ -1,0 +1,187 @@
+"""The verifier: what holds for a graph after every pass.
+
+- Each node comes after what it reads; what it reads is in the graph; every node has a value (``meta["val"]``).
+- Inputs come first and stay what they were, but for the sums that sum_gradients adds; the forward returns as much as
+  before, and no gradient gets lost.
+- No node reads one that runs later in a step: the forward none of the backward, what recomputes early nothing that
+  waits for a gradient, nobody a module that a schedule may put off. The forward reads earlier segments and stages, the
+  backward later ones.
+- Marks are written by the passes that :data:`roundpipe_fx.ir.joint_graph.MARK_USES` names, and are on every node where
+  they have to be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph, Mark, Phase, is_sum, module_path
+from roundpipe_fx.torch_private import PassedThrough, module_path_text
+
+__all__ = ["InvalidGraphError", "Snapshot", "snapshot", "verify", "verify_graph"]
+
+
+class InvalidGraphError(PassedThrough, ValueError):
+    """A pass left a graph that breaks what all passes rely on. Raised before anything runs."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a graph was before a pass.
+
+    Attributes:
+        marks: by node its marks.
+        inputs: the graph's inputs.
+        forward_outputs: how many outputs are the forward's.
+        gradients: how many are the backward's.
+    """
+
+    marks: Mapping[fx.Node, Mapping[str, Any]]
+    inputs: tuple[fx.Node, ...]
+    forward_outputs: int
+    gradients: int
+
+
+def snapshot(joint: JointGraph) -> Snapshot:
+    """What :func:`verify` compares a graph with."""
+    marks = {node: {key: node.meta[key] for key in MARK_USES if key in node.meta} for node in joint.graph.nodes}
+    return Snapshot(marks, tuple(joint.inputs), len(joint.forward_outputs), len(joint.gradients))
+
+
+def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str]) -> None:
+    """Check a graph after a pass.
+
+    Args:
+        joint: the graph that the pass returned; not changed.
+        name: the pass.
+        before: the graph that the pass got.
+        known: passes whose marks are declared; others may write any.
+
+    Raises:
+        InvalidGraphError: what does not hold, with the pass, the node, its module and the line it was traced from.
+    """
+    verify_graph(joint.graph, name)
+    _verify_ends(joint, name, before)
+    for node in joint.computed():
+        for source in node.all_input_nodes:
+            reason = _wrong_read(joint, node, source)
+            if reason is not None:
+                raise _error(name, node, reason)
+    _verify_marks(joint, name, before, known)
+
+
+def verify_graph(graph: fx.Graph, name: str) -> None:
+    """Check the order and the values of any graph.
+
+    Args:
+        graph: a joint graph's, a stage module's or a program's; not changed.
+        name: the pass that made it.
+
+    Raises:
+        InvalidGraphError: see :func:`verify`.
+    """
+    seen: set[fx.Node] = set()
+    names: set[str] = set()
+    for node in graph.nodes:
+        missing = next((source for source in node.all_input_nodes if source not in seen), None)
+        if missing is not None:
+            where = "comes later in the graph" if missing.graph is graph else "is not in the graph"
+            raise _error(name, node, f"it reads {missing.name!r}, which {where}")
+        if node.name in names:
+            raise _error(name, node, "another node has its name")
+        if node.op == "placeholder" and any(other.op != "placeholder" for other in seen):
+            raise _error(name, node, "an input stands behind what computes")
+        if node.op != "output" and "val" not in node.meta and not _returns_nothing(node):
+            raise _error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
+        seen.add(node)
+        names.add(node.name)
+    if graph.output_node() is not next(reversed(graph.nodes)):
+        raise _error(name, graph.output_node(), "the output is not the last node")
+
+
+def _returns_nothing(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.returns
+
+
+def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
+    kept = [node for node in joint.inputs if not is_sum(node) or node in before.inputs]
+    if kept != list(before.inputs):
+        raise InvalidGraphError(
+            f"pass {name!r}: the graph's inputs are {[node.name for node in joint.inputs]}, and were "
+            f"{[node.name for node in before.inputs]}: a pass must leave them as they are."
+        )
+    outputs = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
+    if outputs[0] != before.forward_outputs or len(joint.gradients) < before.gradients or outputs[1] < 0:
+        raise InvalidGraphError(
+            f"pass {name!r}: the graph returns {outputs[0]} outputs of the forward and {len(joint.gradients)} "
+            f"gradients, and returned {before.forward_outputs} and {before.gradients}."
+        )
+
+
+_LATER = {Phase.FORWARD: 0, Phase.RECOMPUTE: 1, Phase.BACKWARD: 2, Phase.WEIGHT: 3}
+
+
+def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None:
+    """Why a node must not read another; ``None`` if it may."""
+    phase = node.meta.get(Mark.PHASE)
+    if phase is None:
+        return None
+    if source.op == "placeholder":
+        waits = is_sum(source) or str(source.target).startswith("tangents")
+        return f"it is {phase} and reads the gradient {source.name!r}" if waits and _LATER[phase] < 2 else None
+    of_source = source.meta.get(Mark.PHASE)
+    if of_source is None:
+        return None
+    if _LATER[of_source] > _LATER[phase]:
+        return f"it is {phase} and reads {source.name!r}, which is {of_source}: that runs later"
+    if of_source is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
+        return None
+    for what, place in (("segment", _segment), ("stage", _stage)):
+        own, other = place(joint, node), place(joint, source)
+        if own is None or other is None:
+            continue
+        if (other > own) if phase is Phase.FORWARD else (other < own):
+            return f"it is {phase} of {what} {own} and reads {source.name!r} of {what} {other}, which runs later"
+    return None
+
+
+def _segment(_joint: JointGraph, node: fx.Node) -> int | None:
+    return node.meta.get(Mark.SEGMENT)
+
+
+def _stage(joint: JointGraph, node: fx.Node) -> int | None:
+    """The stage, counted such that the backward runs from the last to the first; RoundPipe's slots are counted on."""
+    stage = node.meta.get(Mark.STAGE)
+    slots = any(cut.first <= before.last for before, cut in zip(joint.cuts, joint.cuts[1:], strict=False))
+    return -stage if stage is not None and slots and node.meta[Mark.PHASE] is Phase.BACKWARD else stage
+
+
+def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collection[str]) -> None:
+    for key, use in MARK_USES.items():
+        nodes = list(joint.computed())
+        with_it = [node for node in nodes if key in node.meta]
+        if use.on_all_after and (with_it or name in use.on_all_after) and len(with_it) < len(nodes):
+            lacking = next(node for node in nodes if key not in node.meta)
+            raise _error(name, lacking, f"it lacks the mark {key!r}, which every computing node has from here on")
+        if name not in known or name in use.written_by:
+            continue
+        for node in joint.graph.nodes:
+            if node.op == "output":
+                continue
+            if key in node.meta and before.marks.get(node, {}).get(key, _ABSENT) != node.meta[key]:
+                raise _error(name, node, f"its mark {key!r} was written, and MARK_USES does not name this pass")
+
+
+_ABSENT = object()
+
+
+def _error(name: str, node: fx.Node, reason: str) -> InvalidGraphError:
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    traced = f", traced from {lines[-2]}: {lines[-1]}" if len(lines) > 1 else ""
+    path = module_path(node, module_path_text)
+    where = f" (in module {path!r}{traced})" if path or traced else ""
+    return InvalidGraphError(f"pass {name!r}: node {node.name!r}{where}: {reason}.")
