@@ -43,8 +43,8 @@ format: $(READY)
 bench: $(READY)  ## side by side with peers; one table a benchmark
 	$(BIN)/python -W ignore -m benchmarks.run_all
 
-golden: $(READY)  ## regenerate golden/ on purpose; review the diff
-	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py
+golden: $(READY)  ## regenerate golden/, and what tests of passes expect, on purpose; review the diff
+	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py tests/passes
 
 clean:
 	rm -rf $(VENV) .emulated_cuda build dist *.egg-info

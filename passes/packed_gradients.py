@@ -1,4 +1,4 @@
-"""Packed gradients: a recurrent module's gradients on packed sequences are added in the order that autograd has.
+"""packed_gradients: a recurrent module's gradients on packed sequences are added in the order that autograd has.
 
 Each step of each sequence adds to the gradients of the weights. Where a module is called twice, or its weights are used
 elsewhere as well, autograd adds all of these one by one, and not the sum that one call's steps have. The operator of

@@ -145,7 +145,7 @@ def _compiled(context: PassContext) -> bool:
 
 
 def _eager_cpu(context: PassContext) -> bool:
-    """stages run eagerly, on the CPU or on a device that is not known"""
+    """stages run eagerly, on the CPU"""
     return context.compiler == "eager" and context.options.device_name in (None, "cpu")
 
 

@@ -1,4 +1,4 @@
-"""Repeated views: views that show what an earlier value shows already.
+"""redundant_views: views that show what an earlier value shows already.
 
 AOTAutograd detaches what autograd saves, and the gradient of a linear layer's weight is transposed twice. Each such
 view is one more operation to dispatch, to read in emitted code and to plan around; without them everything reads the

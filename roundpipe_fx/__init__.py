@@ -23,7 +23,9 @@ from roundpipe_fx.compat.checkpointing import (
 from roundpipe_fx.compat.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.region import memory_budget
+from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel, default_passes
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.report.peak_memory import measure_peak
 from roundpipe_fx.report.plan import Plan
@@ -45,8 +47,12 @@ __all__ = [
     "GraphBreakWarning",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
+    "JointGraph",
     "Loss",
     "OptimizerCtx",
+    "Pass",
+    "PassContext",
+    "PassLevel",
     "Plan",
     "Schedule",
     "Sequence",
@@ -56,6 +62,7 @@ __all__ = [
     "checkpoint_sequential",
     "compile",
     "count_questions",
+    "default_passes",
     "doing_recompute",
     "get_recompute_data",
     "gradient_checkpoint_scope",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
 
 from roundpipe_fx.passes import workspaces
+
+os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
 
 
 def pytest_collection_finish() -> None:

@@ -31,6 +31,13 @@ def test_demo(tmp_path: Path) -> None:
     assert (tmp_path / "program.py").exists()
 
 
+def test_own_passes() -> None:
+    *_, peaks, error = _run("examples/own_passes.py").splitlines()
+    plain, cast = re.findall(r"([0-9.]+) MiB", peaks)
+    assert float(cast) < 0.7 * float(plain)
+    assert 0 < float(error.rsplit(" ", 1)[1]) < 1e-2
+
+
 def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks

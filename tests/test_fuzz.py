@@ -18,6 +18,7 @@ from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.reduce import reduced, script
 from roundpipe_fx.analysis import recomputation
 from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes import pipeline
 from tests.long import long_but
 
 

@@ -13,6 +13,7 @@ from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.assumptions import Assumptions
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.plans_of_modules import note_plan
+from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_calls
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Likeness, Pipelining
@@ -69,13 +70,14 @@ def roundpipe_fx_backend(
     ``roundpipe_fx.compiler.lower``.
 
     Raises:
-        ValueError: an unknown option or value.
+        ValueError: an unknown option or value, or a list of passes that cannot be run.
         TypeError: a value of a wrong type.
     """
     try:
         parsed = Options.parse(options or {})
     except (TypeError, ValueError) as error:
         raise torch_private.passed_through(error) from None
+    edited_passes(parsed.passes)  # what is wrong with the list is told before anything is traced
     assumptions = _assumptions_of(options or {})
     on_plan = functools.partial(note_plan, torch_private.modules_being_compiled())
     return compile_graph(module, example_inputs, parsed, registered_sync_ops(), on_plan, _warned, assumptions)

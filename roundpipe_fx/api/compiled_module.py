@@ -12,7 +12,9 @@ from torch import nn
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.compiled_state import CompiledState
 from roundpipe_fx.api.subclassing import instance_beside
+from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
+from roundpipe_fx.passes.pipeline import Pass
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.report.plan import Plan
@@ -31,6 +33,7 @@ def compile(
     memory_budget: int | float | str | None = None,
     cost: str = "roofline",
     stage_compiler: str | Callable[..., Any] | None = None,
+    passes: Callable[[list[Pass]], Sequence[Pass]] | None = None,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     optim_dtype: torch.dtype | None = None,
@@ -66,6 +69,8 @@ def compile(
             device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
+        passes: a function that gets the list of passes (:func:`roundpipe_fx.default_passes`) and returns the one that
+            is run on each graph: passes added, removed, replaced or in another order. ``None``: the list as it is.
         fullgraph: make a graph break an error, which names the user's line, instead of a warning.
         dynamic: as for ``torch.compile``.
         optim_dtype: the optimizer works on copies of the parameters in this dtype (``torch.float32`` for a model in
@@ -96,8 +101,9 @@ def compile(
 
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
-        ValueError: an option has an unknown value. The first call raises :class:`InfeasibleBudgetError` (a
-            ``ValueError``) where the budget cannot be met, before anything runs.
+        ValueError: an option has an unknown value, or ``passes`` returns a list that cannot be run. The first call
+            raises :class:`InfeasibleBudgetError` (a ``ValueError``) where the budget cannot be met, before anything
+            runs.
     """
     _check(model)
     options = Options.parse(
@@ -107,8 +113,10 @@ def compile(
             "memory_budget": memory_budget,
             "cost": cost,
             "stage_compiler": stage_compiler,
+            "passes": passes,
         }
     )
+    edited_passes(options.passes)  # what is wrong with the list is told now, not at the first call
     pipelining = parse_pipelining(
         devices,
         num_microbatches,

@@ -24,6 +24,7 @@ from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
 __all__ = [
+    "ADDING_NODES",
     "MARK_USES",
     "JointGraph",
     "Mark",
@@ -98,8 +99,8 @@ class MarkUse:
     """Who writes and who reads a mark; the verifier and a test check that it is true.
 
     Attributes:
-        written_by: passes that may set the mark or change it, on nodes that they add included; none: it is set before
-            the first pass (``analysis/outside_loss.py``).
+        written_by: passes that set the mark or change it; none: it is set before the first pass
+            (``analysis/outside_loss.py``). On nodes that they add, those of :data:`ADDING_NODES` write it too.
         read_by: passes, and folders of the package, that read it.
         on_all_after: from these passes on every computing node has the mark; none: nodes may lack it.
     """
@@ -117,37 +118,33 @@ def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
     )
 
 
-_ADD_NODES = "apply_remat_schedule rng sum_gradients"
-"""Passes that add nodes after all is annotated; what they add gets the marks of what it stands for."""
+ADDING_NODES = frozenset({"apply_remat_schedule", "early_recompute", "rng", "sum_gradients"})
+"""Passes that add nodes to an annotated graph, with the marks of what these stand for."""
 
 MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
-        f"annotate hoist_host_syncs early_recompute split_backward {_ADD_NODES}",
+        "annotate hoist_host_syncs apply_remat_schedule early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
         "recompute_regions rounds segments split_backward sum_gradients analysis codegen compiler",
         "annotate",
     ),
-    Mark.BYTES: _use(
-        f"annotate early_recompute {_ADD_NODES}", "early_recompute sum_gradients analysis compiler", "annotate"
-    ),
-    Mark.WORKSPACE: _use(f"workspaces early_recompute {_ADD_NODES}", "rng sum_gradients analysis codegen compiler"),
+    Mark.BYTES: _use("annotate", "early_recompute sum_gradients analysis compiler", "annotate"),
+    Mark.WORKSPACE: _use("workspaces", "rng sum_gradients analysis codegen compiler"),
     Mark.SECONDS: _use(
-        f"annotate fuse_costs early_recompute {_ADD_NODES}",
+        "annotate fuse_costs",
         "fuse_costs segments sum_gradients analysis compiler",
         "annotate",
     ),
-    Mark.FLOPS: _use(
-        f"annotate early_recompute {_ADD_NODES}", "recompute_regions segments sum_gradients analysis", "annotate"
-    ),
+    Mark.FLOPS: _use("annotate", "recompute_regions segments sum_gradients analysis", "annotate"),
     Mark.HOISTED: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
     Mark.NOT_KEPT: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(
-        f"segments early_recompute {_ADD_NODES}",
+        "segments apply_remat_schedule",
         "apply_remat_schedule rounds split_backward stages sum_gradients analysis pipeline remat",
         "segments",
     ),
     Mark.STAGE: _use(
-        f"stages rounds early_recompute {_ADD_NODES}",
+        "stages rounds apply_remat_schedule",
         "early_recompute split_backward sum_gradients analysis codegen compiler remat",
         "stages rounds",
     ),

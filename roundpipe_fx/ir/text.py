@@ -15,7 +15,7 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 
-__all__ = ["argument_text", "expression_text", "graph_text", "is_own", "joint_text", "type_text"]
+__all__ = ["SHOWN_MARKS", "argument_text", "expression_text", "graph_text", "is_own", "joint_text", "type_text"]
 
 
 def type_text(value: Any) -> str:
@@ -145,7 +145,7 @@ def _section(node: fx.Node) -> str:
 
 
 _PLACES = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
-_SHOWN = {
+SHOWN_MARKS = {
     "must run once": Mark.HOISTED,
     "must not be kept": Mark.NOT_KEPT,
     "repeats": Mark.ORIGIN,
@@ -156,6 +156,6 @@ _SHOWN = {
 
 
 def _marks(node: fx.Node) -> str:
-    found = [(name, node.meta[key]) for name, key in _SHOWN.items() if key in node.meta]
+    found = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
     shown = [name if value is True else f"{name}: {value}" for name, value in found]
     return f"  # {'; '.join(shown)}" if shown else ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import MARK_USES, JointGraph, Mark, Phase, is_sum, module_path
+from roundpipe_fx.ir.joint_graph import ADDING_NODES, MARK_USES, JointGraph, Mark, Phase, is_sum, module_path
 from roundpipe_fx.torch_private import PassedThrough, module_path_text
 
 __all__ = ["InvalidGraphError", "Snapshot", "snapshot", "verify", "verify_graph"]
@@ -144,6 +144,8 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
         own, other = place(joint, node), place(joint, source)
         if own is None or other is None:
             continue
+        if what == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
+            continue  # what is recomputed runs in the order of the forward
         if (other > own) if phase is Phase.FORWARD else (other < own):
             return f"it is {phase} of {what} {own} and reads {source.name!r} of {what} {other}, which runs later"
     return None
@@ -170,7 +172,7 @@ def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collect
         if name not in known or name in use.written_by:
             continue
         for node in joint.graph.nodes:
-            if node.op == "output":
+            if node.op == "output" or (node not in before.marks and name in ADDING_NODES):
                 continue
             if key in node.meta and before.marks.get(node, {}).get(key, _ABSENT) != node.meta[key]:
                 raise _error(name, node, f"its mark {key!r} was written, and MARK_USES does not name this pass")
@@ -180,8 +182,9 @@ _ABSENT = object()
 
 
 def _error(name: str, node: fx.Node, reason: str) -> InvalidGraphError:
-    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines() if line.strip()]
-    traced = f", traced from {lines[-2]}: {lines[-1]}" if len(lines) > 1 else ""
+    lines = [line.strip() for line in str(node.meta.get("stack_trace") or "").splitlines()]
+    last = max((place for place, line in enumerate(lines) if line.startswith("File ")), default=None)
+    traced = "" if last is None else ", traced from " + ": ".join(lines[last : last + 2])
     path = module_path(node, module_path_text)
-    where = f" (in module {path!r}{traced})" if path or traced else ""
+    where = f" (of module {path or 'model'!r}{traced})" if path or traced else ""
     return InvalidGraphError(f"pass {name!r}: node {node.name!r}{where}: {reason}.")

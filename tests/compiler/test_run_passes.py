@@ -1,0 +1,161 @@
+"""The user's own passes, and what is checked, written and logged as passes run."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx, nn
+
+import roundpipe_fx
+from roundpipe_fx import JointGraph, Pass, PassContext, PassLevel
+from tests.comparison import assert_bitwise, compiled_step
+
+Edit = Callable[[list[Pass]], Sequence[Pass]]
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.tanh(self.first(x))).square().mean()
+
+
+BATCH = {"x": torch.ones(2, 4)}
+
+
+def _without(name: str) -> Edit:
+    return lambda passes: [item for item in passes if item.name != name]
+
+
+def _replaced(passes: list[Pass], name: str, **changes: object) -> list[Pass]:
+    return [dataclasses.replace(item, **changes) if item.name == name else item for item in passes]
+
+
+def _moved_last(passes: list[Pass]) -> list[Pass]:
+    return [*passes[1:], passes[0]]
+
+
+def _in_place(passes: list[Pass]) -> None:
+    passes.pop()
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (_in_place, "must return a list of roundpipe_fx.Pass, and returned None"),
+        (lambda passes: [*passes, "log"], "must return a list of roundpipe_fx.Pass"),
+        (_without("annotate"), "'hoist_host_syncs' needs 'annotate', which is missing"),
+        (_without("segments"), "'stages' needs 'segments', which is missing"),
+        (_without("rng"), "cannot be emitted without 'rng'"),
+        (lambda passes: [*passes, passes[-1]], "two passes are named 'overlap_recompute'"),
+        (_moved_last, "'conjugate_numbers' works on a joint graph, and stands behind 'overlap_recompute'"),
+        (lambda passes: sorted(passes, key=lambda item: item.name == "annotate"), "works on a joint graph"),
+    ],
+)
+def test_a_list_that_cannot_run_is_refused_at_once(edit: Edit, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        roundpipe_fx.compile(Two(), passes=edit)
+
+
+def test_passes_is_a_function() -> None:
+    with pytest.raises(TypeError, match="must be a function that gets the list"):
+        roundpipe_fx.compile(Two(), passes=roundpipe_fx.default_passes())  # type: ignore[arg-type]
+
+
+def test_a_pass_is_added_at_each_level() -> None:
+    seen: list[tuple[PassLevel, type]] = []
+
+    def logging_pass(level: PassLevel) -> Pass:
+        def run(graph: JointGraph | fx.Graph, _: PassContext) -> JointGraph | fx.Graph:
+            seen.append((level, type(graph)))
+            return graph
+
+        return Pass(f"log_{level}", run, level=level)
+
+    def edit(passes: list[Pass]) -> list[Pass]:
+        every = [*passes, *map(logging_pass, PassLevel)]
+        return sorted(every, key=lambda item: list(PassLevel).index(item.level))
+
+    step, _ = compiled_step(Two(), BATCH, passes=edit, recompute="full")
+    assert [level for level, _ in dict.fromkeys(seen)] == list(PassLevel)
+    assert {kind for level, kind in seen if level in (PassLevel.STAGE_MODULE, PassLevel.PROGRAM)} == {fx.Graph}
+    assert len({level for level, kind in seen if kind is JointGraph}) == 5
+    torch.manual_seed(0)
+    assert step.loss.isfinite()
+
+
+def test_a_pass_is_replaced_and_removed() -> None:
+    model = Two()
+    plain, _ = compiled_step(model, BATCH)
+    other, _ = compiled_step(model, BATCH, passes=_without("reinplace"))
+    assert_bitwise(other, plain)
+
+    def edit(passes: list[Pass]) -> list[Pass]:
+        return _replaced(passes, "reinplace", run=lambda graph, _: graph)
+
+    same, _ = compiled_step(model, BATCH, passes=edit)
+    assert_bitwise(same, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_backend_takes_passes() -> None:
+    names: list[str] = []
+
+    def edit(passes: list[Pass]) -> list[Pass]:
+        names.extend(item.name for item in passes)
+        return passes
+
+    compiled = torch.compile(Two(), backend="roundpipe_fx", options={"passes": edit})
+    compiled(**BATCH).backward()
+    assert "masks" in names
+    broken = torch.compile(Two(), backend="roundpipe_fx", options={"passes": _without("annotate")})
+    with pytest.raises(ValueError, match="needs 'annotate'"):
+        broken(**BATCH)
+
+
+def _added(run: Callable[[JointGraph, PassContext], object], before: str = "segments") -> Edit:
+    def edit(passes: list[Pass]) -> list[Pass]:
+        place = [item.name for item in passes].index(before)
+        return [*passes[:place], Pass("own", run), *passes[place:]]
+
+    return edit
+
+
+def test_a_pass_that_returns_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match="pass 'own' must return a JointGraph, and returned NoneType"):
+        compiled_step(Two(), BATCH, passes=_added(lambda joint, _: None))
+
+
+def test_a_graph_that_breaks_the_rules_is_refused() -> None:
+    def swap(joint: JointGraph, _: PassContext) -> JointGraph:
+        nodes = [node for node in joint.computed() if node.target is torch.ops.aten.tanh.default]
+        nodes[0].append(nodes[0].all_input_nodes[0])  # what it reads comes after it
+        return joint
+
+    with pytest.raises(ValueError, match=r"pass 'own': node 'tanh' .*it reads 'addmm', which comes later") as raised:
+        compiled_step(Two(), BATCH, passes=_added(swap))
+    assert "test_run_passes.py" in str(raised.value)  # where the operation was traced from
+
+
+def test_graphs_are_written_after_each_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_DUMP", str(tmp_path))
+    compiled_step(Two(), BATCH, recompute="full")
+    (folder,) = tmp_path.iterdir()
+    files = sorted(path.name for path in folder.iterdir())
+    assert files[:2] == ["00_captured.py", "01_conjugate_numbers.py"]
+    assert any(name.endswith("_apply_remat_schedule.py") for name in files)
+    assert (folder / files[0]).read_text() == (folder / files[1]).read_text()
+    assert "    # forward, stage 0, segment 0\n" in next(folder.glob("*_stages.py")).read_text()
+
+
+def test_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "roundpipe_fx.passes"):
+        compiled_step(Two(), BATCH)
+    assert any(record.message.startswith("annotate: ") for record in caplog.records)
