@@ -74,6 +74,19 @@ class TiedTransformer(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class TiedEmbedding(nn.Module):
+    """The embedding is read where the model begins and where it ends, in two stages."""
+
+    def __init__(self, width: int = 8, vocabulary: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.layer = nn.Linear(width, width)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.layer(self.embedding(tokens)))
+        return F.cross_entropy(F.linear(x, self.embedding.weight).flatten(0, 1), targets.flatten())
+
+
 class ExpertLayer(nn.Module):
     def __init__(self, width: int, experts: int, top_k: int) -> None:
         super().__init__()
@@ -147,6 +160,32 @@ class EncoderDecoder(nn.Module):
         for block, cross in zip(self.decoder, self.cross, strict=True):
             target = target + cross(block(target), source)
         return target.square().mean()
+
+
+class CrossAttending(nn.Module):
+    """Two layers read what an encoder made, each in a stage of its own: a value that skips over a stage."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(width, width)
+        self.decoder = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        memory = torch.tanh(self.encoder(source))
+        for layer in self.decoder:
+            target = target + F.scaled_dot_product_attention(layer(target), memory, memory)
+        return target.square().mean()
+
+
+class AttentionLayer(nn.Module):
+    """Attention within a budget: what is recomputed is chosen value by value."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(width), Attention(width, heads=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.attention(self.norm(x))).square().mean()
 
 
 class ResidualChain(nn.Module):
@@ -243,7 +282,7 @@ def _tokens(batch: int = 2, length: int = 4, vocabulary: int = 16) -> dict[str, 
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-# name: (model, its inputs, stages)
+# name: (model, its inputs, stages): models that many tests train.
 GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | list[str]]] = {
     "dropout_mlp": (DropoutMLP, lambda: {"x": torch.randn(4, 8)}, 2),
     "tied_transformer": (TiedTransformer, _tokens, ["blocks.1"]),
@@ -257,12 +296,24 @@ GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], i
     "layer_drop": (LayerDrop, lambda: {"x": torch.randn(4, 8)}, ["layers.1"]),
 }
 
+# name: (model, its inputs, stages): whose programs are pinned as they are with all recomputed; one property each.
+PINNED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | list[str]]] = {
+    **{name: GOLDEN[name] for name in ("dropout_mlp", "mixture_of_experts", "layer_drop")},
+    "tied_embedding": (TiedEmbedding, _tokens, 2),
+    "unet": (UNet, lambda: {"x": torch.randn(2, 3, 8, 8)}, ["up.0"]),
+    "encoder_decoder": (
+        CrossAttending,
+        lambda: {"source": torch.randn(2, 3, 8), "target": torch.randn(2, 4, 8)},
+        ["decoder.0", "decoder.1"],
+    ),
+}
+
 # name: (model, its inputs, options): programs within a byte budget, or with recompute regions of the user's.
 BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], dict[str, Any]]] = {
     "nested_recomputation": (ResidualChain, lambda: {"x": torch.randn(64, 4)}, {"stages": 1, "memory_budget": 0.0}),
     "checkpoints": (CheckpointedMLP, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "gradient_checkpoint_scope": (NoisyWeight, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
-    "budget": (lambda: TiedTransformer(depth=1), _tokens, {"stages": 1, "memory_budget": 0.3}),
+    "budget": (AttentionLayer, lambda: {"x": torch.randn(2, 4, 8)}, {"stages": 1, "memory_budget": 0.3}),
 }
 
 # name: (model, its inputs, options): stages for several devices, with the schedule.

@@ -8,49 +8,35 @@ aten = torch.ops.aten
 
 def stage_0_forward(args):
     (
-        embedding_weight,  # float32[16, 8]
-        tokens,  # int64[2, 4]
-        blocks_0_norm1_weight,  # float32[8]
-        blocks_0_norm1_bias,  # float32[8]
-        blocks_0_attention_key_value_weight,  # float32[16, 8]
-        blocks_0_attention_key_value_bias,  # float32[16]
-        blocks_0_attention_query_weight,  # float32[8, 8]
-        blocks_0_attention_query_bias,  # float32[8]
-        blocks_0_attention_out_weight,  # float32[8, 8]
-        blocks_0_attention_out_bias,  # float32[8]
-        blocks_0_norm2_weight,  # float32[8]
-        blocks_0_norm2_bias,  # float32[8]
-        blocks_0_mlp_0_weight,  # float32[16, 8]
-        blocks_0_mlp_0_bias,  # float32[16]
-        blocks_0_mlp_2_weight,  # float32[8, 16]
-        blocks_0_mlp_2_bias,  # float32[8]
         norm_weight,  # float32[8]
         norm_bias,  # float32[8]
-        targets,  # int64[2, 4]
+        x,  # float32[2, 4, 8]
+        attention_key_value_weight,  # float32[16, 8]
+        attention_key_value_bias,  # float32[16]
+        attention_query_weight,  # float32[8, 8]
+        attention_query_bias,  # float32[8]
+        attention_out_weight,  # float32[8, 8]
+        attention_out_bias,  # float32[8]
     ) = args
     args.clear()
-    # embedding
-    embedding: "float32[2, 4, 8]" = aten.embedding.default(embedding_weight, tokens);  tokens = None
-    # blocks.0.norm1
-    native_layer_norm: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(embedding, [8], blocks_0_norm1_weight, blocks_0_norm1_bias, 1e-05);  blocks_0_norm1_weight = blocks_0_norm1_bias = None
-    getitem: "float32[2, 4, 8]" = native_layer_norm[0]
-    getitem_1: "float32[2, 4, 1]" = native_layer_norm[1]
-    getitem_2: "float32[2, 4, 1]" = native_layer_norm[2];  native_layer_norm = None
-    # blocks.0.attention.key_value
+    # norm
+    native_layer_norm: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(x, [8], norm_weight, norm_bias, 1e-05);  norm_weight = norm_bias = None
+    getitem: "float32[2, 4, 8]" = native_layer_norm[0];  native_layer_norm = None
+    # attention.key_value
     view: "float32[8, 8]" = aten.view.default(getitem, [8, 8])
-    t: "float32[8, 16]" = aten.t.default(blocks_0_attention_key_value_weight);  blocks_0_attention_key_value_weight = None
-    addmm: "float32[8, 16]" = aten.addmm.default(blocks_0_attention_key_value_bias, view, t);  blocks_0_attention_key_value_bias = view = t = None
+    t: "float32[8, 16]" = aten.t.default(attention_key_value_weight);  attention_key_value_weight = None
+    addmm: "float32[8, 16]" = aten.addmm.default(attention_key_value_bias, view, t);  attention_key_value_bias = view = t = None
     view_1: "float32[2, 4, 16]" = aten.view.default(addmm, [2, 4, 16])
-    # blocks.0.attention
+    # attention
     split: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_1, 8, -1);  view_1 = None
     getitem_3: "float32[2, 4, 8]" = split[0]
     getitem_4: "float32[2, 4, 8]" = split[1];  split = None
-    # blocks.0.attention.query
-    view_2: "float32[8, 8]" = aten.view.default(getitem, [8, 8])
-    t_1: "float32[8, 8]" = aten.t.default(blocks_0_attention_query_weight);  blocks_0_attention_query_weight = None
-    addmm_1: "float32[8, 8]" = aten.addmm.default(blocks_0_attention_query_bias, view_2, t_1);  blocks_0_attention_query_bias = view_2 = t_1 = None
+    # attention.query
+    view_2: "float32[8, 8]" = aten.view.default(getitem, [8, 8]);  getitem = None
+    t_1: "float32[8, 8]" = aten.t.default(attention_query_weight);  attention_query_weight = None
+    addmm_1: "float32[8, 8]" = aten.addmm.default(attention_query_bias, view_2, t_1);  attention_query_bias = view_2 = t_1 = None
     view_3: "float32[2, 4, 8]" = aten.view.default(addmm_1, [2, 4, 8])
-    # blocks.0.attention
+    # attention
     view_4: "float32[2, 4, 2, 4]" = aten.view.default(view_3, [2, 4, 2, 4]);  view_3 = None
     transpose: "float32[2, 2, 4, 4]" = aten.transpose.int(view_4, 1, 2);  view_4 = None
     view_5: "float32[2, 4, 2, 4]" = aten.view.default(getitem_3, [2, 4, 2, 4]);  getitem_3 = None
@@ -62,56 +48,13 @@ def stage_0_forward(args):
     getitem_6: "float32[2, 2, 4]" = _scaled_dot_product_flash_attention_for_cpu[1];  _scaled_dot_product_flash_attention_for_cpu = None
     transpose_3: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_5, 1, 2)
     view_7: "float32[2, 4, 8]" = aten.view.default(transpose_3, [2, 4, 8]);  transpose_3 = None
-    # blocks.0.attention.out
+    # attention.out
     view_8: "float32[8, 8]" = aten.view.default(view_7, [8, 8]);  view_7 = None
-    t_2: "float32[8, 8]" = aten.t.default(blocks_0_attention_out_weight);  blocks_0_attention_out_weight = None
-    addmm_2: "float32[8, 8]" = aten.addmm.default(blocks_0_attention_out_bias, view_8, t_2);  blocks_0_attention_out_bias = view_8 = t_2 = None
+    t_2: "float32[8, 8]" = aten.t.default(attention_out_weight);  attention_out_weight = None
+    addmm_2: "float32[8, 8]" = aten.addmm.default(attention_out_bias, view_8, t_2);  attention_out_bias = view_8 = t_2 = None
     view_9: "float32[2, 4, 8]" = aten.view.default(addmm_2, [2, 4, 8]);  addmm_2 = None
-    # blocks.0.dropout
-    full_default: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
-    expand_default: "bool[2, 4, 8]" = aten.expand.default(full_default, [2, 4, 8]);  full_default = None
-    bernoulli_p: "bool[2, 4, 8]" = aten.bernoulli.p(expand_default, 0.9);  expand_default = None
-    mul_tensor: "float32[2, 4, 8]" = aten.mul_.Tensor(view_9, bernoulli_p);  view_9 = None
-    mul_tensor_1: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor, 1.1111111640930176);  mul_tensor = None
-    # blocks.0
-    add: "float32[2, 4, 8]" = aten.add.out(embedding, mul_tensor_1, out=mul_tensor_1);  mul_tensor_1 = None
-    # blocks.0.norm2
-    native_layer_norm_1: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add, [8], blocks_0_norm2_weight, blocks_0_norm2_bias, 1e-05);  blocks_0_norm2_weight = blocks_0_norm2_bias = None
-    getitem_9: "float32[2, 4, 8]" = native_layer_norm_1[0]
-    getitem_10: "float32[2, 4, 1]" = native_layer_norm_1[1]
-    getitem_11: "float32[2, 4, 1]" = native_layer_norm_1[2];  native_layer_norm_1 = None
-    # blocks.0.mlp.0
-    view_10: "float32[8, 8]" = aten.view.default(getitem_9, [8, 8])
-    t_3: "float32[8, 16]" = aten.t.default(blocks_0_mlp_0_weight);  blocks_0_mlp_0_weight = None
-    addmm_3: "float32[8, 16]" = aten.addmm.default(blocks_0_mlp_0_bias, view_10, t_3);  blocks_0_mlp_0_bias = view_10 = t_3 = None
-    view_11: "float32[2, 4, 16]" = aten.view.default(addmm_3, [2, 4, 16]);  addmm_3 = None
-    # blocks.0.mlp.1
-    gelu: "float32[2, 4, 16]" = aten.gelu_.default(view_11);  view_11 = None
-    # blocks.0.mlp.2
-    view_12: "float32[8, 16]" = aten.view.default(gelu, [8, 16])
-    t_4: "float32[16, 8]" = aten.t.default(blocks_0_mlp_2_weight);  blocks_0_mlp_2_weight = None
-    addmm_4: "float32[8, 8]" = aten.addmm.default(blocks_0_mlp_2_bias, view_12, t_4);  blocks_0_mlp_2_bias = view_12 = t_4 = None
-    view_13: "float32[2, 4, 8]" = aten.view.default(addmm_4, [2, 4, 8]);  addmm_4 = None
-    # blocks.0.dropout
-    full_default_1: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
-    expand_default_1: "bool[2, 4, 8]" = aten.expand.default(full_default_1, [2, 4, 8]);  full_default_1 = None
-    bernoulli_p_1: "bool[2, 4, 8]" = aten.bernoulli.p(expand_default_1, 0.9);  expand_default_1 = None
-    mul_tensor_2: "float32[2, 4, 8]" = aten.mul_.Tensor(view_13, bernoulli_p_1);  view_13 = None
-    mul_tensor_3: "float32[2, 4, 8]" = aten.mul_.Tensor(mul_tensor_2, 1.1111111640930176);  mul_tensor_2 = None
-    # blocks.0
-    add_1: "float32[2, 4, 8]" = aten.add.out(add, mul_tensor_3, out=mul_tensor_3);  mul_tensor_3 = None
-    # norm
-    native_layer_norm_2: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(add_1, [8], norm_weight, norm_bias, 1e-05);  norm_weight = norm_bias = None
-    getitem_14: "float32[2, 4, 8]" = native_layer_norm_2[0]
-    getitem_15: "float32[2, 4, 1]" = native_layer_norm_2[1]
-    getitem_16: "float32[2, 4, 1]" = native_layer_norm_2[2];  native_layer_norm_2 = None
     # model
-    t_5: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
-    view_14: "float32[8, 8]" = aten.view.default(getitem_14, [8, 8])
-    mm: "float32[8, 16]" = aten.mm.default(view_14, t_5);  view_14 = t_5 = None
-    view_16: "int64[8]" = aten.view.default(targets, [8]);  targets = None
-    _log_softmax: "float32[8, 16]" = aten._log_softmax.out(mm, 1, False, out=mm);  mm = None
-    nll_loss_forward: "(float32[], float32[])" = aten.nll_loss_forward.default(_log_softmax, view_16, None, 1, -100);  view_16 = None
-    getitem_17: "float32[]" = nll_loss_forward[0]
-    getitem_18: "float32[]" = nll_loss_forward[1];  nll_loss_forward = None
-    return (embedding, getitem, getitem_1, getitem_2, addmm, addmm_1, getitem_5, getitem_6, bernoulli_p, add, getitem_9, getitem_10, getitem_11, gelu, bernoulli_p_1, add_1, getitem_14, getitem_15, getitem_16, _log_softmax, getitem_17, getitem_18)
+    add: "float32[2, 4, 8]" = aten.add.out(x, view_9, out=view_9);  x = view_9 = None
+    pow_1: "float32[2, 4, 8]" = aten.pow.Tensor_Scalar(add, 2)
+    mean: "float32[]" = aten.mean.default(pow_1);  pow_1 = None
+    return (addmm, addmm_1, getitem_5, getitem_6, add, mean)

@@ -8,19 +8,26 @@ aten = torch.ops.aten
 
 def stage_1_recompute(args):
     (
-        down_1_0_weight,  # float32[8, 4, 3, 3]
-        down_1_1_weight,  # float32[8]
-        down_1_1_bias,  # float32[8]
-        getitem_5,  # float32[2, 4, 4, 4]
+        up_0_0_weight,  # float32[4, 12, 3, 3]
+        up_0_1_weight,  # float32[4]
+        up_0_1_bias,  # float32[4]
+        head_weight,  # float32[1, 4, 1, 1]
+        head_bias,  # float32[1]
+        cat,  # float32[2, 12, 8, 8]
     ) = args
     args.clear()
-    # down.1.0 (again)
-    convolution_6: "float32[2, 8, 4, 4]" = aten.convolution.default(getitem_5, down_1_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  getitem_5 = down_1_0_weight = None
-    # down.1.1 (again)
-    _native_batch_norm_legit_functional_4: "(float32[2, 8, 4, 4], float32[8], float32[8])" = aten._native_batch_norm_legit.no_stats(convolution_6, down_1_1_weight, down_1_1_bias, True, 0.1, 1e-05);  down_1_1_weight = down_1_1_bias = None
-    getitem_41: "float32[2, 8, 4, 4]" = _native_batch_norm_legit_functional_4[0]
-    getitem_42: "float32[8]" = _native_batch_norm_legit_functional_4[1]
-    getitem_43: "float32[8]" = _native_batch_norm_legit_functional_4[2];  _native_batch_norm_legit_functional_4 = None
-    # down.1.2 (again)
-    relu_4: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_41);  getitem_41 = None
-    return (convolution_6, getitem_42, getitem_43, relu_4)
+    # up.0.0 (again)
+    convolution_4: "float32[2, 4, 8, 8]" = aten.convolution.default(cat, up_0_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  cat = up_0_0_weight = None
+    # up.0.1 (again)
+    _native_batch_norm_legit_functional_3: "(float32[2, 4, 8, 8], float32[4], float32[4])" = aten._native_batch_norm_legit.no_stats(convolution_4, up_0_1_weight, up_0_1_bias, True, 0.1, 1e-05);  up_0_1_weight = up_0_1_bias = None
+    getitem_38: "float32[2, 4, 8, 8]" = _native_batch_norm_legit_functional_3[0]
+    getitem_39: "float32[4]" = _native_batch_norm_legit_functional_3[1]
+    getitem_40: "float32[4]" = _native_batch_norm_legit_functional_3[2];  _native_batch_norm_legit_functional_3 = None
+    # up.0.2 (again)
+    relu_3: "float32[2, 4, 8, 8]" = aten.relu_.default(getitem_38);  getitem_38 = None
+    # head (again)
+    convolution_5: "float32[2, 1, 8, 8]" = aten.convolution.default(relu_3, head_weight, head_bias, [1, 1], [0, 0], [1, 1], False, [0, 0], 1);  head_weight = head_bias = None
+    # model
+    pow_2: "float32[2, 1, 8, 8]" = aten.pow.Tensor_Scalar_out(convolution_5, 1.0, out=convolution_5);  convolution_5 = None
+    mul_2: "float32[2, 1, 8, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
+    return (convolution_4, getitem_39, getitem_40, relu_3, mul_2)

@@ -205,7 +205,7 @@ class Plan:
         return sum(stage.recompute_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
-        """Every emitted module and program as readable Python, by file name.
+        """Every emitted module as readable Python, by file name; with what calls them: a program, or a schedule.
 
         Raises:
             RuntimeError: the plan was read from JSON and has no code.
@@ -220,14 +220,15 @@ class Plan:
             name = f"stage_{module.stage}.{module.phase}.py"
             same = first.setdefault(module.fingerprint, name)
             texts[name] = stage_text(module) if same == name else f"# the same work on the same shapes as {same}\n"
-        programs = [program_text(program, self._describe) for program in self.programs]
         if self.pipeline is not None:
             texts["schedule.txt"] = f"# {self.pipeline.schedule}\n{self.pipeline.order}\n"
-        texts["program.py"] = "import torch\n\n\n" + "\n\n".join(programs)
+        else:
+            programs = [program_text(program, self._describe) for program in self.programs]
+            texts["program.py"] = "import torch\n\n\n" + "\n\n".join(programs)
         return texts
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write every emitted module and program into ``folder`` (made if missing). Returns the files."""
+        """Write what :meth:`sources` returns into ``folder`` (made if missing). Returns the files."""
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         written = []
