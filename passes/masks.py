@@ -130,7 +130,7 @@ def _coordinates(
         return shared[mask]
     graph = joint.graph
     value = mask.meta["val"]
-    with graph.inserting_after(mask):
+    with graph.inserting_after(graph.find_nodes(op="placeholder")[-1] if mask.op == "placeholder" else mask):
         nonzero = graph.call_function(aten.nonzero.default, (mask,))
     inherit_origin(nonzero, mask if mask.op == "call_function" else user)
     nonzero.meta["partitioner_tag"] = "is_backward" if _in_backward(mask) else "is_forward"

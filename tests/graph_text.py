@@ -7,6 +7,7 @@ tensors; the types in the text are checked against what the operators say.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections.abc import Callable
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from roundpipe_fx.analysis.cost import DEVICES, annotate_node
 from roundpipe_fx.gradient_sums import SUMMING
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
+from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.ir.text import SHOWN_MARKS, joint_text, type_text
 from roundpipe_fx.ir.verifier import snapshot, verify
 
@@ -49,7 +52,9 @@ def after(change: Callable[..., Any], text: str, *args: Any, name: str = "") -> 
     joint = joint_of(text)
     before = snapshot(joint)
     made = change(joint, *args)
-    joint = made[0] if isinstance(made, tuple) else made
+    joint, more = made if isinstance(made, tuple) else (made, ())
+    if any(isinstance(item, StageCut) for item in more):
+        joint = dataclasses.replace(joint, cuts=tuple(more))
     verify(joint, name, before, {name} - {""})
     return joint_text(joint)
 
@@ -57,7 +62,7 @@ def after(change: Callable[..., Any], text: str, *args: Any, name: str = "") -> 
 class _Reader:
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.mode = FakeTensorMode()
+        self.mode = FakeTensorMode(shape_env=ShapeEnv())
         self.values: dict[str, Any] = {
             "aten": _Operators(torch.ops.aten, self),
             "torch": _Operators(torch, self),
@@ -68,6 +73,7 @@ class _Reader:
             **{own.__name__: _Operators(own, self) for own in SUMMING},
         }
         self.section: dict[str, Any] = {}
+        self.parameters: list[fx.Node] = []
 
     def read(self, text: str) -> JointGraph:
         lines = [line.strip() for line in text.strip().splitlines()]
@@ -84,7 +90,8 @@ class _Reader:
             else:
                 self._operation(line)
         self.graph.output((*outputs[0], *outputs[1]))
-        joint = JointGraph(fx.GraphModule(nn.Module(), self.graph), len(outputs[0]))
+        module = fx.GraphModule(nn.Module(), self.graph)
+        joint = JointGraph(module, len(outputs[0]), parameters=frozenset(self.parameters))
         if self.section:
             for node in joint.computed():
                 annotate_node(node, CPU)
@@ -94,10 +101,9 @@ class _Reader:
         line, marks = _marks(line)
         name, annotation = line.removesuffix(",").split(": ", 1)
         node = self.graph.placeholder(name)
-        types = {str(kind).removeprefix("torch."): _Type(kind) for kind in vars(torch).values() if _is_dtype(kind)}
-        spec = eval(annotation.replace("[]", "[()]"), {}, types)
-        with self.mode:
-            node.meta["val"] = torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
+        node.meta["val"] = self._value(annotation)
+        if marks.pop("parameter", False):
+            self.parameters.append(node)
         node.meta |= marks
         self.values[name] = _Value(node, self)
 
@@ -111,8 +117,15 @@ class _Reader:
         assert node.name == name, f"{name} is a name that FX changes to {node.name}"
         found = type_text(node.meta["val"])
         assert annotation.split(".strides")[0] == found, f"{name} is {found}, the text says {annotation}"
+        if ".strides" in annotation and not is_view(node):
+            node.meta["val"] = self._value(annotation)  # as it was noted while tracing
         node.meta |= self.section | marks
         self.values[name] = made
+
+    def _value(self, annotation: str) -> torch.Tensor:
+        spec = eval(annotation.replace("[]", "[()]"), {}, TYPES)
+        with self.mode:
+            return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype)
 
     def call(self, target: Any, args: Any, kwargs: Any) -> _Value:
         args, kwargs = _unwrapped(args), _unwrapped(kwargs)
@@ -159,8 +172,9 @@ class _Type:
         return _Type(self.dtype, self.shape, stride)
 
 
-def _is_dtype(kind: Any) -> bool:
-    return isinstance(kind, torch.dtype)
+TYPES = {
+    str(kind).removeprefix("torch."): _Type(kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype)
+}
 
 
 def _unwrapped(value: Any) -> Any:
@@ -193,5 +207,5 @@ def _marks(line: str) -> tuple[str, dict[str, Any]]:
     found: dict[str, Any] = {}
     for part in comment.split("; ") if comment else ():
         name, _, value = part.partition(": ")
-        found[SHOWN_MARKS[name]] = (int(value) if value.isdigit() else value) if value else True
+        found[SHOWN_MARKS.get(name, name)] = (int(value) if value.isdigit() else value) if value else True
     return line, found

@@ -7,7 +7,7 @@ flops and seconds are left out, so a line differs only where a pass changed what
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def joint_text(joint: JointGraph) -> str:
     A comment says where the phase, the segment or the stage changes; one behind a line has what else is marked.
     """
     names = {node: node.name for node in joint.graph.nodes}
-    lines = ["def joint(", *(_input_line(node) for node in joint.inputs), "):"]
+    lines = ["def joint(", *(_input_line(node, node in joint.parameters) for node in joint.inputs), "):"]
     section = ""
     for node in joint.computed():
         if _section(node) != section:
@@ -110,8 +110,8 @@ def graph_text(graph: fx.Graph) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _input_line(node: fx.Node) -> str:
-    return f"    {node.name}: {_annotation(node)},{_marks(node)}"
+def _input_line(node: fx.Node, parameter: bool = False) -> str:
+    return f"    {node.name}: {_annotation(node)},{_marks(node, ['parameter'] if parameter else [])}"
 
 
 def _line(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
@@ -155,7 +155,7 @@ SHOWN_MARKS = {
 }
 
 
-def _marks(node: fx.Node) -> str:
+def _marks(node: fx.Node, more: Sequence[str] = ()) -> str:
     found = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
-    shown = [name if value is True else f"{name}: {value}" for name, value in found]
+    shown = [*more, *(name if value is True else f"{name}: {value}" for name, value in found)]
     return f"  # {'; '.join(shown)}" if shown else ""

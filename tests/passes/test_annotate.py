@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import torch
 from torch import nn
 
@@ -7,6 +8,7 @@ from roundpipe_fx.analysis.cost.roofline import DEVICES, flops_of, numbers_drawn
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.annotate import annotate
 from tests.capturing import capture_joint
+from tests.graph_text import after
 
 CPU = DEVICES["cpu"]
 aten = torch.ops.aten
@@ -96,3 +98,64 @@ def test_attention_has_flops_on_the_cpu() -> None:
     products = 2 * (2 * 4 * 16 * 16 * 8)  # two matrix products, a multiplication and an addition each
     flops = [node.meta[Mark.FLOPS] for node in joint.computed() if "attention" in node.name]
     assert flops == [2 * products, 5 * products]
+
+
+def test_as_text_what_only_the_backward_reads_is_its_own() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],
+    tangents_1: float32[4, 8],
+):
+    # captured
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    t: float32[8, 4] = aten.t.default(x)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(tangents_1, tanh)
+    mm_1: float32[8, 8] = aten.mm.default(t, tanh_backward)
+    return (tanh,), (None, mm_1)
+"""
+    made = after(annotate, before, CPU, name="annotate")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # backward
+    t: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(tangents_1, tanh)
+    mm_1: float32[8, 8] = aten.mm.default(t, tanh_backward)
+    return (tanh,), (None, mm_1)
+""",
+    )
+
+
+def test_as_text_without_gradients_all_is_forward() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    tanh: float32[4, 8] = aten.tanh.default(x)
+    unread: float32[4, 8] = aten.exp.default(x)
+    return (tanh,), ()
+"""
+    made = after(annotate, before, CPU, name="annotate")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    tanh: float32[4, 8] = aten.tanh.default(x)
+    unread: float32[4, 8] = aten.exp.default(x)
+    return (tanh,), ()
+""",
+    )

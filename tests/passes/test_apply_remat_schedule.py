@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import expecttest
 import torch
 from torch import fx, nn
 
@@ -13,7 +14,9 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
+from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
 from tests.capturing import capture_joint
+from tests.graph_text import after
 
 CPU = DEVICES["cpu"]
 
@@ -99,3 +102,120 @@ def test_a_view_that_both_phases_read_is_made_in_each() -> None:
         assert all(source.meta.get(Mark.PHASE) is not Phase.BACKWARD for source in input_nodes(node))
     views = [node for node in joint.computed() if node.meta.get(Mark.ORIGIN) == "t"]
     assert [node.meta[Mark.PHASE] for node in views] == [Phase.RECOMPUTE, Phase.BACKWARD]
+
+
+def _applied(joint: JointGraph, policy: SavePolicy) -> JointGraph:
+    return apply_remat_schedule(joint, recompute_rest(joint, policy(joint)), CPU)
+
+
+def test_as_text_each_stage_recomputes_what_it_needs() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(_applied, before, save_stage_inputs, name="apply_remat_schedule")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # recompute, stage 1, segment 1
+    mm_5: float32[4, 8] = aten.mm.default(tanh, w)  # repeats: mm_1
+    exp_1: float32[4, 8] = aten.exp.default(mm_5)  # repeats: exp
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp_1)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )
+
+
+def test_as_text_all_is_saved() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(_applied, before, save_all, name="apply_remat_schedule")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from roundpipe_fx.ir.joint_graph import input_nodes
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -114,3 +116,85 @@ def test_new_statistics_that_the_forward_reads_are_made_again_from_what_they_wer
     model, batch = Level(), {"x": torch.randn(6, 4)}
     step, _ = compiled_step(model, batch, **options)
     assert_bitwise(step, aot_eager_step(model, batch))
+
+
+def test_as_text_in_training_none_are_read() -> None:
+    before = """\
+def joint(
+    x: float32[2, 3, 4, 4],
+    weight: float32[3],
+    mean: float32[3],
+    variance: float32[3],
+    tangents_1: float32[2, 3, 4, 4],
+):
+    # captured
+    norm: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm.default(x, weight, None, mean, variance, True, 0.1, 1e-05)
+    getitem: float32[2, 3, 4, 4] = norm[0]
+    getitem_1: float32[3] = norm[1]
+    getitem_2: float32[3] = norm[2]
+    back: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm_backward.default(tangents_1, x, weight, mean, variance, getitem_1, getitem_2, True, 1e-05, [True, True, True])
+    grad: float32[2, 3, 4, 4] = back[0]
+    return (getitem,), (grad, None, None, None)
+"""
+    made = after(release_running_statistics, before, name="batch_norm")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[2, 3, 4, 4],
+    weight: float32[3],
+    mean: float32[3],
+    variance: float32[3],
+    tangents_1: float32[2, 3, 4, 4],
+):
+    # captured
+    norm: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm.default(x, weight, None, mean, variance, True, 0.1, 1e-05)
+    getitem: float32[2, 3, 4, 4] = norm[0]
+    getitem_1: float32[3] = norm[1]
+    getitem_2: float32[3] = norm[2]
+    back: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm_backward.default(tangents_1, x, weight, None, None, getitem_1, getitem_2, True, 1e-05, [True, True, True])
+    grad: float32[2, 3, 4, 4] = back[0]
+    return (getitem,), (grad, None, None, None)
+""",
+    )
+
+
+def test_as_text_in_evaluation_they_are() -> None:
+    before = """\
+def joint(
+    x: float32[2, 3, 4, 4],
+    weight: float32[3],
+    mean: float32[3],
+    variance: float32[3],
+    tangents_1: float32[2, 3, 4, 4],
+):
+    # captured
+    norm: (float32[2, 3, 4, 4], float32[0], float32[0]) = aten.native_batch_norm.default(x, weight, None, mean, variance, False, 0.1, 1e-05)
+    getitem: float32[2, 3, 4, 4] = norm[0]
+    getitem_1: float32[0] = norm[1]
+    getitem_2: float32[0] = norm[2]
+    back: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm_backward.default(tangents_1, x, weight, mean, variance, getitem_1, getitem_2, False, 1e-05, [True, True, True])
+    grad: float32[2, 3, 4, 4] = back[0]
+    return (getitem,), (grad, None, None, None)
+"""
+    made = after(release_running_statistics, before, name="batch_norm")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[2, 3, 4, 4],
+    weight: float32[3],
+    mean: float32[3],
+    variance: float32[3],
+    tangents_1: float32[2, 3, 4, 4],
+):
+    # captured
+    norm: (float32[2, 3, 4, 4], float32[0], float32[0]) = aten.native_batch_norm.default(x, weight, None, mean, variance, False, 0.1, 1e-05)
+    getitem: float32[2, 3, 4, 4] = norm[0]
+    getitem_1: float32[0] = norm[1]
+    getitem_2: float32[0] = norm[2]
+    back: (float32[2, 3, 4, 4], float32[3], float32[3]) = aten.native_batch_norm_backward.default(tangents_1, x, weight, mean, variance, getitem_1, getitem_2, False, 1e-05, [True, True, True])
+    grad: float32[2, 3, 4, 4] = back[0]
+    return (getitem,), (grad, None, None, None)
+""",
+    )

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from roundpipe_fx.remat.search import everything_kept
 from tests import hugging_face
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -134,3 +136,78 @@ def test_layers_of_a_llama_keep_one_mask() -> None:
     step, compiled = compiled_step(model, batch, memory_budget=1.0)
     assert_bitwise(step, aot_eager_step(model, batch))
     assert compiled.plan.peak_bytes < everything_kept(Blocks(compiled.plan.operations)).peak.bytes
+
+
+def test_as_text_what_equals_an_earlier_value_is_that_one() -> None:
+    before = """\
+def joint(
+    mask: bool[4, 8],
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    _to_copy: float32[4, 8] = aten._to_copy.default(mask, dtype=torch.float32)
+    mul: float32[4, 8] = aten.mul.Tensor(x, _to_copy)
+    _to_copy_1: float32[4, 8] = aten._to_copy.default(mask, dtype=torch.float32)
+    mul_1: float32[4, 8] = aten.mul.Tensor(mul, _to_copy_1)
+    # backward
+    mul_2: float32[4, 8] = aten.mul.Tensor(tangents_1, _to_copy_1)
+    mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, _to_copy)
+    return (mul_1,), (None, mul_3)
+"""
+    made = after(share_equal_values, before, name="cse")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    mask: bool[4, 8],
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    _to_copy: float32[4, 8] = aten._to_copy.default(mask, dtype=torch.float32)
+    mul: float32[4, 8] = aten.mul.Tensor(x, _to_copy)
+    mul_1: float32[4, 8] = aten.mul.Tensor(mul, _to_copy)
+    # backward
+    mul_2: float32[4, 8] = aten.mul.Tensor(tangents_1, _to_copy)
+    mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, _to_copy)
+    return (mul_1,), (None, mul_3)
+""",
+    )
+
+
+def test_as_text_what_is_drawn_is_no_equal() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    rand: float32[4, 8] = aten.rand_like.default(x)
+    mul: float32[4, 8] = aten.mul.Tensor(x, rand)
+    rand_1: float32[4, 8] = aten.rand_like.default(x)
+    mul_1: float32[4, 8] = aten.mul.Tensor(mul, rand_1)
+    # backward
+    mul_2: float32[4, 8] = aten.mul.Tensor(tangents_1, rand_1)
+    mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, rand)
+    return (mul_1,), (mul_3,)
+"""
+    made = after(share_equal_values, before, name="cse")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    rand: float32[4, 8] = aten.rand_like.default(x)
+    mul: float32[4, 8] = aten.mul.Tensor(x, rand)
+    rand_1: float32[4, 8] = aten.rand_like.default(x)
+    mul_1: float32[4, 8] = aten.mul.Tensor(mul, rand_1)
+    # backward
+    mul_2: float32[4, 8] = aten.mul.Tensor(tangents_1, rand_1)
+    mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, rand)
+    return (mul_1,), (mul_3,)
+""",
+    )

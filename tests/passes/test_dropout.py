@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, is_view
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.dropout import expand_dropout
 from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.graph_text import after
 from tests.remat.graphs import CPU
 
 aten = torch.ops.aten
@@ -91,3 +93,60 @@ def test_a_result_is_made_again_from_a_mask_that_was_kept() -> None:
     assert {masked.target, result.target} == {aten.mul.Tensor}
     assert mask in masked.all_input_nodes and len(masked.all_input_nodes) == 2
     assert result.all_input_nodes == [masked]
+
+
+def test_as_text_a_mask_is_drawn_and_multiplied_by() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # captured
+    native_dropout: (float32[4, 8], bool[4, 8]) = aten.native_dropout.default(x, 0.2, True)
+    getitem: float32[4, 8] = native_dropout[0]
+    getitem_1: bool[4, 8] = native_dropout[1]
+    back: float32[4, 8] = aten.native_dropout_backward.default(tangents_1, getitem_1, 1.25)
+    return (getitem,), (back,)
+"""
+    made = after(expand_dropout, before, name="dropout")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # captured
+    full_default: bool[] = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
+    expand_default: bool[4, 8].strides(0, 0) = aten.expand.default(full_default, [4, 8])
+    bernoulli_p: bool[4, 8] = aten.bernoulli.p(expand_default, 0.8)
+    mul_tensor: float32[4, 8] = aten.mul.Tensor(x, bernoulli_p)
+    mul_tensor_1: float32[4, 8] = aten.mul.Tensor(mul_tensor, 1.25)
+    mul_tensor_2: float32[4, 8] = aten.mul.Tensor(tangents_1, bernoulli_p)
+    mul_tensor_3: float32[4, 8] = aten.mul.Tensor(mul_tensor_2, 1.25)
+    return (mul_tensor_1,), (mul_tensor_3,)
+""",
+    )
+
+
+def test_as_text_where_nothing_is_drawn_nothing_is_changed() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    neg: float32[4, 8] = aten.neg.default(x)
+    return (neg,), ()
+"""
+    made = after(expand_dropout, before, name="dropout")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    neg: float32[4, 8] = aten.neg.default(x)
+    return (neg,), ()
+""",
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import expecttest
 import torch
 from torch import fx, nn
 
@@ -14,6 +15,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.remat.save_policy import recompute_rest, save_stage_inputs
 from tests.capturing import capture_joint
+from tests.graph_text import after
 
 CPU = DEVICES["cpu"]
 
@@ -121,3 +123,69 @@ def test_view_read_by_another_stage_comes_after_what_it_views() -> None:
 
 def _waits(joint: JointGraph, node: fx.Node) -> bool:
     return node in joint.tangents or any(_waits(joint, source) for source in input_nodes(node))
+
+
+def test_as_text_what_waits_for_no_gradient_may_be_early() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    # backward, stage 0, segment 0
+    square: float32[4, 8] = aten.mul.Tensor(tanh, tanh)
+    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
+    return (tanh,), (mul_1,)
+"""
+    made = after(early_recompute, before, name="early_recompute")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    # backward, stage 0, segment 0
+    square: float32[4, 8] = aten.mul.Tensor(tanh, tanh)
+    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
+    return (tanh,), (mul_1,)
+""",
+    )
+
+
+def test_as_text_what_waits_stays() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    # backward, stage 0, segment 0
+    square: float32[4, 8] = aten.mul.Tensor(tangents_1, tanh)
+    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
+    return (tanh,), (mul_1,)
+"""
+    made = after(early_recompute, before, name="early_recompute")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    # backward, stage 0, segment 0
+    square: float32[4, 8] = aten.mul.Tensor(tangents_1, tanh)
+    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
+    return (tanh,), (mul_1,)
+""",
+    )

@@ -8,6 +8,7 @@ from roundpipe_fx.ir.joint_graph import Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from tests.capturing import capture_joint
+from tests.graph_text import joint_of
 from tests.remat.graphs import CPU
 
 
@@ -32,3 +33,34 @@ def test_what_is_fused_costs_what_it_adds() -> None:
     assert after["exp"] == 0.0
     assert 0 < after["cos"] < before["cos"]
     assert all(after[name] == before[name] for name in after if "mm" in name)
+
+
+FUSED = """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    mm: float32[4, 4] = aten.mm.default(tanh, weight)
+    return (mm,), ()
+""".replace("    x: float32[4, 8],\n", "    x: float32[4, 8],\n    weight: float32[8, 4],\n")
+
+
+def test_as_text_pointwise_operations_cost_less_where_they_are_fused() -> None:
+    before, after = joint_of(FUSED), fuse_costs(joint_of(FUSED), CPU)
+    cheaper = [
+        node.name
+        for old, node in zip(before.computed(), after.computed(), strict=True)
+        if node.meta[Mark.SECONDS] < old.meta[Mark.SECONDS]
+    ]
+    assert cheaper == ["exp", "tanh"]
+
+
+def test_as_text_other_operations_cost_what_they_did() -> None:
+    alone = FUSED.replace("aten.exp.default(x)", "aten.mm.default(x, square)").replace(
+        "aten.tanh.default(exp)", "aten.mm.default(exp, square)"
+    )
+    alone = alone.replace("    weight:", "    square: float32[8, 8],\n    weight:")
+    before, after = joint_of(alone), fuse_costs(joint_of(alone), CPU)
+    assert [n.meta[Mark.SECONDS] for n in before.computed()] == [n.meta[Mark.SECONDS] for n in after.computed()]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 from torch import fx, nn
@@ -14,6 +15,7 @@ from roundpipe_fx.passes.masks import expand_masks
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import MixtureOfExperts
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -215,3 +217,73 @@ def test_registered_operators_run_once() -> None:
 class _Scale(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return slow_scale(x)
+
+
+def test_as_text_what_decides_a_route_runs_once() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 2],
+):
+    # forward
+    topk: (float32[4, 2], int64[4, 2]) = aten.topk.default(x, 2)
+    getitem: float32[4, 2] = topk[0]
+    getitem_1: int64[4, 2] = topk[1]
+    exp: float32[4, 2] = aten.exp.default(getitem)
+    # backward
+    mul: float32[4, 2] = aten.mul.Tensor(tangents_1, exp)
+    zeros: float32[4, 8] = aten.new_zeros.default(mul, [4, 8])
+    scatter: float32[4, 8] = aten.scatter.src(zeros, 1, getitem_1, mul)
+    return (exp,), (scatter,)
+"""
+    made = after(hoist_decisions, before, name="hoist_host_syncs")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 2],
+):
+    # forward
+    topk: (float32[4, 2], int64[4, 2]) = aten.topk.default(x, 2)  # must run once: decides a route
+    getitem: float32[4, 2] = topk[0]
+    getitem_1: int64[4, 2] = topk[1]
+    exp: float32[4, 2] = aten.exp.default(getitem)
+    # backward
+    mul: float32[4, 2] = aten.mul.Tensor(tangents_1, exp)
+    zeros: float32[4, 8] = aten.new_zeros.default(mul, [4, 8])
+    scatter: float32[4, 8] = aten.scatter.src(zeros, 1, getitem_1, mul)
+    return (exp,), (scatter,)
+""",
+    )
+
+
+def test_as_text_a_registered_operator_runs_once() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    relu: float32[4, 8] = aten.relu.default(x)
+    sin: float32[4, 8] = aten.sin.default(relu)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, relu)
+    return (sin,), (mul,)
+"""
+    made = after(hoist_decisions, before, {torch.ops.aten.relu.default}, name="hoist_host_syncs")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    relu: float32[4, 8] = aten.relu.default(x)  # must run once: registered by the user
+    sin: float32[4, 8] = aten.sin.default(relu)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, relu)
+    return (sin,), (mul,)
+""",
+    )

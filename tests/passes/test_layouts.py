@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from torch import fx, nn
@@ -14,6 +15,7 @@ from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from tests.capturing import capture_joint, example_inputs
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -182,3 +184,59 @@ def test_peak_of_zeros_made_in_full_is_planned() -> None:
 def test_gradients_of_one_dimension_are_left_alone() -> None:
     joint = capture_joint(_LogitsBeside(turned=False), torch.randint(12, (3, 5)))
     assert not any(Mark.STRIDED in node.meta for node in mark_strided_gradients(joint).tangents)
+
+
+def test_as_text_values_that_lie_as_noted_are_left() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    t: float32[8, 4] = aten.t.default(x)
+    exp: float32[8, 4] = aten.exp.default(t)
+    return (exp,), ()
+"""
+    made = after(restore_layouts, before, name="layouts")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    t: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    exp: float32[8, 4].strides(1, 8) = aten.exp.default(t)
+    return (exp,), ()
+""",
+    )
+
+
+def test_as_text_what_would_lie_otherwise_is_copied() -> None:
+    """The text says that the product's strides are those of its operand; real ones are contiguous."""
+    before = """\
+def joint(
+    x: float32[8, 4],
+):
+    # captured
+    t: float32[4, 8] = aten.t.default(x)
+    exp: float32[4, 8].strides(8, 1) = aten.exp.default(t)
+    view: float32[32] = aten.view.default(exp, [32])
+    return (view,), ()
+"""
+    made = after(restore_layouts, before, name="layouts")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[8, 4],
+):
+    # captured
+    t: float32[4, 8].strides(1, 4) = aten.t.default(x)
+    exp: float32[4, 8].strides(1, 4) = aten.exp.default(t)
+    permute_default: float32[4, 8].strides(1, 4) = aten.permute.default(exp, [0, 1])
+    clone_default: float32[4, 8] = aten.clone.default(permute_default, memory_format=torch.contiguous_format)
+    permute_default_1: float32[4, 8] = aten.permute.default(clone_default, [0, 1])
+    view: float32[32] = aten.view.default(permute_default_1, [32])
+    return (view,), ()
+""",
+    )

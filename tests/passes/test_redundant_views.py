@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,6 +10,7 @@ import roundpipe_fx
 from roundpipe_fx.ir.joint_graph import is_view, viewed
 from roundpipe_fx.passes.redundant_views import drop_repeated_views
 from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -135,3 +137,60 @@ def test_a_returned_view_stays_a_tensor_of_its_own() -> None:
     first, second = model(x)
     (first.sum() + (2 * second).sum()).backward()
     assert torch.equal(found, model.weight.grad)
+
+
+def test_as_text_a_view_of_the_same_is_dropped() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    t: float32[8, 4] = aten.t.default(x)
+    exp: float32[8, 4] = aten.exp.default(t)
+    t_1: float32[8, 4] = aten.t.default(x)
+    mul: float32[8, 4] = aten.mul.Tensor(exp, t_1)
+    detach: float32[8, 4] = aten.detach.default(mul)
+    neg: float32[8, 4] = aten.neg.default(detach)
+    return (neg,), ()
+"""
+    made = after(drop_repeated_views, before, name="redundant_views")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    t: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    exp: float32[8, 4].strides(1, 8) = aten.exp.default(t)
+    t_1: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mul: float32[8, 4].strides(1, 8) = aten.mul.Tensor(exp, t_1)
+    neg: float32[8, 4].strides(1, 8) = aten.neg.default(mul)
+    return (neg,), ()
+""",
+    )
+
+
+def test_as_text_another_view_stays() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    view: float32[32] = aten.view.default(x, [32])
+    view_1: float32[8, 4] = aten.view.default(x, [8, 4])
+    return (view, view_1), ()
+"""
+    made = after(drop_repeated_views, before, name="redundant_views")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    view: float32[32] = aten.view.default(x, [32])
+    view_1: float32[8, 4] = aten.view.default(x, [8, 4])
+    return (view, view_1), ()
+""",
+    )

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from roundpipe_fx.ir.text import graph_text
 from roundpipe_fx.passes.reinplace import reinplace
+from tests.graph_text import joint_of
 
 aten = torch.ops.aten
 
@@ -155,3 +158,53 @@ def test_operands_that_differ_in_dimensions_of_one_element_are_not() -> None:
 def test_complex_operands_are_not() -> None:
     values = torch.randn(4, 4, dtype=torch.complex64)
     assert _targets(lambda x: x.sin() * x.cos(), values)[-1] == "aten.mul.Tensor"
+
+
+def test_as_text_a_dead_operand_is_written_over() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    mul: float32[4, 8] = aten.mul.Tensor(tanh, 2.0)
+    return (mul,), ()
+"""
+    expecttest.assert_expected_inline(
+        graph_text(reinplace(joint_of(before).graph)),
+        """\
+def graph(
+    x: float32[4, 8],
+):
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh_.default(exp)
+    mul: float32[4, 8] = aten.mul_.Tensor(tanh, 2.0)
+    return (mul,)
+""",
+    )
+
+
+def test_as_text_what_is_read_later_is_not() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # captured
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    mul: float32[4, 8] = aten.mul.Tensor(tanh, exp)
+    return (mul, exp), ()
+"""
+    expecttest.assert_expected_inline(
+        graph_text(reinplace(joint_of(before).graph)),
+        """\
+def graph(
+    x: float32[4, 8],
+):
+    exp: float32[4, 8] = aten.exp.default(x)
+    tanh: float32[4, 8] = aten.tanh.default(exp)
+    mul: float32[4, 8] = aten.mul_.Tensor(tanh, exp)
+    return (mul, exp)
+""",
+    )

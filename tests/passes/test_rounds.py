@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.remat.save_policy import recompute_rest, save_slot_inputs
 from roundpipe_fx.schedules.fit_rounds import Rounds
 from tests.capturing import capture_joint
+from tests.graph_text import after
 from tests.pipeline.steps import Blocks
 
 CPU = DEVICES["cpu"]
@@ -77,3 +79,113 @@ def test_segments_without_a_backward_are_kept_as_their_slot_is(fused: bool) -> N
     own = {node for node in joint.in_phase(Phase.FORWARD) if node.meta[Mark.SEGMENT] == without}
     kept = own & save_slot_inputs(joint)
     assert kept == (own if fused else set())
+
+
+def test_as_text_the_backward_is_counted_on() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(cut_rounds, before, Rounds(((0, 0),), (1, 1), ((0, 0),)), name="rounds")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 2, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )
+
+
+def test_as_text_one_fused_slot() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(cut_rounds, before, Rounds((), (0, 1), ()), name="rounds")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 0, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 0, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )

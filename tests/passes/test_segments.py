@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.torch_private import module_path_text
 from tests.capturing import capture_joint
 from tests.golden_models import DropoutMLP, EncoderDecoder, MixtureOfExperts, TiedTransformer, UNet
+from tests.graph_text import after
 
 
 def _segments(model: nn.Module, *inputs: torch.Tensor) -> tuple[JointGraph, list[Segment]]:
@@ -105,3 +107,111 @@ def _crossing(forward: list, segment: int) -> int:
     read = {storage for node in after for source in input_nodes(node) for storage in storages(source)}
     values = [v for node in before for v in tensor_values(node) if v.untyped_storage()._cdata in made & read]
     return tensor_bytes(values)
+
+
+def test_as_text_a_segment_begins_where_it_must() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(cut_segments, before, [2], name="segments")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    # backward, segment 0
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    # backward, segment 1
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )
+
+
+def test_as_text_backward_nodes_follow_their_forward() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(cut_segments, before, (), False, [2], name="segments")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    # backward, segment 0
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    # backward, segment 1
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 
+import expecttest
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.remat.save_policy import recompute_rest, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
+from tests.graph_text import after
 from tests.pipeline.steps import Blocks
 
 CPU = DEVICES["cpu"]
@@ -77,3 +79,117 @@ def test_an_input_that_is_differentiated_is_no_stages_business() -> None:
     for node in joint.in_phase(Phase.BACKWARD):
         reads = [source for source in input_nodes(node) if Mark.PHASE in source.meta]
         assert all(source.meta[Mark.PHASE] is not Phase.WEIGHT for source in reads)
+
+
+def test_as_text_gradients_of_parameters_are_put_off() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(split_backward, before, name="split_backward")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    # weight, stage 1, segment 1
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    # backward, stage 1, segment 1
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # weight, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )
+
+
+def test_as_text_in_one_stage_what_leads_to_an_earlier_segment_is_not() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 0, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 0, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(split_backward, before, name="split_backward")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 0, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 0, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    # weight, stage 0, segment 1
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    # backward, stage 0, segment 1
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # weight, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 
+import expecttest
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +11,8 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.segment import Segment
-from roundpipe_fx.passes.stages import cut_stages
+from roundpipe_fx.passes.stages import cut_stages, stages_of_starts
+from tests.graph_text import after
 
 LINK = 1e-3  # seconds a byte
 
@@ -76,3 +78,113 @@ def test_too_many_stages_are_clamped() -> None:
     with pytest.warns(UserWarning, match="stages=9 is more than the 3 segments"):
         _, cuts = cut_stages(_empty_joint(), _chain([1.0] * 3, [1] * 3), 9, _transfer)
     assert len(cuts) == 3
+
+
+def test_as_text_each_segment_a_stage() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(stages_of_starts, before, [0, 1], 2, name="stages")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )
+
+
+def test_as_text_all_segments_one_stage() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4] = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+"""
+    made = after(stages_of_starts, before, [0], 2, name="stages")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 0, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 0, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(tanh)
+    mm_2: float32[8, 8] = aten.mm.default(t, mul)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_2, mm_4)
+""",
+    )

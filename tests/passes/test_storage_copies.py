@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ import roundpipe_fx
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.graph_text import after
 
 
 class _Bank(nn.Module):
@@ -121,3 +123,58 @@ def test_a_copy_that_is_returned_is_a_tensor_of_its_own() -> None:
 
     found = roundpipe_fx.compile(Two())(torch.randn(3, 4, requires_grad=True))
     assert len({value.untyped_storage().data_ptr() for value in found}) == 3
+
+
+def test_as_text_a_part_is_copied_alone() -> None:
+    before = """\
+def joint(
+    x: float32[100, 8],
+    row: float32[8],
+):
+    # captured
+    part: float32[2, 8] = aten.slice.Tensor(x, 0, 0, 2)
+    select_scatter: float32[2, 8] = aten.select_scatter.default(part, row, 0, 1)
+    return (select_scatter,), ()
+"""
+    made = after(copy_parts_alone, before, name="storage_copies")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[100, 8],
+    row: float32[8],
+):
+    # captured
+    part: float32[2, 8] = aten.slice.Tensor(x, 0, 0, 2)
+    clone_default: float32[2, 8] = aten.clone.default(part)
+    select_scatter: float32[2, 8] = aten.select_scatter.default(clone_default, row, 0, 1)
+    return (select_scatter,), ()
+""",
+    )
+
+
+def test_as_text_a_whole_value_is_left() -> None:
+    before = """\
+def joint(
+    x: float32[2, 8],
+    row: float32[8],
+):
+    # captured
+    neg: float32[2, 8] = aten.neg.default(x)
+    select_scatter: float32[2, 8] = aten.select_scatter.default(neg, row, 0, 1)
+    return (select_scatter,), ()
+"""
+    made = after(copy_parts_alone, before, name="storage_copies")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[2, 8],
+    row: float32[8],
+):
+    # captured
+    neg: float32[2, 8] = aten.neg.default(x)
+    select_scatter: float32[2, 8] = aten.select_scatter.default(neg, row, 0, 1)
+    return (select_scatter,), ()
+""",
+    )

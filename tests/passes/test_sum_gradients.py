@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -18,6 +19,7 @@ from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.remat.save_policy import recompute_rest, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.golden_models import GOLDEN
+from tests.graph_text import after
 from tests.pipeline.steps import Blocks
 
 CPU = DEVICES["cpu"]
@@ -144,3 +146,109 @@ def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
             found = run_joint(joint, [*inputs, *given])[first + owner]
             assert found is total
             assert (found - 1 - wanted).abs().max() <= 1e-5 * wanted.abs().max()
+
+
+def test_as_text_a_product_is_added_to_the_sum() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_4)
+"""
+    made = after(sum_gradients, before, CPU, name="sum_gradients")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+    sums_1: float32[8, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    added: float32[8, 8] = add_product_to(sums_1, t_2, tanh_backward)
+    return (exp,), (None, added)
+""",
+    )
+
+
+def test_as_text_a_compiler_is_given_additions() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t_1: float32[8, 8] = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4] = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    return (exp,), (None, mm_4)
+"""
+    made = after(sum_gradients, before, CPU, False, name="sum_gradients")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+    sums_1: float32[8, 8],
+):
+    # forward, stage 0, segment 0
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    tanh: float32[4, 8] = aten.tanh.default(mm)
+    # forward, stage 1, segment 1
+    mm_1: float32[4, 8] = aten.mm.default(tanh, w)
+    exp: float32[4, 8] = aten.exp.default(mm_1)
+    # backward, stage 1, segment 1
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, exp)
+    t_1: float32[8, 8].strides(1, 8) = aten.t.default(w)
+    mm_3: float32[4, 8] = aten.mm.default(mul, t_1)
+    # backward, stage 0, segment 0
+    tanh_backward: float32[4, 8] = aten.tanh_backward.default(mm_3, tanh)
+    t_2: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
+    added: float32[8, 8] = add_product_to(sums_1, t_2, tanh_backward)  # workspace: 256
+    return (exp,), (None, added)
+""",
+    )

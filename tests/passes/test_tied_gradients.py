@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 
+import expecttest
 import pytest
 import torch
 from torch import nn
@@ -10,6 +11,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.redundant_views import drop_repeated_views
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.graph_text import after
 
 
 class Tied(nn.Module):
@@ -77,3 +79,80 @@ def test_gradients_of_inputs_are_left_as_they_are() -> None:
 
     joint = split_tied_gradients(capture_joint(Twice(1), torch.randn(3, 4, requires_grad=True)))
     assert [joint.label(joint.primals[owner]) for owner in joint.parts] == ["tied.weight"]
+
+
+def test_as_text_parts_are_returned() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # captured
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    mm_1: float32[4, 8] = aten.mm.default(mm, w)
+    t: float32[8, 4] = aten.t.default(mm)
+    mm_2: float32[8, 8] = aten.mm.default(t, tangents_1)
+    t_1: float32[8, 4] = aten.t.default(x)
+    mm_3: float32[8, 8] = aten.mm.default(t_1, tangents_1)
+    add: float32[8, 8] = aten.add.Tensor(mm_2, mm_3)
+    return (mm_1,), (None, add)
+"""
+    made = after(split_tied_gradients, before, name="tied_gradients")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],  # parameter
+    tangents_1: float32[4, 8],
+):
+    # captured
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    mm_1: float32[4, 8] = aten.mm.default(mm, w)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(mm)
+    mm_2: float32[8, 8] = aten.mm.default(t, tangents_1)
+    t_1: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_3: float32[8, 8] = aten.mm.default(t_1, tangents_1)
+    return (mm_1,), (None, mm_2, mm_3)
+""",
+    )
+
+
+def test_as_text_of_an_input_the_sum_is() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],
+    tangents_1: float32[4, 8],
+):
+    # captured
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    mm_1: float32[4, 8] = aten.mm.default(mm, w)
+    t: float32[8, 4] = aten.t.default(mm)
+    mm_2: float32[8, 8] = aten.mm.default(t, tangents_1)
+    t_1: float32[8, 4] = aten.t.default(x)
+    mm_3: float32[8, 8] = aten.mm.default(t_1, tangents_1)
+    add: float32[8, 8] = aten.add.Tensor(mm_2, mm_3)
+    return (mm_1,), (None, add)
+"""
+    made = after(split_tied_gradients, before, name="tied_gradients")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+    w: float32[8, 8],
+    tangents_1: float32[4, 8],
+):
+    # captured
+    mm: float32[4, 8] = aten.mm.default(x, w)
+    mm_1: float32[4, 8] = aten.mm.default(mm, w)
+    t: float32[8, 4].strides(1, 8) = aten.t.default(mm)
+    mm_2: float32[8, 8] = aten.mm.default(t, tangents_1)
+    t_1: float32[8, 4].strides(1, 8) = aten.t.default(x)
+    mm_3: float32[8, 8] = aten.mm.default(t_1, tangents_1)
+    add: float32[8, 8] = aten.add.Tensor(mm_2, mm_3)
+    return (mm_1,), (None, add)
+""",
+    )

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+import expecttest
+import pytest
 import torch
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.passes import workspaces
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from tests.analysis.cost.test_workspace import Converting
 from tests.capturing import capture_joint
+from tests.graph_text import after
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -27,3 +31,53 @@ def test_kernels_that_allocate_are_marked() -> None:
 
 def test_what_is_fused_needs_nothing() -> None:
     assert not marked(mark_workspaces(captured(), CPU, fused=True))
+
+
+def test_as_text_what_is_pointwise_needs_nothing() -> None:
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    tanh: float32[4, 8] = aten.tanh.default(x)
+    return (tanh,), ()
+"""
+    made = after(mark_workspaces, before, torch.device("cpu"), False, name="workspaces")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    tanh: float32[4, 8] = aten.tanh.default(x)
+    return (tanh,), ()
+""",
+    )
+
+
+def test_as_text_what_was_seen_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels of this machine need is not to be in the text."""
+    monkeypatch.setattr(workspaces, "workspaces_of", lambda nodes, *_: dict.fromkeys(nodes, 4096))
+    before = """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    sort: (float32[4, 8], int64[4, 8]) = aten.sort.default(x)
+    getitem: float32[4, 8] = sort[0]
+    return (getitem,), ()
+"""
+    made = after(mark_workspaces, before, torch.device("cpu"), False, name="workspaces")
+    expecttest.assert_expected_inline(
+        made,
+        """\
+def joint(
+    x: float32[4, 8],
+):
+    # forward
+    sort: (float32[4, 8], int64[4, 8]) = aten.sort.default(x)  # workspace: 4096
+    getitem: float32[4, 8] = sort[0]  # workspace: 4096
+    return (getitem,), ()
+""",
+    )
