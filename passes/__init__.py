@@ -3,7 +3,7 @@
 Each is a plain function on the joint graph plus what it needs as arguments. A pass knows the graph view
 (:mod:`roundpipe_fx.ir.joint_graph`) and plain data, never the runtime and never another pass.
 
-====================  ================================================================================================
+====================  ====================================================================================
 conjugate_numbers     the conjugate of a number is a number
 packed_gradients      what a recurrent module on packed sequences adds to a gradient, in autograd's order
 masks                 indexing by a mask becomes one ``nonzero`` and integer indexing
@@ -27,8 +27,8 @@ apply_remat_schedule  what is recomputed, when and in which form, as explicit no
 early_recompute       without a budget: what else of the backward may run before the incoming gradients arrive
 split_backward        gradients of parameters in modules of their own, for schedules that put them off
 rng                   seeded operations that run again are replayed from their saved generator state
-sum_gradients         in a pipeline, gradients are added to those of earlier microbatches where they are made
+accumulate_gradients  in a pipeline, gradients are added to those of earlier microbatches where they are made
 reinplace             in a stage that runs eagerly, results are written over operands that are dead
 overlap_recompute     stream-level fork and join in the program of stage calls
-====================  ================================================================================================
+====================  ====================================================================================
 """

@@ -25,10 +25,10 @@ from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.region import memory_budget
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
+from roundpipe_fx.report.host_syncs import count_host_syncs
 from roundpipe_fx.report.peak_memory import measure_peak
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plotting import plot_frontier
-from roundpipe_fx.report.questions import count_questions
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.schedules import Action, InvalidScheduleError, Schedule
@@ -55,7 +55,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "compile",
-    "count_questions",
+    "count_host_syncs",
     "doing_recompute",
     "get_recompute_data",
     "gradient_checkpoint_scope",

@@ -30,34 +30,34 @@ from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.compiler.make_plan import make_plan
-from roundpipe_fx.frontend.resolved_random_branches import release_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import release_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.ir.segment import Segment, StageCut, backward_stages
+from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
-from roundpipe_fx.passes.cse import equal_values, share_equal_values
+from roundpipe_fx.passes.cse import common_subexpressions, eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.fuse_costs import fuse_costs
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
-from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.remat.choose import Chosen, choose, refusal
 from roundpipe_fx.remat.early import early_within
@@ -238,7 +238,7 @@ def prepare(
     device = options.device or _device_of(joint)
     compiler = options.stage_compiler_for(device)
     costs = cost_model(options.cost, device, options.device_name)
-    joint = release_settled_draws(fold_conjugate_numbers(joint))
+    joint = release_resolved_random_branches(fold_conjugate_numbers(joint))
     joint = release_running_statistics(expand_masks(continue_sums(joint)))
     if compiler == "eager" and options.device_name in (None, "cpu"):
         joint = restore_interpolation(expand_dropout(joint))
@@ -246,10 +246,10 @@ def prepare(
         joint = copy_parts_alone(joint)
         at_hand = device if options.device_name is None else None
         joint = mark_strided_gradients(restore_layouts(joint, at_hand))
-    joint = annotate(drop_repeated_views(joint), costs)
+    joint = annotate(remove_redundant_views(joint), costs)
     if options.device_name is None:  # the device is at hand
         joint = mark_workspaces(joint, device, compiler != "eager", workspaces)
-    joint = hoist_decisions(joint, registered_syncs)
+    joint = hoist_host_syncs(joint, registered_syncs)
     joint = mark_recompute_regions(joint, options.rotor is None or options.rotor.preserve_rng_state)
     if compiler != "eager":
         joint = fuse_costs(joint, costs)
@@ -320,7 +320,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
-    if options.recompute != "full" and any(Mark.NOT_KEPT in node.meta for node in forward):
+    if options.recompute != "full" and any(Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return 1.0  # regions are recomputed just in time, which is the planner's work
     return None
 
@@ -349,7 +349,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
     step = _with_gradients(setting.step, joint)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
     rotor = setting.options.rotor
-    shared = _with_equal_values_shared(joint) if rotor is None else None
+    shared = _without_common_subexpressions(joint) if rotor is None else None
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
     beside = _stages_to_overlap(joint, setting)
     margin = 0
@@ -425,18 +425,18 @@ def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | No
     return dataclasses.replace(step, gradients=dict(gradients))
 
 
-def _with_equal_values_shared(joint: JointGraph) -> JointGraph | None:
+def _without_common_subexpressions(joint: JointGraph) -> JointGraph | None:
     """A copy, for plans that keep everything.
 
     ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
     """
     forward = joint.in_phase(Phase.FORWARD)
-    if any(budget_of_region(node) is not None or Mark.NOT_KEPT in node.meta for node in forward):
+    if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return None
     saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
-    freed = sum(tensor_bytes(tensor_values(node)) for node in equal_values(joint))
+    freed = sum(tensor_bytes(tensor_values(node)) for node in common_subexpressions(joint))
     # A few numbers that layers count with are not worth reading the graph once more.
-    return share_equal_values(joint.copy()) if freed > _WORTH_SHARING * saved else None
+    return eliminate_common_subexpressions(joint.copy()) if freed > _WORTH_SHARING * saved else None
 
 
 def emit(
@@ -463,7 +463,7 @@ def emit(
     if training:
         joint = replay_rng(joint, setting.costs)
     if sums:
-        joint = sum_gradients(joint, setting.costs, setting.compiler == "eager")
+        joint = accumulate_gradients(joint, setting.costs, setting.compiler == "eager")
     joint.drop_unread()
     seconds: dict[tuple[int, Phase], float] = {}
     unfilled = _Unfilled(setting)

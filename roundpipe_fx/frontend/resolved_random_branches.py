@@ -10,37 +10,37 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.torch_private import settled_draw
+from roundpipe_fx.torch_private import resolved_random_branch
 
-__all__ = ["keep_settled_draws", "release_settled_draws"]
+__all__ = ["keep_resolved_random_branches", "release_resolved_random_branches"]
 
 
-@torch.library.custom_op("roundpipe_fx::settled_draw", mutates_args=())
-def _settled_draw(number: torch.Tensor) -> None:
+@torch.library.custom_op("roundpipe_fx::resolved_random_branch", mutates_args=())
+def _resolved_random_branch(number: torch.Tensor) -> None:
     """Reads a random number and does nothing."""
 
 
-@_settled_draw.register_fake
+@_resolved_random_branch.register_fake
 def _(number: torch.Tensor) -> None:
     return None
 
 
-_SETTLED = torch.ops.roundpipe_fx.settled_draw.default
-fx.node.has_side_effect(_SETTLED)  # it is there not to be dropped
+_RESOLVED = torch.ops.roundpipe_fx.resolved_random_branch.default
+fx.node.has_side_effect(_RESOLVED)  # it is there not to be dropped
 
 
-def keep_settled_draws(module: fx.GraphModule) -> None:
+def keep_resolved_random_branches(module: fx.GraphModule) -> None:
     """Let AOTAutograd keep what was drawn for branches that were known."""
-    draws = [draw for node in module.graph.nodes if (draw := settled_draw(node)) is not None]
+    draws = [draw for node in module.graph.nodes if (draw := resolved_random_branch(node)) is not None]
     for draw in draws:
         with module.graph.inserting_after(draw):
-            module.graph.call_function(_SETTLED, (draw,))
+            module.graph.call_function(_RESOLVED, (draw,))
     if draws:
         module.recompile()
 
 
-def release_settled_draws(joint: JointGraph) -> JointGraph:
+def release_resolved_random_branches(joint: JointGraph) -> JointGraph:
     """Drop the readers; from here on draws stay by themselves."""
-    for node in joint.graph.find_nodes(op="call_function", target=_SETTLED):
+    for node in joint.graph.find_nodes(op="call_function", target=_RESOLVED):
         joint.graph.erase_node(node)
     return joint

@@ -69,9 +69,9 @@ class Mark:
     """Modelled seconds of running the node once (annotate)."""
     FLOPS = "rpfx_flops"
     """Floating-point operations of the node (annotate)."""
-    HOISTED = "rpfx_hoisted"
+    MUST_SAVE = "rpfx_must_save"
     """Why the node must not run twice, as text; absent if it may (hoist_host_syncs)."""
-    NOT_KEPT = "rpfx_not_kept"
+    MUST_RECOMPUTE = "rpfx_must_recompute"
     """Why the value must not be kept from forward to backward, as text; absent if it may (recompute_regions)."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to (segments)."""
@@ -102,7 +102,7 @@ class JointGraph:
         mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
             statistics). Their value at backward time is not the one the forward read.
         parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
-            (tied_gradients, sum_gradients).
+            (tied_gradients, accumulate_gradients).
     """
 
     module: fx.GraphModule
@@ -146,7 +146,7 @@ class JointGraph:
 
     @property
     def sums(self) -> list[fx.Node]:
-        """Graph inputs that carry what earlier microbatches' gradients add up to (sum_gradients)."""
+        """Graph inputs that carry what earlier microbatches' gradients add up to (accumulate_gradients)."""
         return [node for node in self.inputs if is_sum(node)]
 
     @property

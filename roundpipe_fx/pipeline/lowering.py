@@ -38,11 +38,11 @@ from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.remat.save_policy import save_slot_inputs
 from roundpipe_fx.schedules import (
-    Kind,
+    ActionKind,
     Schedule,
 )
-from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
-from roundpipe_fx.schedules.fit_visits import Weights, fit_visits
+from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
 
 __all__ = ["lower_pipeline"]
 
@@ -60,7 +60,7 @@ def lower_pipeline(
     training: bool = True,
     share: float = 1.0,
     like: Structure | None = None,
-    in_halves: bool = False,
+    forwards_before_backwards: bool = False,
     workspaces: Mapping[str, int] | None = None,
 ) -> LoweredPipeline:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
@@ -73,7 +73,7 @@ def lower_pipeline(
         training: whether the graph has a backward.
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
-        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
 
     Raises:
@@ -102,7 +102,9 @@ def lower_pipeline(
             continue
         spare = dataclasses.replace(prepared, joint=prepared.joint.copy()) if len(ways) > 1 else prepared
         try:
-            tried = _lower_named(spare, options, pipelining, name, training, share, like, in_halves, limit)
+            tried = _lower_named(
+                spare, options, pipelining, name, training, share, like, forwards_before_backwards, limit
+            )
         except InfeasibleBudgetError as error:
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
             if limit is None:
@@ -130,7 +132,7 @@ def _lower_named(
     training: bool,
     share: float,
     like: Structure | None,
-    in_halves: bool,
+    forwards_before_backwards: bool,
     weight_limit: int | None,
 ) -> LoweredPipeline:
     given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
@@ -149,14 +151,14 @@ def _lower_named(
         name = "roundpipe" if pipelining.offloaded else "gpipe"
     policies = SAVE_POLICIES
     known = starts_like(prepared.joint, like.starts) if like is not None else None
-    cut: Rounds | tuple[int, ...]
+    cut: RoundPipePartition | tuple[int, ...]
     if name == "roundpipe":
         joint, segments, cuts, cut = _cut_rounds(prepared, options, pipelining, like, known, training, weight_limit)
         policies = {**SAVE_POLICIES, "full": save_slot_inputs}
     else:
         whole = name in ("interleaved", "given")
         joint, segments, cuts = cut_as_asked(prepared.joint, asked, prepared.costs, whole, known)
-        if like is not None and like.segments == len(segments) and not isinstance(like.cut, Rounds):
+        if like is not None and like.segments == len(segments) and not isinstance(like.cut, RoundPipePartition):
             joint, cuts = stages_of_starts(joint, like.cut, len(segments))
         cut = tuple(stage.first for stage in cuts)
     structure = Structure(name, len(segments), cut, segment_starts(joint))
@@ -169,7 +171,9 @@ def _lower_named(
         budget = asked_budget(joint, options, prepared.device)
         if budget is not None:
             full = policies["full"]
-            return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget, full)
+            return within_budget(
+                joint, setting, split, structure, given, pipelining, forwards_before_backwards, budget, full
+            )
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
     setting = dataclasses.replace(setting, options=dataclasses.replace(asked, recompute=main))
@@ -179,11 +183,13 @@ def _lower_named(
         return variant_of(emit(own, setting, split=split, sums=True), setting, pipelining)
 
     first = variant(main)
-    return LoweredPipeline(first, first if last == main else variant(last), structure, given, devices, in_halves)
+    return LoweredPipeline(
+        first, first if last == main else variant(last), structure, given, devices, forwards_before_backwards
+    )
 
 
 def _splits(schedule: Schedule) -> bool:
-    return schedule.only(Kind.BACKWARD_INPUT).size > 0
+    return schedule.only(ActionKind.BACKWARD_INPUT).size > 0
 
 
 def _weight_limits(prepared: Prepared, options: Options) -> list[int | None]:
@@ -204,7 +210,7 @@ def _cut_rounds(
     known: list[int] | None,
     training: bool,
     weight_limit: int | None,
-) -> tuple[JointGraph, list[Segment], list[StageCut], Rounds]:
+) -> tuple[JointGraph, list[Segment], list[StageCut], RoundPipePartition]:
     """Cut a graph into slots; those of an offloaded model begin where stages are asked to."""
     recompute = pipelining.checkpoint in ("always", "except_last")
     if options.stages == "auto" or not pipelining.offloaded:
@@ -215,17 +221,17 @@ def _cut_rounds(
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
     devices, microbatches = pipelining.workers, pipelining.microbatches
-    if like is not None and like.segments == len(segments) and isinstance(like.cut, Rounds):
+    if like is not None and like.segments == len(segments) and isinstance(like.cut, RoundPipePartition):
         chosen = like.cut
     elif asked:
         runs = [(cut.first, cut.last) for cut in asked]
-        chosen = Rounds(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
+        chosen = RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
     elif pipelining.offloaded:
         weights = _weights_of(joint, len(segments), prepared.costs.host)
         seconds = backward if training else [0.0] * len(segments)
-        chosen = fit_visits(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
+        chosen = balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
     else:
-        chosen = fit_rounds(forward, backward, recompute, devices, microbatches)
+        chosen = balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
     joint, cuts = cut_rounds(joint, chosen)
     return joint, segments, cuts, chosen
 
