@@ -30,7 +30,7 @@ from torch._dynamo.backends.debugging import aot_eager
 import roundpipe_fx
 from benchmarks.side_by_side import report
 from benchmarks.small_models import TASKS, architectures, small_batch, small_model
-from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.torch_private import dynamo_flags
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -135,7 +135,7 @@ def _step_of(name: str, compiled: Callable[[nn.Module], Any], batch: dict[str, A
 
 
 def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    keep_settled_draws(module)
+    keep_resolved_random_branches(module)
     return aot_eager(module, inputs)
 
 

@@ -33,7 +33,7 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.side_by_side import paired_ratio, report
 from roundpipe_fx.pipeline import within_budget
-from roundpipe_fx.schedules import Kind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
 _SMALL_LLAMA = transformers.LlamaConfig(
     hidden_size=512,
@@ -62,7 +62,7 @@ def closed_forms() -> None:
     rows = []
     for devices, microbatches in ((4, 8), (8, 16), (64, 512), (1000, 10_000)):
         graph = chain(devices)
-        costs = StepCosts({step: 2.0 if step[0] is Kind.BACKWARD else 1.0 for step in graph.steps})
+        costs = StepCosts({step: 2.0 if step[0] is ActionKind.BACKWARD else 1.0 for step in graph.steps})
         expected = (devices - 1) / (microbatches + devices - 1)
         for make in (gpipe, one_f_one_b):
             began = time.perf_counter()
@@ -208,7 +208,7 @@ def measured(device: str, pairs: int) -> None:
         ratio, parallel, alone = paired_ratio(lambda: _step(two, x, y), lambda: _step(one, x, y), pairs, 2)  # noqa: B023
         makespans, predicted = _predicted(lambda: _step(two, x, y), two, runs=max(5, pairs // 2))  # noqa: B023
         bars = two.plan.timeline().measured
-        stage_ms = [1e3 * (bar.end - bar.start) for bar in bars if bar.action.kind is Kind.FORWARD]
+        stage_ms = [1e3 * (bar.end - bar.start) for bar in bars if bar.action.kind is ActionKind.FORWARD]
         rows.append(
             {
                 "schedule": schedule,

@@ -57,8 +57,8 @@ def main() -> None:
     lower.read_operations = spent.timed("planning", lower.read_operations)
     lower.choose = spent.timed("planning", lower.choose)
     lower.mark_workspaces = spent.timed("planning", lower.mark_workspaces)
-    lower.equal_values = spent.timed("planning", lower.equal_values)
-    lower.share_equal_values = spent.timed("planning", lower.share_equal_values)
+    lower.common_subexpressions = spent.timed("planning", lower.common_subexpressions)
+    lower.eliminate_common_subexpressions = spent.timed("planning", lower.eliminate_common_subexpressions)
     rows = []
     _trace(spent, "warm-up", *_case("GPT-2", 2))
     for name in ("GPT-2", "Llama", "T5"):

@@ -7,7 +7,7 @@ import sys
 
 BENCHMARKS = (
     "bits",
-    "questions",
+    "host_syncs",
     "peak_memory",
     "step_time",
     "compile_time",

@@ -78,11 +78,11 @@ def gradients(run: nn.Module, tokens: torch.Tensor) -> tuple[int, int, dict[str,
     run.zero_grad()
     torch.manual_seed(0)
     loss = run(input_ids=tokens, labels=tokens).loss
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
     found = {name: p.grad.float().clone() for name, p in run.named_parameters() if p.grad is not None}
     run.zero_grad()
-    return peak.bytes, asked.total, found
+    return peak.bytes, syncs.total, found
 
 
 def train(

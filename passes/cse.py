@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_flatten
 from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
 
-__all__ = ["equal_values", "share_equal_values"]
+__all__ = ["common_subexpressions", "eliminate_common_subexpressions"]
 
 
-def share_equal_values(joint: JointGraph) -> JointGraph:
-    """Let forward values be one where :func:`equal_values` says so."""
-    for node, one in equal_values(joint).items():
+def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
+    """Let forward values be one where :func:`common_subexpressions` says so."""
+    for node, one in common_subexpressions(joint).items():
         let_stand_for(node, one)
     joint.drop_unread()
     return joint
 
 
-def equal_values(joint: JointGraph) -> dict[fx.Node, fx.Node]:
+def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Forward values that equal an earlier one which the backward reads, each with that one.
 
     Equal are the results of one operator on equal arguments. What the forward returns is not among them: that stays a

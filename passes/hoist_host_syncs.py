@@ -33,14 +33,14 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
 )
 
-__all__ = ["hoist_decisions"]
+__all__ = ["hoist_host_syncs"]
 
 aten = torch.ops.aten
 
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
 
-def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
+def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
     """Mark what must not run twice and move it, with what it needs, from the backward to the forward. After annotate.
 
     Args:
@@ -49,18 +49,18 @@ def hoist_decisions(joint: JointGraph, registered: Collection[Any] = ()) -> Join
     """
     tangent_dependent = _tangent_dependent(joint)
     for node in list(joint.computed()):
-        reason = _question(node, registered)
+        reason = _host_sync(node, registered)
         if reason is None:
             continue
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
             if node in tangent_dependent or has_side_effect(node) or is_seeded(node):
                 continue
             _move_to_forward(joint, node)
-        node.meta[Mark.HOISTED] = reason
+        node.meta[Mark.MUST_SAVE] = reason
     return joint
 
 
-def _question(node: fx.Node, registered: Collection[Any]) -> str | None:
+def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
     target = node.target
     if node.op == "get_attr" or target is aten.sym_size.int:
         return None

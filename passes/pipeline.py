@@ -35,34 +35,34 @@ from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.batch_norm import release_running_statistics
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
-from roundpipe_fx.passes.cse import share_equal_values
+from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.fuse_costs import fuse_costs
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.resolved_random_branches import release_settled_draws
+from roundpipe_fx.passes.resolved_random_branches import release_resolved_random_branches
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.rounds import cut_rounds
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
-from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.workspaces import mark_workspaces
-from roundpipe_fx.schedules.fit_rounds import Rounds
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["Pass", "PassContext", "PassLevel", "default_passes", "passes_table", "stages_as_asked"]
@@ -118,7 +118,7 @@ class PassContext:
     updates_whole: bool = False
     segment_starts: Sequence[int] | None = None
     stage_starts: Sequence[int] | None = None
-    rounds: Rounds | None = None
+    rounds: RoundPipePartition | None = None
     everything_saved: bool = False
     schedule: RematSchedule | None = None
     early: bool = False
@@ -240,7 +240,7 @@ _PASSES = (
     ),
     Pass(
         "resolved_random_branches",
-        lambda joint, _: release_settled_draws(joint),
+        lambda joint, _: release_resolved_random_branches(joint),
         about="what was drawn for a branch that is known without it stays drawn",
     ),
     Pass(
@@ -286,7 +286,7 @@ _PASSES = (
     ),
     Pass(
         "redundant_views",
-        lambda joint, _: drop_repeated_views(joint),
+        lambda joint, _: remove_redundant_views(joint),
         about="views that show what an earlier value shows already are dropped",
     ),
     Pass(
@@ -302,7 +302,7 @@ _PASSES = (
     ),
     Pass(
         "hoist_host_syncs",
-        lambda joint, context: hoist_decisions(joint, context.registered_syncs),
+        lambda joint, context: hoist_host_syncs(joint, context.registered_syncs),
         about="what synchronizes the host or decides a route runs once, in the forward",
         needs=("annotate",),
     ),
@@ -350,7 +350,7 @@ _PASSES = (
     ),
     Pass(
         "cse",
-        lambda joint, _: share_equal_values(joint),
+        lambda joint, _: eliminate_common_subexpressions(joint),
         level=PassLevel.STAGED,
         when=_everything_saved,
         about="values that equal an earlier one are that one",
@@ -389,8 +389,8 @@ _PASSES = (
         needs=("apply_remat_schedule",),
     ),
     Pass(
-        "sum_gradients",
-        lambda joint, context: sum_gradients(joint, context.costs, _eager(context)),
+        "accumulate_gradients",
+        lambda joint, context: accumulate_gradients(joint, context.costs, _eager(context)),
         level=PassLevel.PLANNED,
         when=_sums,
         about="gradients are added to those of earlier microbatches where they are made",

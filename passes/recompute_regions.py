@@ -61,14 +61,14 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
             joint.graph.erase_node(node)
     for node in joint.in_phase(Phase.FORWARD):
         reason = _must_be_saved(node, replays_random)
-        if reason is not None and Mark.HOISTED not in node.meta and not is_view(node) and tensor_values(node):
-            node.meta[Mark.HOISTED] = reason
+        if reason is not None and Mark.MUST_SAVE not in node.meta and not is_view(node) and tensor_values(node):
+            node.meta[Mark.MUST_SAVE] = reason
     for node in joint.in_phase(Phase.FORWARD):
         reason = None if is_view(node) or is_symbolic_scalar(node) else _must_not_be_kept(node)
         for output in node_outputs(node) if reason is not None else ():
-            again = Mark.HOISTED not in node.meta or selection(output) is not None
+            again = Mark.MUST_SAVE not in node.meta or selection(output) is not None
             if again and (is_in_scope(node) or _is_read_only_inside(output)):
-                output.meta[Mark.NOT_KEPT] = reason
+                output.meta[Mark.MUST_RECOMPUTE] = reason
     return joint
 
 
@@ -97,7 +97,7 @@ def _hoist_saved(save: fx.Node) -> None:
         if maker.target is operator.getitem:  # one of several results: the operation is what must not run again
             (maker,) = input_nodes(maker)
         if maker.op != "placeholder":
-            maker.meta.setdefault(Mark.HOISTED, "given to save_for_recompute")
+            maker.meta.setdefault(Mark.MUST_SAVE, "given to save_for_recompute")
 
 
 def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:

@@ -12,12 +12,12 @@ from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, input_nodes, is_tensor, is_view
 
-__all__ = ["drop_repeated_views"]
+__all__ = ["remove_redundant_views"]
 
 aten = torch.ops.aten
 
 
-def drop_repeated_views(joint: JointGraph) -> JointGraph:
+def remove_redundant_views(joint: JointGraph) -> JointGraph:
     """Let what reads a view that changes nothing, alone or after those before it, read what it is a view of.
 
     What the forward returns stays as it is: AOTAutograd has noted which of these tensors are views of which.

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import fx
 
 from roundpipe_fx.analysis.in_place import in_place_forms
-from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 
 __all__ = ["reinplace"]
@@ -26,7 +26,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
     """
     nodes = list(graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
-    numbers = StorageNumbers()
+    numbers = StorageIds()
     for node in nodes:
         if node.op in ("placeholder", "get_attr"):
             numbers.give(node, [OUTSIDE] * len(tensor_values(node)))

@@ -9,10 +9,10 @@ from __future__ import annotations
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.random_branches import SETTLED_DRAW
 
-__all__ = ["release_settled_draws"]
+__all__ = ["release_resolved_random_branches"]
 
 
-def release_settled_draws(joint: JointGraph) -> JointGraph:
+def release_resolved_random_branches(joint: JointGraph) -> JointGraph:
     """Drop the readers; from here on draws stay by themselves."""
     for node in joint.graph.find_nodes(op="call_function", target=SETTLED_DRAW):
         joint.graph.erase_node(node)

@@ -27,10 +27,10 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.region import memory_budget
 from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel, default_passes
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
+from roundpipe_fx.report.host_syncs import count_host_syncs
 from roundpipe_fx.report.peak_memory import measure_peak
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plotting import plot_frontier
-from roundpipe_fx.report.questions import count_questions
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerCtx
 from roundpipe_fx.schedules import Action, InvalidScheduleError, Schedule
@@ -61,7 +61,7 @@ __all__ = [
     "checkpoint",
     "checkpoint_sequential",
     "compile",
-    "count_questions",
+    "count_host_syncs",
     "default_passes",
     "doing_recompute",
     "get_recompute_data",

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import roundpipe_fx
-from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.torch_private import dynamo_flags
 
 
@@ -56,7 +56,7 @@ def aot_eager_step(model: nn.Module, batch: Mapping[str, Any], seed: int = 0, au
 
 
 def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    keep_settled_draws(module)
+    keep_resolved_random_branches(module)
     return aot_eager(module, inputs)
 
 

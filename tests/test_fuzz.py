@@ -66,7 +66,7 @@ def test_a_gradient_that_is_off_is_found(monkeypatch: pytest.MonkeyPatch) -> Non
         gradient.replace_all_uses_with(scaled, delete_user_cb=lambda user: user.op == "output")
         return joint
 
-    monkeypatch.setattr(pipeline, "release_settled_draws", broken)
+    monkeypatch.setattr(pipeline, "release_resolved_random_branches", broken)
     case = _case("linear", "tanh")
     assert {failure.kind for failure in check_case(case).failures} == {"gradients"}
 

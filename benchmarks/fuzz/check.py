@@ -39,7 +39,7 @@ from benchmarks.fuzz.operations import KINDS
 from benchmarks.fuzz.options import compile_options, describe
 from benchmarks.fuzz.program import Program, write_program
 from benchmarks.fuzz.steps import Left, differences, eager_microbatches, left_by, loss_of, take_step
-from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.passes.stages import InvalidStageError
 from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
 
@@ -294,7 +294,7 @@ class _WithLoss(nn.Module):
 def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
     # oneDNN's LSTM rounds otherwise, and AOTAutograd cannot save what it returns.
     spell_out_lstm(module)
-    keep_settled_draws(module)
+    keep_resolved_random_branches(module)
     return aot_eager(module, inputs)
 
 
@@ -375,7 +375,7 @@ def _settled(model: Any, net: nn.Module, peak: StoragePeak, step: Callable[[Stor
     Sizes that depend on data are taken to be little larger than seen so far. A step that has larger ones runs all the
     same, and the plan is made anew before the next one.
     """
-    while model._state_of_roundpipe_fx.assumptions.stale:
+    while model._state_of_roundpipe_fx.learned.stale:
         state = copy.deepcopy(net.state_dict())
         peak = StoragePeak()
         step(peak)
@@ -571,7 +571,7 @@ def _check_pipelined_questions(
     model: Any, net: nn.Module, references: _References, eager: Left, way: Mapping[str, Any], call: str, result: Result
 ) -> None:
     state = copy.deepcopy(net.state_dict())
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as asked:
         _pipelined(model, net, references.inputs(1), references.batches[1][1], call)
     net.load_state_dict(state)
     assert eager.asked is not None

@@ -70,7 +70,7 @@ def take_step(
     """Forward, loss, backward; ``count``: count questions; ``meter``: entered meanwhile."""
     net.zero_grad()
     torch.manual_seed(seed)
-    first, second = roundpipe_fx.count_questions(), roundpipe_fx.count_questions()
+    first, second = roundpipe_fx.count_host_syncs(), roundpipe_fx.count_host_syncs()
     with meter or contextlib.nullcontext():
         with first if count else contextlib.nullcontext():
             output = run(*inputs)
@@ -111,8 +111,8 @@ def eager_microbatches(
     digest = hashlib.sha256(first.numpy().tobytes()).digest()
     weights = [len(piece[0]) / len(inputs[0]) for piece in pieces]
     outputs, total, after = [], torch.zeros(()), first
-    asked = roundpipe_fx.count_questions()
-    asked_later = roundpipe_fx.count_questions()
+    asked = roundpipe_fx.count_host_syncs()
+    asked_later = roundpipe_fx.count_host_syncs()
     for number, piece in enumerate(pieces):
         if number:
             own = int.from_bytes(hashlib.sha256(digest + number.to_bytes(8, "little")).digest()[:7], "little")

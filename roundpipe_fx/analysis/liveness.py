@@ -14,7 +14,7 @@ from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 
 __all__ = ["Event", "LivePeak", "levels_of", "peak_of"]
 
-_SCRATCH = -2
+_WORKSPACE = -2
 """Stands for what an event needs beside its results."""
 
 
@@ -26,18 +26,19 @@ class Event:
         what: for whoever reads the peak.
         reads: storages.
         makes: storages.
-        over: storages whose place its result takes, the first that dies here and was made in the same room.
-        room: where it runs.
-        scratch: bytes that it needs beside its results and that are free again when it ends.
+        inplace_candidates: storages that its result may overwrite: the first one that dies here and was made in the
+            same reuse scope.
+        reuse_scope: where it runs.
+        workspace: bytes that it needs beside its results and that are free again when it ends.
         stream: number of the stream that it runs on.
     """
 
     what: Any
     reads: Sequence[int]
     makes: Sequence[int]
-    over: tuple[int, ...] = ()
-    room: Any = None
-    scratch: int = 0
+    inplace_candidates: tuple[int, ...] = ()
+    reuse_scope: Any = None
+    workspace: int = 0
     stream: int = 0
 
 
@@ -95,7 +96,7 @@ def peak_of(
     for storage, position in last.items():
         dying[position].append(storage)
     counted: Any = sizes if allocator is None else {}
-    room: dict[int, Any] = {}
+    reuse_scope: dict[int, Any] = {}
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
     peak, at = live, -1
     for position, event in enumerate(events):
@@ -107,19 +108,19 @@ def peak_of(
             if allocator is not None:
                 counted[storage] = allocator.take(storage, sizes[storage], event.stream)
             live += counted[storage]
-            room[storage] = event.room
+            reuse_scope[storage] = event.reuse_scope
         written = None
-        for storage in event.over:
-            if last.get(storage) == position and storage in room and room[storage] == event.room:
+        for storage in event.inplace_candidates:
+            if last.get(storage) == position and storage in reuse_scope and reuse_scope[storage] == event.reuse_scope:
                 written = storage
                 live -= counted[storage]
                 break
-        scratch = event.scratch
+        workspace = event.workspace
         if allocator is not None:
-            scratch = allocator.take(_SCRATCH, scratch, event.stream)
-            allocator.give_back(_SCRATCH)
-        if live + scratch > peak:
-            peak, at = live + scratch, position
+            workspace = allocator.take(_WORKSPACE, workspace, event.stream)
+            allocator.give_back(_WORKSPACE)
+        if live + workspace > peak:
+            peak, at = live + workspace, position
         for storage in dying[position]:
             if storage != written:
                 live -= counted[storage]
@@ -148,15 +149,19 @@ def levels_of(
     dying: list[list[int]] = [[] for _ in range(len(events) + 1)]
     for storage, position in last.items():
         dying[position].append(storage)
-    room: dict[int, Any] = {}
+    reuse_scope: dict[int, Any] = {}
     live = 0
     for position, event in enumerate(events):
         live += sum(sizes[storage] for storage in (*arriving.get(position, ()), *event.makes))
-        room.update(dict.fromkeys(event.makes, event.room))
-        over = (s for s in event.over if last.get(s) == position and s in room and room[s] == event.room)
-        written = next(over, None)
+        reuse_scope.update(dict.fromkeys(event.makes, event.reuse_scope))
+        inplace_candidates = (
+            s
+            for s in event.inplace_candidates
+            if last.get(s) == position and s in reuse_scope and reuse_scope[s] == event.reuse_scope
+        )
+        written = next(inplace_candidates, None)
         live -= sizes[written] if written is not None else 0
-        during = live + event.scratch
+        during = live + event.workspace
         live -= sum(sizes[storage] for storage in dying[position] if storage != written)
         levels.append((during, live))
     return levels

@@ -19,9 +19,9 @@ from torch import fx
 from roundpipe_fx.analysis.in_place import operands_to_write_over
 from roundpipe_fx.analysis.liveness import Event
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
-from roundpipe_fx.analysis.recomputation import Form, makes_mask_alone, selection, stand_in_of, state_bytes
+from roundpipe_fx.analysis.recomputation import Form, is_mask_only, rng_shape_source_of, selection, state_bytes
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -35,7 +35,7 @@ from roundpipe_fx.ir.joint_graph import (
 from roundpipe_fx.ir.recompute_marks import checkpoints_of
 from roundpipe_fx.ir.region import budget_of_region
 
-__all__ = ["OUTSIDE", "Operation", "OperationGraph", "Step", "Way", "read_operations"]
+__all__ = ["OUTSIDE", "Operation", "OperationGraph", "PlannedOp", "RecomputeRecipe", "read_operations"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Operation:
         reads: storages that it reads, each once.
         makes: storages that it makes.
         seconds: modelled.
-        over: storages that its result may be written over, those that die here.
+        inplace_candidates: storages that its result may be written over, those that die here.
         workspace: bytes that its kernel needs for itself while it runs.
     """
 
@@ -61,12 +61,12 @@ class Operation:
     reads: tuple[int, ...]
     makes: tuple[int, ...]
     seconds: float
-    over: tuple[int, ...]
+    inplace_candidates: tuple[int, ...]
     workspace: int
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RecomputeRecipe:
     """How a forward storage is made again.
 
     Attributes:
@@ -75,7 +75,7 @@ class Way:
         form: the same operation, a gather by saved indices, or a dropout that draws only its mask.
         reads: storages that are needed for it.
         makes: storages that it yields.
-        scratch: bytes that it makes beside these and that die at once, its kernel's own included.
+        workspace: bytes that it makes beside these and that die at once, its kernel's own included.
         seconds: modelled.
     """
 
@@ -84,39 +84,39 @@ class Way:
     form: Form
     reads: tuple[int, ...]
     makes: tuple[int, ...]
-    scratch: int
+    workspace: int
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class PlannedOp:
     """One operation of the backward.
 
     Attributes:
-        operation: what runs; a forward operation if ``way`` says how it runs again.
-        way: ``None`` for an operation of the backward.
+        operation: what runs; a forward operation if ``recipe`` says how it runs again.
+        recipe: ``None`` for an operation of the backward.
         reads: storages; a forward storage stands for its latest copy, if it has been made again.
         stage: the stage in whose backward it runs.
-        stand_in: for a dropout that draws only its mask, the gradient it is drawn for.
+        rng_shape_source: for a dropout that draws only its mask, the gradient it is drawn for.
         early: whether it runs in its stage's recompute module, before the incoming gradients arrive.
     """
 
     operation: Operation
-    way: Way | None
+    recipe: RecomputeRecipe | None
     reads: tuple[int, ...]
     stage: int
-    stand_in: fx.Node | None = None
+    rng_shape_source: fx.Node | None = None
     early: bool = False
 
     @property
     def makes(self) -> tuple[int, ...]:
         """Storages that it makes, or makes again."""
-        return self.operation.makes if self.way is None else self.way.makes
+        return self.operation.makes if self.recipe is None else self.recipe.makes
 
     @property
     def seconds(self) -> float:
         """Modelled seconds of recomputation: 0 for an operation of the backward."""
-        return 0.0 if self.way is None else self.way.seconds
+        return 0.0 if self.recipe is None else self.recipe.seconds
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class OperationGraph:
         makers: index of the forward operation that makes a storage; absent for those of the backward and tangents.
         makers_segment: by storage, the segment of its maker; for tangents the number of segments.
         values: by forward storage, the node (no view, no tuple) that stands for it, where there is one.
-        always_kept: forward storages that are kept whatever is chosen: hoisted ones.
-        not_kept: forward storages that must not be kept from the forward on.
+        must_save: forward storages that are kept whatever is chosen: hoisted ones.
+        must_recompute: forward storages that must not be kept from the forward on.
         hold_at: by storage that is not kept, the last segment of its checkpoint, if that spans several: made again
             before that one's backward, it serves all of them.
         outputs: forward storages that the caller gets.
@@ -141,9 +141,10 @@ class OperationGraph:
         loss: bytes that a loss takes that is computed outside.
         loss_lasts: bytes of them that are there until the backward is over.
         gradients: storages that the backward returns.
-        ways: by forward storage, how it is made again; absent where it must not be.
-        alone: for masks of dropouts, the way that draws the mask without the dropout's input.
-        stand_ins: for a mask and the index of the operation that reads it, the gradient that it can be drawn for.
+        recipes: by forward storage, how it is made again; absent where it must not be.
+        mask_only: for masks of dropouts, the way that draws the mask without the dropout's input.
+        rng_shape_sources: by mask and index of the operation that reads it, the gradient whose shape it can be drawn
+            with.
         states: bytes of the generator's state, by index of a seeded forward operation.
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
@@ -158,8 +159,8 @@ class OperationGraph:
     makers: dict[int, int]
     segment_of: list[int]
     values: dict[int, fx.Node]
-    always_kept: frozenset[int]
-    not_kept: frozenset[int]
+    must_save: frozenset[int]
+    must_recompute: frozenset[int]
     hold_at: dict[int, int]
     outputs: frozenset[int]
     copied: frozenset[int]
@@ -168,9 +169,9 @@ class OperationGraph:
     loss: int
     loss_lasts: int
     gradients: frozenset[int]
-    ways: dict[int, Way]
-    alone: dict[int, Way]
-    stand_ins: dict[tuple[int, int], fx.Node]
+    recipes: dict[int, RecomputeRecipe]
+    mask_only: dict[int, RecomputeRecipe]
+    rng_shape_sources: dict[tuple[int, int], fx.Node]
     states: dict[int, int]
     last_segments: dict[int, int]
     stages: dict[int, int]
@@ -179,28 +180,31 @@ class OperationGraph:
     step: StepNeeds | None = None
 
     @functools.cached_property
-    def at_hand(self) -> frozenset[int]:
+    def always_live(self) -> frozenset[int]:
         """Forward storages that live until the backward whatever is chosen: hoisted ones and the caller's."""
-        return self.always_kept | self.outputs
+        return self.must_save | self.outputs
 
     @functools.cached_property
     def forward_events(self) -> list[Event]:
         """The forward's operations as events."""
-        return [Event(o, o.reads, o.makes, o.over, (o.stage, Phase.FORWARD), o.workspace) for o in self.forward]
+        return [
+            Event(o, o.reads, o.makes, o.inplace_candidates, (o.stage, Phase.FORWARD), o.workspace)
+            for o in self.forward
+        ]
 
     @functools.cached_property
-    def crossers(self) -> dict[int, list[tuple[int, int]]]:
+    def live_across_from(self) -> dict[int, list[tuple[int, int]]]:
         """By segment, the storages it makes that a later one reads, each with the last that does."""
         found: dict[int, list[tuple[int, int]]] = {}
         for storage, last in self.last_segments.items():
-            if last > self.segment_of[storage] and storage not in self.at_hand:
+            if last > self.segment_of[storage] and storage not in self.always_live:
                 found.setdefault(self.segment_of[storage], []).append((storage, last))
         return found
 
     @functools.cached_property
-    def crossing(self) -> frozenset[int]:
+    def live_across(self) -> frozenset[int]:
         """All that one segment makes and a later one reads."""
-        return frozenset(storage for storages in self.crossers.values() for storage, _ in storages)
+        return frozenset(storage for storages in self.live_across_from.values() for storage, _ in storages)
 
     def is_forward(self, storage: int) -> bool:
         """Whether a storage is made by the forward."""
@@ -248,8 +252,8 @@ def read_operations(
     }
     values: dict[int, fx.Node] = {}
     hoisted = set()
-    ways: dict[int, Way] = {}
-    alone: dict[int, Way] = {}
+    recipes: dict[int, RecomputeRecipe] = {}
+    mask_only: dict[int, RecomputeRecipe] = {}
     for node in forward_nodes:
         if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
             continue
@@ -265,21 +269,23 @@ def read_operations(
         if value is not None and picked is not None:
             source, _, indices = picked
             reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
-            ways[storage] = Way(operation, value, Form.GATHER, reads, (storage,), 0, operation.seconds)
-        elif Mark.HOISTED in operation.node.meta:
+            recipes[storage] = RecomputeRecipe(operation, value, Form.GATHER, reads, (storage,), 0, operation.seconds)
+        elif Mark.MUST_SAVE in operation.node.meta:
             hoisted.add(storage)
         else:
-            scratch = operation.workspace
+            workspace = operation.workspace
             if operation.index in states:  # the generator's own state is put aside while it draws again
-                scratch += states[operation.index]
-            ways[storage] = Way(
-                operation, operation.node, Form.SAME, operation.reads, operation.makes, scratch, operation.seconds
+                workspace += states[operation.index]
+            recipes[storage] = RecomputeRecipe(
+                operation, operation.node, Form.SAME, operation.reads, operation.makes, workspace, operation.seconds
             )
-            if value is not None and makes_mask_alone(value):
-                scratch += sum(reader.sizes[s] for s in operation.makes if s != storage)
-                alone[storage] = Way(operation, operation.node, Form.MASK, (), (storage,), scratch, operation.seconds)
+            if value is not None and is_mask_only(value):
+                workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
+                mask_only[storage] = RecomputeRecipe(
+                    operation, operation.node, Form.MASK, (), (storage,), workspace, operation.seconds
+                )
     # The caller's outputs are at hand in any case.
-    not_kept = {s for s, node in values.items() if Mark.NOT_KEPT in node.meta and s not in outputs}
+    must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
     return OperationGraph(
         tuple(forward),
         backward,
@@ -288,8 +294,8 @@ def read_operations(
         reader.segment_of,
         values,
         frozenset(hoisted),
-        frozenset(not_kept),
-        _hold_at(forward, backward, not_kept),
+        frozenset(must_recompute),
+        _hold_at(forward, backward, must_recompute),
         frozenset(outputs & forward_storages),
         frozenset(copied & forward_storages),
         tangents,
@@ -297,14 +303,15 @@ def read_operations(
         loss_bytes(expected, granularity),
         lasting_bytes(expected, granularity),
         frozenset(gradients - {OUTSIDE}),
-        ways,
-        alone,
+        recipes,
+        mask_only,
         {
-            (storage, operation.index): stand_in
-            for storage in alone
+            (storage, operation.index): rng_shape_source
+            for storage in mask_only
             for block in backward.values()
             for operation in block
-            if storage in operation.reads and (stand_in := stand_in_of(values[storage], operation.node)) is not None
+            if storage in operation.reads
+            and (rng_shape_source := rng_shape_source_of(values[storage], operation.node)) is not None
         },
         states,
         _last_segments(forward, backward, forward_storages),
@@ -342,7 +349,7 @@ def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | 
 
 
 def _hold_at(
-    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], not_kept: Collection[int]
+    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], must_recompute: Collection[int]
 ) -> dict[int, int]:
     """Where to make again, and hold, what checkpoints of several segments make.
 
@@ -357,7 +364,7 @@ def _hold_at(
         for number in path:
             first, last = spans.get(number, (operation.segment, operation.segment))
             spans[number] = min(first, operation.segment), max(last, operation.segment)
-        owner.update((storage, path) for storage in operation.makes if storage in not_kept)
+        owner.update((storage, path) for storage in operation.makes if storage in must_recompute)
         for storage in operation.reads:
             if storage in owner:
                 begins |= {storage} if len(path) > len(owner[storage]) else set()
@@ -388,7 +395,7 @@ class _Reader:
 
     def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
         self._in_place = in_place
-        self._numbers = StorageNumbers(granularity)
+        self._numbers = StorageIds(granularity)
         self._tangents = set(joint.tangents)
         self._expected = set(expected)
         self.makers: dict[int, int] = {}
@@ -428,15 +435,15 @@ class _Reader:
             tuple(self._numbers.reads(node)),
             tuple(made),
             node.meta[Mark.SECONDS],
-            self._over(node) if self._in_place and len(made) == 1 else (),
+            self._inplace_candidates(node) if self._in_place and len(made) == 1 else (),
             node.meta.get(Mark.WORKSPACE, 0),
         )
 
-    def _over(self, node: fx.Node) -> tuple[int, ...]:
+    def _inplace_candidates(self, node: fx.Node) -> tuple[int, ...]:
         found = []
         for operand in operands_to_write_over(node):
-            (over,) = self.of(operand)
+            (inplace_candidates,) = self.of(operand)
             others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
-            if over != OUTSIDE and over not in others:
-                found.append(over)
+            if inplace_candidates != OUTSIDE and inplace_candidates not in others:
+                found.append(inplace_candidates)
         return tuple(found)

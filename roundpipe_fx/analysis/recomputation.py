@@ -19,7 +19,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
 
-__all__ = ["Form", "Snapshots", "makes_mask_alone", "repetition", "selection", "stand_in_of", "state_bytes"]
+__all__ = ["Form", "Snapshots", "is_mask_only", "repetition", "rng_shape_source_of", "selection", "state_bytes"]
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     if values.target is not operator.getitem or values.args[1] != 0:
         return None
     (maker,) = input_nodes(values)
-    if maker.target not in _SELECTIONS or Mark.HOISTED not in maker.meta:
+    if maker.target not in _SELECTIONS or Mark.MUST_SAVE not in maker.meta:
         return None
     indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
     if not indices:
@@ -63,7 +63,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     return source, dim, indices[0]
 
 
-def makes_mask_alone(mask: fx.Node) -> bool:
+def is_mask_only(mask: fx.Node) -> bool:
     """Whether ``mask`` is a dropout's, and all that read it in the backward have a stand-in for the dropout's input."""
     if mask.target is not operator.getitem or mask.args[1] != 1:
         return False
@@ -71,10 +71,10 @@ def makes_mask_alone(mask: fx.Node) -> bool:
     if maker.target is not aten.native_dropout.default:
         return False
     later = [user for user in mask.users if user.op != "output" and user.meta.get(Mark.PHASE) is not Phase.FORWARD]
-    return bool(later) and all(stand_in_of(mask, user) is not None for user in later)
+    return bool(later) and all(rng_shape_source_of(mask, user) is not None for user in later)
 
 
-def stand_in_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
+def rng_shape_source_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
     """The gradient that can stand in for the input of the dropout that drew ``mask``; ``None`` if none can."""
     if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
         return None

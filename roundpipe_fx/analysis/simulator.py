@@ -28,7 +28,7 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
-from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_sum, module_path, tensor_values
 from roundpipe_fx.torch_private import module_path_text
@@ -141,7 +141,7 @@ def peak_of_course(
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
     live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
-    workspace = run.events[peak.position].scratch if peak.position >= 0 else 0
+    workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
     if node is None and workspace:
         name = "loss"
         live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
@@ -184,7 +184,7 @@ class Course:
 
     forward: Program
     backward: Program | None
-    run: _Run
+    run: _CallSimulation
     ends: int
     lasting: list[int]
     arriving: dict[int, list[int]]
@@ -199,14 +199,14 @@ def course_of(
     updates: Collection[int] = (),
 ) -> Course:
     """Follow both programs once; the arguments are those of :func:`simulate_programs`."""
-    run = _Run(granularity)
+    run = _CallSimulation(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
     lasting = [storage for leaves in kept for storage in leaves]
     copied = [storage for place in updates for storage in returned[place]]
     loss = 0 if backward is None else loss_bytes(tangents, granularity)
     ends = len(run.events)
-    run.events.append(Event((_CALLER, None), copied, (), scratch=loss))
+    run.events.append(Event((_CALLER, None), copied, (), workspace=loss))
     arriving: dict[int, list[int]] = {}
     if backward is not None:
         given = {
@@ -307,7 +307,7 @@ def _simulate_calls(
     summed: Collection[int],
 ) -> tuple[list[_Call], list[HeldBytes]]:
     """The same for a microbatch that finds sums of the gradients of these inputs."""
-    run = _Run(granularity)
+    run = _CallSimulation(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     gradients: dict[str, dict[int, int]] = {}  # by call, the storages with their owners
     before_backward = len(run.numbers.sizes)
@@ -360,7 +360,7 @@ def _simulate_calls(
     return calls, [HeldBytes(size, *of) for of, size in held.items()]
 
 
-def _contested(run: _Run, readers: list[int]) -> bool:
+def _contested(run: _CallSimulation, readers: list[int]) -> bool:
     """Whether it depends on the schedule who is the last to read: a gradient of parameters may be put off."""
     names = [run.calls[reader][0] for reader in readers]
     return len(names) > 1 and any(name.endswith(Phase.WEIGHT) for name in names)
@@ -372,11 +372,11 @@ def _live(maker: fx.Node | None, size: int) -> LiveValue:
     return LiveValue(maker.name, module_path(maker, module_path_text), size)
 
 
-class _Run:
+class _CallSimulation:
     """What happens when programs run, as events."""
 
     def __init__(self, granularity: int) -> None:
-        self.numbers = StorageNumbers(granularity)
+        self.numbers = StorageIds(granularity)
         self.events: list[Event] = []
         self.makers: dict[int, fx.Node] = {}
         self._stream = 0

@@ -88,10 +88,10 @@ def footprint_of(
     come = sum(sizes[storage] for storage in arriving.get(forward + 1, ()))
     within = max((during for during, _ in levels[forward + 1 :]), default=held + come)
     return Footprint(
-        max(before, during_loss - events[forward].scratch),
+        max(before, during_loss - events[forward].workspace),
         max(held - outputs, 0),
         outputs,
-        events[forward].scratch,
+        events[forward].workspace,
         come,
         max(within - held - come, 0) + beyond,
         gradients,

@@ -17,13 +17,13 @@ from roundpipe_fx.gradient_sums import SUMMING, add_to
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.partial_writes import PARTIAL_WRITES
 
-__all__ = ["OUTSIDE", "StorageNumbers"]
+__all__ = ["OUTSIDE", "StorageIds"]
 
 OUTSIDE = -1
 """Stands for the storage of what is at hand anyway: parameters, the user's inputs."""
 
 
-class StorageNumbers:
+class StorageIds:
     """Numbers storages as nodes are followed in order.
 
     Args:

@@ -10,13 +10,13 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
-from roundpipe_fx.api.assumptions import Assumptions
 from roundpipe_fx.api.compilation import compile_graph
+from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_calls
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import UserLine
@@ -29,29 +29,29 @@ Backend = Callable[..., Callable[..., Any]]
 def make_backend(
     options: Options,
     on_plan: Callable[[Plan], None],
-    assumptions: Assumptions | None = None,
+    learned: Learned | None = None,
     pipelining: Pipelining | None = None,
-    likeness: Likeness | None = None,
+    compile_state: StepCompileState | None = None,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
     Args:
         options: how to compile.
         on_plan: called with each plan that is made.
-        assumptions: what plans assume about run time; steps extend it.
+        learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
-        likeness: how the first graph of the step at hand was cut.
+        compile_state: how the first graph of the step at hand was cut.
     """
     warned: set[UserLine] = set()
-    assumptions = assumptions or Assumptions()
+    learned = learned or Learned()
 
     def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return compile_graph(
-            module, example_inputs, options, registered_sync_ops(), on_plan, warned, assumptions, pipelining, likeness
+            module, example_inputs, options, registered_sync_ops(), on_plan, warned, learned, pipelining, compile_state
         )
 
     budgeted = options.memory_budget is not None
-    outside = assumptions.steps.runs_eagerly
+    outside = learned.steps.runs_eagerly
     # Pipelines are of one graph, so nothing breaks, and they are called for each microbatch.
     around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted, outside)
     roundpipe_fx.backend_ctx_ctor = around  # type: ignore[attr-defined]
@@ -78,16 +78,16 @@ def roundpipe_fx_backend(
     except (TypeError, ValueError) as error:
         raise torch_private.passed_through(error) from None
     edited_passes(parsed.passes)  # what is wrong with the list is told before anything is traced
-    assumptions = _assumptions_of(options or {})
+    learned = _learned_of(options or {})
     on_plan = functools.partial(note_plan, torch_private.modules_being_compiled())
-    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), on_plan, _warned, assumptions)
+    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), on_plan, _warned, learned)
 
 
 _MOST = 64
-_shared: dict[int, tuple[Mapping[str, Any], Assumptions]] = {}
+_shared: dict[int, tuple[Mapping[str, Any], Learned]] = {}
 
 
-def _assumptions_of(options: Mapping[str, Any]) -> Assumptions:
+def _learned_of(options: Mapping[str, Any]) -> Learned:
     """One for all graphs of a ``torch.compile``: it gives each the very same options.
 
     Nothing is planned anew there. But who compiles is told where the graphs of a step hold more than the budget.
@@ -95,7 +95,7 @@ def _assumptions_of(options: Mapping[str, Any]) -> Assumptions:
     if id(options) not in _shared:
         while len(_shared) >= _MOST:
             del _shared[next(iter(_shared))]
-        _shared[id(options)] = options, Assumptions(steps=LearnedSteps(again=False))
+        _shared[id(options)] = options, Learned(steps=LearnedSteps(again=False))
     return _shared[id(options)][1]
 
 

@@ -21,7 +21,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.lower import Lowered, asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
@@ -32,16 +32,16 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
-from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
+from roundpipe_fx.runtime.gradient_observer import gradient_observer
 from roundpipe_fx.runtime.pipelined_calls import pipelined
-from roundpipe_fx.runtime.seen_gradients import noting_gradients
-from roundpipe_fx.runtime.seen_sizes import sizes_seer
+from roundpipe_fx.runtime.profiled_step import ProfiledStep
+from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
 from roundpipe_fx.runtime.step_calls import NotedGraph
-from roundpipe_fx.runtime.watched_step import WatchedStep
 from roundpipe_fx.torch_private import UserLine
 
 __all__ = ["compile_graph"]
@@ -55,7 +55,7 @@ class _Compilation:
 
     options: Options
     registered_syncs: Collection[Any]
-    assumptions: Assumptions
+    learned: Learned
     name: str
     labels: list[tuple[str, bool]]
     autocast: frozenset[str]
@@ -63,9 +63,9 @@ class _Compilation:
     lowered: Lowered | None = None
     compiled: dict[str, Boxed] = field(default_factory=dict)
     pipelining: Pipelining | None = None
-    likeness: Likeness = field(default_factory=Likeness)
+    compile_state: StepCompileState = field(default_factory=StepCompileState)
     graph: PipelinedGraph | None = None
-    watched: WatchedStep | None = None
+    profiled: ProfiledStep | None = None
     opaque: list[OpaqueCall] = field(default_factory=list)
     """Held until all stages are compiled, which hold what they call."""
     call_name: str = ""
@@ -82,9 +82,9 @@ class _Compilation:
             lower,
             options=self.options,
             registered_syncs=self.registered_syncs,
-            share=self.assumptions.share,
-            workspaces=self.assumptions.workspaces,
-            step=self.assumptions.steps.needs(self.call_name),
+            share=self.learned.share,
+            workspaces=self.learned.workspaces,
+            step=self.learned.steps.needs(self.call_name),
         )
         differentiated = torch_private.differentiated_outputs(joint)
         self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered)
@@ -103,7 +103,7 @@ class _Compilation:
             return None
         operations = lowered.chosen.graph if lowered.chosen is not None else None
         name, footprint = self.call_name, lowered.footprint
-        self.assumptions.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
+        self.learned.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
         outputs = lowered.forward.outputs
         return NotedGraph(name, footprint, outputs, lowered.parameters, frozenset(differentiated), training)
 
@@ -115,7 +115,7 @@ class _Compilation:
         lowered_of: Callable[[T], Lowered],
     ) -> T:
         """Lower a graph for the sizes that it is to be used with."""
-        assumed = self.assumptions.of_graph(self.name)
+        assumed = self.learned.of_graph(self.name)
         with torch_private.without_modes(), _without_gc():
             view = self._view(joint, num_fwd_outputs)
             if bounded_in_bytes(view, self.options):
@@ -132,13 +132,13 @@ class _Compilation:
             options=self.options,
             pipelining=pipelining,
             registered_syncs=self.registered_syncs,
-            share=self.assumptions.share,
-            like=self.likeness.structure,
-            in_halves=self.likeness.in_halves,
-            workspaces=self.assumptions.workspaces,
+            share=self.learned.share,
+            like=self.compile_state.structure,
+            forwards_before_backwards=self.compile_state.forwards_before_backwards,
+            workspaces=self.learned.workspaces,
         )
         pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda pipeline: pipeline.main.lowered)
-        seen = Seen(self._see_size, self.assumptions.see_workspace) if pipeline.budget is not None else None
+        seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, seen)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))
@@ -153,15 +153,15 @@ class _Compilation:
         plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
         if self.noted is not None:
-            run = self.assumptions.calls.forward(run, self.noted)
-        self.watched = self._watch(self.lowered)
-        if self.watched is not None:
-            run = self.watched.forward(run)
-        see = sizes_seer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
+            run = self.learned.calls.forward(run, self.noted)
+        self.profiled = self._watch(self.lowered)
+        if self.profiled is not None:
+            run = self.profiled.forward(run)
+        see = size_observer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
         return observed(run, plan.outputs if plan.static else 0, see)
 
     def _see_size(self, symbol: str, size: int) -> None:
-        self.assumptions.see(f"{self.name}/{symbol}", size)
+        self.learned.see(f"{self.name}/{symbol}", size)
 
     def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         assert self.lowered is not None and self.lowered.backward is not None
@@ -169,17 +169,17 @@ class _Compilation:
             return _never_called  # the pipeline runs the backward
         run = self._load(self.lowered, self.lowered.backward)
         if self.noted is not None:
-            run = self.assumptions.calls.backward(run, self.noted)
-        if self.watched is not None:
-            run = self.watched.backward(run)
+            run = self.learned.calls.backward(run, self.noted)
+        if self.profiled is not None:
+            run = self.profiled.backward(run)
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
         # Where sizes are symbols autograd makes zeros for outputs that nobody used, and nothing tells them apart.
         if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
-        return noting_gradients(run, places, functools.partial(self.assumptions.see_brought, self.name))
+        return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.name))
 
-    def _watch(self, lowered: Lowered) -> WatchedStep | None:
+    def _watch(self, lowered: Lowered) -> ProfiledStep | None:
         """Have a step show whether compiled stages exceed the budget; ``None`` if that would change nothing.
 
         Eager stages hold what was planned. What all plans hold alike beyond it decides nothing between them, unless the
@@ -192,11 +192,11 @@ class _Compilation:
 
         def see(peak: int) -> None:
             if peak > budget:
-                self.assumptions.see_workspace(COMPILED_STAGES, peak - planned)
+                self.learned.see_workspace(COMPILED_STAGES, peak - planned)
 
         device = lowered.setting.device
         outside = lasting_bytes(lowered.tangents, allocation_granularity(device))
-        return WatchedStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
+        return ProfiledStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]
@@ -209,7 +209,7 @@ class _Compilation:
                     self.pipelining,
                     self.registered_syncs,
                     training=False,
-                    like=self.likeness.structure,
+                    like=self.compile_state.structure,
                 )
             graph = pipelined_graph(pipeline, [])
             self.on_plan(plan_of_pipeline(graph, self.pipelining))
@@ -219,16 +219,16 @@ class _Compilation:
         self.on_plan(lowered.plan)
         run = self._load(lowered, lowered.forward)
         noted = self._noted(lowered, ())
-        return observed(run if noted is None else self.assumptions.calls.forward(run, noted))
+        return observed(run if noted is None else self.learned.calls.forward(run, noted))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
-        see = self.assumptions.see_workspace if lowered.plan.budget is not None else None
+        see = self.learned.see_workspace if lowered.plan.budget is not None else None
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
         joint = joint_graph_of(module, num_forward_outputs, self.labels)
-        return expect_loss(joint, self.autocast, self.assumptions.brought(self.name))
+        return expect_loss(joint, self.autocast, self.learned.brought(self.name))
 
 
 def compile_graph(
@@ -238,9 +238,9 @@ def compile_graph(
     registered_syncs: Collection[Any],
     on_plan: Callable[[Plan], None],
     warned: set[UserLine],
-    assumptions: Assumptions | None = None,
+    learned: Learned | None = None,
     pipelining: Pipelining | None = None,
-    likeness: Likeness | None = None,
+    compile_state: StepCompileState | None = None,
 ) -> Callable[..., Any]:
     """Compile one graph of Dynamo's.
 
@@ -251,28 +251,28 @@ def compile_graph(
         registered_syncs: operators that the user declared to force a host sync.
         on_plan: called with each plan that is made.
         warned: lines of graph breaks that the user was told of already; extended.
-        assumptions: what plans assume about run time; steps extend it.
+        learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
-        likeness: how the first graph of the step at hand was cut.
+        compile_state: how the first graph of the step at hand was cut.
     """
-    assumptions = assumptions or Assumptions()
-    warn_of_graph_break(module, warned, options.memory_budget is not None, assumptions.steps.runs_eagerly)
+    learned = learned or Learned()
+    warn_of_graph_break(module, warned, options.memory_budget is not None, learned.steps.runs_eagerly)
     prepare(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
-    likeness = likeness or Likeness()
+    compile_state = compile_state or StepCompileState()
     if pipelining is not None:
-        pipelining = dataclasses.replace(pipelining, offloaded=likeness.offloaded)
+        pipelining = dataclasses.replace(pipelining, offloaded=compile_state.offloaded)
     compilation = _Compilation(
         options,
         registered_syncs,
-        assumptions,
+        learned,
         name,
         labels,
         frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         on_plan,
         pipelining=pipelining,
-        likeness=likeness,
+        compile_state=compile_state,
         call_name=f"{name} {_shapes(example_inputs)}",
     )
     return capture(module, example_inputs, compilation)

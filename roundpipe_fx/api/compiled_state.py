@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api.assumptions import Assumptions
 from roundpipe_fx.api.backend import make_backend
-from roundpipe_fx.api.dynamo_cache_eviction import Unused, drop_unused, when_unused
-from roundpipe_fx.api.replanning import planning_anew
+from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
+from roundpipe_fx.api.learned import Learned
+from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.pipeline.settings import Likeness, Pipelining
+from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
@@ -63,7 +63,7 @@ class CompiledState:
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self.plans: list[Plan] = []
-        self.assumptions = Assumptions()
+        self.learned = Learned()
         self.optimizer = OptimizerParameters(original, optim_dtype)
         self.pipelining = pipelining
         self.splitting = splitting
@@ -90,10 +90,10 @@ class CompiledState:
         torch_private.try_again()
         if self._unused is not None:
             self._unused()
-        drop_unused()
-        likeness = Likeness()
-        backend = make_backend(self.options, self.plans.append, self.assumptions, self.pipelining, likeness)
-        self._unused = when_unused(self, backend)
+        evict_unused()
+        compile_state = StepCompileState()
+        backend = make_backend(self.options, self.plans.append, self.learned, self.pipelining, compile_state)
+        self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
             # Its hooks run around it, as those of a compiled module's do.
             self._compiled = torch.compile(
@@ -106,7 +106,7 @@ class CompiledState:
             self.original,
             self.pipelining,
             lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=self.dynamic),
-            likeness,
+            compile_state,
             self.splitting,
             self.deferred_batch_norm,
         )
@@ -172,7 +172,7 @@ class CompiledState:
             return (
                 "there is no plan before the model is compiled: call the model once, or model.trace(*args, **kwargs)."
             )
-        outside = self.assumptions.steps.outside
+        outside = self.learned.steps.outside
         disabled = torch_private.why_disabled(self.original.forward)
         if disabled is not None:
             why = f"its forward is not to be compiled ({disabled})"
@@ -194,7 +194,7 @@ class CompiledState:
         budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
-        return planning_anew(run, self.compile, self.assumptions, devices, budgeted)
+        return replanning(run, self.compile, self.learned, devices, budgeted)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

@@ -12,23 +12,23 @@ import weakref
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import Backend
 
-__all__ = ["Unused", "drop_unused", "when_unused"]
+__all__ = ["Unused", "evict_unused", "evict_when_unused"]
 
 Unused = weakref.finalize
 """Called, it says that nothing uses a backend any more; called again it does nothing."""
 
 _unused: list[Backend] = []
-"""Garbage collection may come in the midst of anything, so it only notes backends; :func:`drop_unused` acts."""
+"""Garbage collection may come in the midst of anything, so it only notes backends; :func:`evict_unused` acts."""
 
 
-def when_unused(compiled: object, backend: Backend) -> Unused:
+def evict_when_unused(compiled: object, backend: Backend) -> Unused:
     """Note that something is compiled with a backend of its own, which ends with it or when the result is called."""
     unused = weakref.finalize(compiled, _unused.append, backend)
     unused.atexit = False
     return unused
 
 
-def drop_unused() -> None:
+def evict_unused() -> None:
     """Have Dynamo drop what it compiled with backends that nothing uses any more."""
     backends = []
     with contextlib.suppress(IndexError):  # other threads take some, garbage collection adds some

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.api.assumptions import Assumptions
+from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 
-__all__ = ["planning_anew"]
+__all__ = ["replanning"]
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ _TRIES = 5
 """So often is a step planned anew because its microbatches do not fit together."""
 
 
-def planning_anew(
+def replanning(
     run: Callable[[], Any],
     compile_anew: Callable[[], None],
-    assumptions: Assumptions,
+    learned: Learned,
     devices: Sequence[torch.device],
     budgeted: bool,
 ) -> Any:
@@ -43,7 +43,7 @@ def planning_anew(
     Args:
         run: the step, or its forward.
         compile_anew: have the next ``run`` compile and plan again.
-        assumptions: what plans take for granted, and steps extend.
+        learned: what plans take for granted, and steps extend.
         devices: whose random number generators the step draws from, beside the CPU's.
         budgeted: whether the step has a memory budget, which can be made smaller.
 
@@ -51,42 +51,42 @@ def planning_anew(
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out, and with a smaller budget too, or there is no smaller one.
     """
-    if assumptions.steps.stale and torch.is_grad_enabled():
-        assumptions.steps.plan_together(assumptions.share)
-        assumptions.stale = True
-    if assumptions.stale:
-        assumptions.renew()
-        log.info("planning anew with what steps have shown: %s", assumptions.assumed)
+    if learned.steps.stale and torch.is_grad_enabled():
+        learned.steps.plan_together(learned.share)
+        learned.stale = True
+    if learned.stale:
+        learned.renew()
+        log.info("planning anew with what steps have shown: %s", learned.assumed)
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
         return run()
     with torch_private.rng_states(devices) as restore:
         try:
-            return _fitted(run, compile_anew, assumptions)
+            return _fitted(run, compile_anew, learned)
         except torch.OutOfMemoryError as error:
             # Outside the handler the error's traceback no longer holds what the step had allocated.
             failure = error.with_traceback(None)
         restore()
-    assumptions.share *= _SMALLER
+    learned.share *= _SMALLER
     warnings.warn(
         f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
-        f"{assumptions.share:.0%} of the budget and running the step again.",
+        f"{learned.share:.0%} of the budget and running the step again.",
         stacklevel=4,
     )
     compile_anew()
     try:
-        return _fitted(run, compile_anew, assumptions)
+        return _fitted(run, compile_anew, learned)
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
 
 
-def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], assumptions: Assumptions) -> Any:
+def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: Learned) -> Any:
     """Run a step; compile it anew for less where its microbatches do not fit together."""
     for _ in range(_TRIES):
         try:
             return run()
         except UnequalMicrobatchesError as error:
-            assumptions.share *= _CLOSER * error.allowed / error.needed
-            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * assumptions.share)
+            learned.share *= _CLOSER * error.allowed / error.needed
+            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * learned.share)
             compile_anew()
     return run()

@@ -35,7 +35,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, t
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
-from roundpipe_fx.passes.cse import equal_values
+from roundpipe_fx.passes.cse import common_subexpressions
 from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose, refusal
 from roundpipe_fx.remat.early import early_within
@@ -302,7 +302,7 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
     forward = joint.in_phase(Phase.FORWARD)
     if any(budget_of_region(node) is not None for node in forward):
         return 1.0
-    if options.recompute != "full" and any(Mark.NOT_KEPT in node.meta for node in forward):
+    if options.recompute != "full" and any(Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return 1.0  # regions are recomputed just in time, which is the planner's work
     return None
 
@@ -340,7 +340,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
     step = _with_gradients(setting.step, joint)
     rotor = setting.options.rotor
-    shared = _with_equal_values_shared(joint, setting) if rotor is None else None
+    shared = _without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
@@ -418,16 +418,16 @@ def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | No
     return dataclasses.replace(step, gradients=dict(gradients))
 
 
-def _with_equal_values_shared(joint: JointGraph, setting: Setting) -> JointGraph | None:
+def _without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointGraph | None:
     """A copy that the passes for plans that save everything have run on.
 
     ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
     """
     forward = joint.in_phase(Phase.FORWARD)
-    if any(budget_of_region(node) is not None or Mark.NOT_KEPT in node.meta for node in forward):
+    if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
         return None
     saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
-    freed = sum(tensor_bytes(tensor_values(node)) for node in equal_values(joint))
+    freed = sum(tensor_bytes(tensor_values(node)) for node in common_subexpressions(joint))
     # A few numbers that layers count with are not worth reading the graph once more.
     if freed <= _WORTH_SHARING * saved:
         return None

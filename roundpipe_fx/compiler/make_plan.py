@@ -128,7 +128,7 @@ def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]
                 module_path(node, module_path_text),
                 type_text(node.meta.get("val")),
                 _bytes(node),
-                _hoist_reason(node) or str(node.meta.get(Mark.NOT_KEPT, "")),
+                _hoist_reason(node) or str(node.meta.get(Mark.MUST_RECOMPUTE, "")),
                 costs.seconds(node),
                 costs.times[name],
                 costs.again(node),
@@ -214,11 +214,11 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _hoist_reason(node: fx.Node) -> str:
-    if Mark.HOISTED in node.meta:
-        return str(node.meta[Mark.HOISTED])
+    if Mark.MUST_SAVE in node.meta:
+        return str(node.meta[Mark.MUST_SAVE])
     for source in node.all_input_nodes:
-        if Mark.HOISTED in source.meta and isinstance(source.meta.get("val"), (tuple, list)):
-            return str(source.meta[Mark.HOISTED])
+        if Mark.MUST_SAVE in source.meta and isinstance(source.meta.get("val"), (tuple, list)):
+            return str(source.meta[Mark.MUST_SAVE])
     return ""
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
-from roundpipe_fx.frontend.resolved_random_branches import keep_settled_draws
+from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
 
@@ -58,7 +58,7 @@ def prepare(module: fx.GraphModule) -> None:
     """
     mark_checkpoints(module)
     torch_private.spell_out_lstm(module)
-    keep_settled_draws(module)
+    keep_resolved_random_branches(module)
 
 
 def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks) -> Callable[..., Any]:

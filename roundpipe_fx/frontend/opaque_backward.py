@@ -53,7 +53,7 @@ def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _ValueSpec:
     """What is constant about an input.
 
     Attributes:
@@ -84,7 +84,7 @@ class OpaqueCall:
     needs: Any
     wanted: tuple[bool, ...]
     template: Any
-    inputs: tuple[_Kind, ...]
+    inputs: tuple[_ValueSpec, ...]
 
 
 _calls: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictionary()
@@ -117,7 +117,7 @@ def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
         leaves, structure = tree_flatten(inputs)
         kinds = [
-            (tuple(value.shape), _Kind(_order(value), value.dtype, value.device))
+            (tuple(value.shape), _ValueSpec(_order(value), value.dtype, value.device))
             if isinstance(value, torch.Tensor)
             else None
             for value in leaves
@@ -208,7 +208,7 @@ def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
     return found
 
 
-def _as_gradient(value: torch.Tensor, kind: _Kind, shape: Sequence[int]) -> torch.Tensor:
+def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) -> torch.Tensor:
     """A gradient as autograd would hand it on, and as it was traced: in the type, shape and layout of the input."""
     if tuple(value.shape) != tuple(shape):
         value = value.sum_to_size(shape)
@@ -223,6 +223,6 @@ def _shapes(call: OpaqueCall, sizes: Sequence[int]) -> list[Sequence[int]]:
     return [[next(remaining) for _ in kind.order] for kind in call.inputs]
 
 
-def _empty(kind: _Kind, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
+def _empty(kind: _ValueSpec, shape: Sequence[int], device: str | None = None) -> torch.Tensor:
     outer_first = torch.empty([shape[dim] for dim in kind.order], dtype=kind.dtype, device=device or kind.device)
     return outer_first.permute([kind.order.index(dim) for dim in range(len(shape))])

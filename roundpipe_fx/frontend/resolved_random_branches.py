@@ -9,14 +9,14 @@ from __future__ import annotations
 from torch import fx
 
 from roundpipe_fx.ir.random_branches import SETTLED_DRAW
-from roundpipe_fx.torch_private import settled_draw
+from roundpipe_fx.torch_private import resolved_random_branch
 
-__all__ = ["keep_settled_draws"]
+__all__ = ["keep_resolved_random_branches"]
 
 
-def keep_settled_draws(module: fx.GraphModule) -> None:
+def keep_resolved_random_branches(module: fx.GraphModule) -> None:
     """Let AOTAutograd keep what was drawn for branches that were known."""
-    draws = [draw for node in module.graph.nodes if (draw := settled_draw(node)) is not None]
+    draws = [draw for node in module.graph.nodes if (draw := resolved_random_branch(node)) is not None]
     for draw in draws:
         with module.graph.inserting_after(draw):
             module.graph.call_function(SETTLED_DRAW, (draw,))

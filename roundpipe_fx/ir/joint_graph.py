@@ -73,9 +73,9 @@ class Mark:
     """Modelled seconds of running the node once."""
     FLOPS = "rpfx_flops"
     """Floating-point operations of the node."""
-    HOISTED = "rpfx_hoisted"
+    MUST_SAVE = "rpfx_must_save"
     """Why the node must not run twice, as text; absent if it may."""
-    NOT_KEPT = "rpfx_not_kept"
+    MUST_RECOMPUTE = "rpfx_must_recompute"
     """Why the value must not be kept from forward to backward, as text; absent if it may."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to."""
@@ -118,34 +118,34 @@ def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
     )
 
 
-ADDING_NODES = frozenset({"apply_remat_schedule", "early_recompute", "rng", "sum_gradients"})
+ADDING_NODES = frozenset({"apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"})
 """Passes that add nodes to an annotated graph, with the marks of what these stand for."""
 
 MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
         "annotate hoist_host_syncs apply_remat_schedule early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
-        "recompute_regions rounds segments split_backward sum_gradients analysis codegen compiler",
+        "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler",
         "annotate",
     ),
-    Mark.BYTES: _use("annotate", "early_recompute sum_gradients analysis compiler", "annotate"),
-    Mark.WORKSPACE: _use("workspaces", "rng sum_gradients analysis codegen compiler"),
+    Mark.BYTES: _use("annotate", "early_recompute accumulate_gradients analysis compiler", "annotate"),
+    Mark.WORKSPACE: _use("workspaces", "rng accumulate_gradients analysis codegen compiler"),
     Mark.SECONDS: _use(
         "annotate fuse_costs",
-        "fuse_costs segments sum_gradients analysis compiler",
+        "fuse_costs segments accumulate_gradients analysis compiler",
         "annotate",
     ),
-    Mark.FLOPS: _use("annotate", "recompute_regions segments sum_gradients analysis", "annotate"),
-    Mark.HOISTED: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
-    Mark.NOT_KEPT: _use("recompute_regions", "analysis compiler remat"),
+    Mark.FLOPS: _use("annotate", "recompute_regions segments accumulate_gradients analysis", "annotate"),
+    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
+    Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages sum_gradients analysis pipeline remat",
+        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis pipeline remat",
         "segments",
     ),
     Mark.STAGE: _use(
         "stages rounds apply_remat_schedule",
-        "early_recompute split_backward sum_gradients analysis codegen compiler remat",
+        "early_recompute split_backward accumulate_gradients analysis codegen compiler remat",
         "stages rounds",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler"),
@@ -168,7 +168,7 @@ class JointGraph:
         mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
             statistics). Their value at backward time is not the one the forward read.
         parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
-            (tied_gradients, sum_gradients).
+            (tied_gradients, accumulate_gradients).
         segments: the segments in forward order, once the graph is cut into them (segments).
         cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
     """
@@ -216,7 +216,7 @@ class JointGraph:
 
     @property
     def sums(self) -> list[fx.Node]:
-        """Graph inputs that carry what earlier microbatches' gradients add up to (sum_gradients)."""
+        """Graph inputs that carry what earlier microbatches' gradients add up to (accumulate_gradients)."""
         return [node for node in self.inputs if is_sum(node)]
 
     @property

@@ -8,15 +8,15 @@ from torch import fx
 __all__ = ["SETTLED_DRAW"]
 
 
-@torch.library.custom_op("roundpipe_fx::settled_draw", mutates_args=())
-def _settled_draw(number: torch.Tensor) -> None:
+@torch.library.custom_op("roundpipe_fx::resolved_random_branch", mutates_args=())
+def _resolved_random_branch(number: torch.Tensor) -> None:
     """Reads a random number and does nothing."""
 
 
-@_settled_draw.register_fake
+@_resolved_random_branch.register_fake
 def _(number: torch.Tensor) -> None:
     return None
 
 
-SETTLED_DRAW = torch.ops.roundpipe_fx.settled_draw.default
+SETTLED_DRAW = torch.ops.roundpipe_fx.resolved_random_branch.default
 fx.node.has_side_effect(SETTLED_DRAW)  # it is there not to be dropped

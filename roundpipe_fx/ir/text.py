@@ -146,8 +146,8 @@ def _section(node: fx.Node) -> str:
 
 _PLACES = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
 SHOWN_MARKS = {
-    "must run once": Mark.HOISTED,
-    "must not be kept": Mark.NOT_KEPT,
+    "must run once": Mark.MUST_SAVE,
+    "must not be kept": Mark.MUST_RECOMPUTE,
     "repeats": Mark.ORIGIN,
     "workspace": Mark.WORKSPACE,
     "replayed": Mark.REPLAYED,

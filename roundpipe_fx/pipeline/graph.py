@@ -22,10 +22,10 @@ from roundpipe_fx.report.plan import Plan, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
-from roundpipe_fx.runtime.seen_sizes import SeeSize, sizes_seer
+from roundpipe_fx.runtime.profiled_operators import profile_operators
+from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.runtime.watched_operators import watch_operators
-from roundpipe_fx.schedules import Kind, StageGraph, Step, with_transfers
+from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, with_transfers
 from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
@@ -93,8 +93,8 @@ class Seen(NamedTuple):
         workspace: told an operator's name and the bytes that it allocated for itself.
     """
 
-    size: SeeSize
-    workspace: SeeSize
+    size: ObserveSize
+    workspace: ObserveSize
 
 
 def pipelined_graph(
@@ -180,17 +180,17 @@ def _program(
         if isinstance(node, fx.Node) and node.target in SUMMING
     }
 
-    def code(step: Step, module: StageModule) -> StepCode:
+    def code(step: StageAction, module: StageModule) -> StepCode:
         if module.fingerprint not in cache:
             see_workspace = seen.workspace if seen is not None else None
             cache[module.fingerprint] = _Compiled(module.module, lowered.stage_compiler, see_workspace)
         compiled = cache[module.fingerprint]
-        see = sizes_seer(module.outputs, seen.size) if seen is not None and step[0] is Kind.FORWARD else None
+        see = size_observer(module.outputs, seen.size) if seen is not None and step[0] is ActionKind.FORWARD else None
         inputs = tuple(known[node] for node in module.inputs)
         outputs = tuple(numbers[node] for node in module.outputs)
         return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random, see)
 
-    steps: dict[Step, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
+    steps: dict[StageAction, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
     return PipelineProgram(
         steps,
         variant.steps.graph,
@@ -216,7 +216,7 @@ def _sum_before(node: fx.Node) -> fx.Node:
 class _Compiled:
     """A stage module, compiled where it was traced and, when asked for, for other devices."""
 
-    def __init__(self, module: fx.GraphModule, compiler: StageCompiler, see_workspace: SeeSize | None) -> None:
+    def __init__(self, module: fx.GraphModule, compiler: StageCompiler, see_workspace: ObserveSize | None) -> None:
         self._module = module
         self._compiler = compiler
         self._see_workspace = see_workspace
@@ -235,7 +235,7 @@ class _Compiled:
     def _compile(self, module: fx.GraphModule) -> Boxed:
         if self._compiler == "eager":
             drawing = random_streams.with_streams(module) if self.random else module
-            watched = drawing if self._see_workspace is None else watch_operators(drawing, self._see_workspace)
+            watched = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
             return compile_stage(watched, "eager")
         if not self.random:
             return compile_stage(module, self._compiler)
@@ -244,8 +244,8 @@ class _Compiled:
 
 def union(graphs: Sequence[StageGraph]) -> StageGraph:
     """All steps of several graphs, each reading what it reads in any of them."""
-    reads: dict[Step, tuple[Step, ...]] = {}
-    carried: dict[Step, tuple[Step, ...]] = {}
+    reads: dict[StageAction, tuple[StageAction, ...]] = {}
+    carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for graph in graphs:
         for all_of, own in ((reads, graph.reads), (carried, graph.carried)):
             for step, sources in own.items():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.compiler.lower import Lowered, Setting
 from roundpipe_fx.pipeline.make_schedule import make_schedule
-from roundpipe_fx.pipeline.same_segments import Operation
+from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.schedules import (
@@ -20,7 +20,7 @@ from roundpipe_fx.schedules import (
     validate,
     with_recompute,
 )
-from roundpipe_fx.schedules.fit_rounds import Rounds
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 __all__ = ["LoweredPipeline", "Structure", "Variant", "variant_of"]
 
@@ -53,8 +53,8 @@ class Structure:
 
     name: str
     segments: int
-    cut: Rounds | tuple[int, ...]
-    starts: tuple[Operation, ...]
+    cut: RoundPipePartition | tuple[int, ...]
+    starts: tuple[OperationKey, ...]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class LoweredPipeline:
         structure: how the graph was cut, and for which schedule.
         given: the user's schedule, if he gave one.
         devices: how many.
-        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
         allowed: bytes that the user allows a device, of which a plan may have been told to leave some; ``None``: he
             said no number.
@@ -80,7 +80,7 @@ class LoweredPipeline:
     structure: Structure
     given: Schedule | None
     devices: int
-    in_halves: bool
+    forwards_before_backwards: bool
     budget: int | None = None
     allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
@@ -100,7 +100,7 @@ class LoweredPipeline:
         else:
             made = make_schedule(self.structure.name, graph, self.main.costs, self.devices, microbatches)
         validate(made, graph, microbatches, self.devices)
-        return made.halves() if self.in_halves else made
+        return made.halves() if self.forwards_before_backwards else made
 
     def predict(self, microbatches: int) -> Timing:
         """When everything would run, and each device's peak."""

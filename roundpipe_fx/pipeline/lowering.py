@@ -31,11 +31,11 @@ from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.remat.save_policy import save_slot_inputs
 from roundpipe_fx.schedules import (
-    Kind,
+    ActionKind,
     Schedule,
 )
-from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds
-from roundpipe_fx.schedules.fit_visits import Weights, fit_visits
+from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
 
 __all__ = ["lower_pipeline"]
 
@@ -53,7 +53,7 @@ def lower_pipeline(
     training: bool = True,
     share: float = 1.0,
     like: Structure | None = None,
-    in_halves: bool = False,
+    forwards_before_backwards: bool = False,
     workspaces: Mapping[str, int] | None = None,
 ) -> LoweredPipeline:
     """Run the passes and decide on stages, what is recomputed, and the schedule.
@@ -66,7 +66,7 @@ def lower_pipeline(
         training: whether the graph has a backward.
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
-        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
 
     Raises:
@@ -94,7 +94,7 @@ def lower_pipeline(
             continue
         spare = joint.copy() if len(ways) > 1 else joint
         try:
-            tried = _lower_named(spare, setting, pipelining, name, like, in_halves, limit)
+            tried = _lower_named(spare, setting, pipelining, name, like, forwards_before_backwards, limit)
         except InfeasibleBudgetError as error:
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
             if limit is None:
@@ -120,7 +120,7 @@ def _lower_named(
     pipelining: Pipelining,
     name: str,
     like: Structure | None,
-    in_halves: bool,
+    forwards_before_backwards: bool,
     weight_limit: int | None,
 ) -> LoweredPipeline:
     options, training = setting.options, setting.context.training
@@ -140,7 +140,7 @@ def _lower_named(
         name = "roundpipe" if pipelining.offloaded else "gpipe"
     policies = SAVE_POLICIES
     known = starts_like(joint, like.starts) if like is not None else None
-    cut: Rounds | tuple[int, ...]
+    cut: RoundPipePartition | tuple[int, ...]
     if name == "roundpipe":
         policies = {**SAVE_POLICIES, "full": save_slot_inputs}
         # Slots begin at stages of the user's choice only where the model is offloaded.
@@ -154,7 +154,7 @@ def _lower_named(
         whole = name in ("interleaved", "given")
         setting = setting.knowing(options=asked, updates_whole=whole, segment_starts=known)
         joint = setting.run(joint, PassLevel.ANNOTATED)
-        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, Rounds):
+        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, RoundPipePartition):
             setting = setting.knowing(stage_starts=like.cut)
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
@@ -168,7 +168,9 @@ def _lower_named(
         budget = asked_budget(joint, options, setting.device)
         if budget is not None:
             full = policies["full"]
-            return within_budget(joint, setting, split, structure, given, pipelining, in_halves, budget, full)
+            return within_budget(
+                joint, setting, split, structure, given, pipelining, forwards_before_backwards, budget, full
+            )
     kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
     main, last = kinds[pipelining.checkpoint or "never"]
     setting = setting.knowing(options=dataclasses.replace(asked, recompute=main))
@@ -178,11 +180,13 @@ def _lower_named(
         return variant_of(lowered, setting, pipelining)
 
     first = variant(main)
-    return LoweredPipeline(first, first if last == main else variant(last), structure, given, devices, in_halves)
+    return LoweredPipeline(
+        first, first if last == main else variant(last), structure, given, devices, forwards_before_backwards
+    )
 
 
 def _splits(schedule: Schedule) -> bool:
-    return schedule.only(Kind.BACKWARD_INPUT).size > 0
+    return schedule.only(ActionKind.BACKWARD_INPUT).size > 0
 
 
 def _weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
@@ -197,23 +201,23 @@ def _weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
 
 def _rounds_of(
     joint: JointGraph, setting: Setting, pipelining: Pipelining, like: Structure | None, weight_limit: int | None
-) -> Rounds:
+) -> RoundPipePartition:
     """The segments of each slot; those of an offloaded model begin where stages are asked to."""
     training, segments = setting.context.training, joint.segments
     recompute = pipelining.checkpoint in ("always", "except_last")
     devices, microbatches = pipelining.workers, pipelining.microbatches
-    if like is not None and like.segments == len(segments) and isinstance(like.cut, Rounds):
+    if like is not None and like.segments == len(segments) and isinstance(like.cut, RoundPipePartition):
         return like.cut
     if setting.options.stages != "auto":
         runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
-        return Rounds(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
+        return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
     if pipelining.offloaded:
         weights = _weights_of(joint, len(segments), setting.costs.host)
         seconds = backward if training else [0.0] * len(segments)
-        return fit_visits(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
-    return fit_rounds(forward, backward, recompute, devices, microbatches)
+        return balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
+    return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
 
 
 def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from roundpipe_fx.schedules import (
-    Kind,
+    ActionKind,
     Schedule,
     StageGraph,
     StepCosts,
@@ -38,7 +38,7 @@ def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, 
         devices: how many.
         microbatches: how many.
     """
-    stages = 1 + max((stage for kind, stage in graph.steps if kind is Kind.FORWARD), default=0)
+    stages = 1 + max((stage for kind, stage in graph.steps if kind is ActionKind.FORWARD), default=0)
     if name == "roundpipe":
         slots = 1 + max((stage for _, stage in graph.steps), default=0)
         seconds = [0.0] * slots

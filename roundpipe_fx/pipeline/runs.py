@@ -8,14 +8,14 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from roundpipe_fx.ir.segment import StageCut
-from roundpipe_fx.remat.in_flight import Run
-from roundpipe_fx.schedules import Kind, Timing
+from roundpipe_fx.remat.in_flight import SegmentRun
+from roundpipe_fx.schedules import ActionKind, Timing
 from roundpipe_fx.schedules.schedule import NUMBER
 
 __all__ = ["runs_of"]
 
 
-def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[Run]:
+def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     """Runs of stages that are bound to the same devices.
 
     Args:
@@ -24,17 +24,17 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[Run]:
             runs them all.
     """
     orders = timing.schedule.orders
-    forward = {stage for order in orders for stage in order[order[:, 0] == NUMBER[Kind.FORWARD], 1].tolist()}
+    forward = {stage for order in orders for stage in order[order[:, 0] == NUMBER[ActionKind.FORWARD], 1].tolist()}
     devices = {cut.index: frozenset(d for d, order in enumerate(orders) if cut.index in order[:, 1]) for cut in cuts}
     if any(cut.index not in forward for cut in cuts):
         everywhere = frozenset(range(len(orders)))
         first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
-        return [Run(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
+        return [SegmentRun(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
     found = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
         own = list(group)
         stages = [cut.index for cut in own]
-        found.append(Run(own[0].first, own[-1].last + 1, where, _in_flight(timing, stages, where)))
+        found.append(SegmentRun(own[0].first, own[-1].last + 1, where, _in_flight(timing, stages, where)))
     return found
 
 
@@ -44,7 +44,7 @@ def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collecti
     over = np.full(len(begun), -np.inf)
     for order, starts, ends in zip(timing.schedule.orders, timing.starts, timing.ends, strict=True):
         own = np.ones(len(order), bool) if stages is None else np.isin(order[:, 1], list(stages))
-        forward = own & (order[:, 0] == NUMBER[Kind.FORWARD])
+        forward = own & (order[:, 0] == NUMBER[ActionKind.FORWARD])
         np.minimum.at(begun, order[forward, 2], starts[forward])
         np.maximum.at(over, order[own, 2], ends[own])
     most = max(int(((begun <= moment) & (over > moment)).sum()) for moment in begun.tolist())

@@ -17,25 +17,25 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.segments import inside_tuple
 
-__all__ = ["Operation", "segment_starts", "starts_like"]
+__all__ = ["OperationKey", "segment_starts", "starts_like"]
 
-Operation = tuple[str, int]
+OperationKey = tuple[str, int]
 """What an operation is, and how many like it come before it in the forward."""
 
 
-def segment_starts(joint: JointGraph) -> tuple[Operation, ...]:
+def segment_starts(joint: JointGraph) -> tuple[OperationKey, ...]:
     """The first operation of each segment but the first.
 
     Args:
         joint: a graph with segments.
     """
-    found: dict[int, Operation] = {}
+    found: dict[int, OperationKey] = {}
     for operation, node, _ in _operations(joint.in_phase(Phase.FORWARD)):
         found.setdefault(node.meta[Mark.SEGMENT], operation)
     return tuple(own for segment, own in sorted(found.items()) if segment)
 
 
-def starts_like(joint: JointGraph, starts: Sequence[Operation]) -> list[int] | None:
+def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] | None:
     """Positions in the forward order at which segments begin with the same operations.
 
     Args:
@@ -66,7 +66,7 @@ def starts_like(joint: JointGraph, starts: Sequence[Operation]) -> list[int] | N
     return found[1:]
 
 
-def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[Operation, fx.Node, int]]:
+def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.Node, int]]:
     """Those that make memory, with their positions: views are dropped or added for some shapes."""
     before: Counter[str] = Counter()
     for position, node in enumerate(forward):

@@ -10,7 +10,7 @@ import torch
 
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CHECKPOINTS", "LOSS_REDUCTIONS", "SCHEDULES", "Likeness", "Pipelining", "parse_pipelining"]
+__all__ = ["CHECKPOINTS", "LOSS_REDUCTIONS", "SCHEDULES", "Pipelining", "StepCompileState", "parse_pipelining"]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
 CHECKPOINTS = ("always", "except_last", "never")
@@ -18,17 +18,17 @@ LOSS_REDUCTIONS = ("mean", "sum")
 
 
 @dataclass
-class Likeness:
+class StepCompileState:
     """What the compilations of one step share.
 
     Attributes:
         structure: how its first graph was cut (a ``Structure``), once there is one.
-        in_halves: whether all forwards run before all backwards, with a loss outside between them.
+        forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
     """
 
     structure: Any = None
-    in_halves: bool = False
+    forwards_before_backwards: bool = False
     offloaded: bool = False
 
 

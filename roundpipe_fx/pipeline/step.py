@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
+from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, check_unchanged
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, receivers_of
@@ -38,20 +39,19 @@ from roundpipe_fx.pipeline.microbatch import (
     weighted_sum,
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
-from roundpipe_fx.pipeline.settings import Likeness, Pipelining
-from roundpipe_fx.pipeline.taken import Taken, check_unchanged, take_all
+from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.unequal import check_together
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, answering
+from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
 from roundpipe_fx.runtime.worker import Workers
-from roundpipe_fx.schedules import Kind
+from roundpipe_fx.schedules import ActionKind
 
 __all__ = ["Pipeline", "Splitting"]
 
-_BACKWARD = (Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Pipeline:
         model: nn.Module,
         settings: Pipelining,
         compile_function: Callable[[Callable[..., Any]], Callable[..., Any]],
-        likeness: Likeness,
+        compile_state: StepCompileState,
         splitting: Splitting,
         deferred_batch_norm: bool,
     ) -> None:
         self.settings = settings
         self._model = model
-        self._likeness = likeness
+        self._compile_state = compile_state
         self._splitting = splitting
         self._deferred = deferred_batch_norm
         self._compile_function = compile_function
@@ -121,15 +121,15 @@ class Pipeline:
         with self._lock, self._batch_norm():
             args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
             calls, splits, weights = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
-            taken = self._take(calls, in_halves=False)
-            receivers = receivers_of(taken.primals, splits)
-            losses = [loss_output(graph, loss_fn) for graph in taken.graphs]
-            of_each = zip(taken.graphs, losses, taken.primals, weights, strict=True)
+            captured = self._take(calls, forwards_before_backwards=False)
+            receivers = receivers_of(captured.primals, splits)
+            losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
+            of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
-            finished = self._run(taken, tangents, None, [])
-            outputs = self._answer(taken, finished.outputs)
+            finished = self._run(captured, tangents, None, [])
+            outputs = self._answer(captured, finished.outputs)
             gather(finished.gradients, splits)
-            hand_to_autograd(receivers, taken.primals, finished.outputs, finished.gradients)
+            hand_to_autograd(receivers, captured.primals, finished.outputs, finished.gradients)
         total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
         if not return_outputs:
             return self._returned(total)
@@ -142,17 +142,17 @@ class Pipeline:
             args, kwargs = self._placed((args, kwargs))
             calls, splits, weights = self._calls_of_model(args, kwargs)
             try:
-                taken = self._take(calls, in_halves=True)
+                captured = self._take(calls, forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
                 outputs = [uncomputed.output, *(call() for call in calls[1:])]
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
-            training = any(program.tangents for program in taken.programs)
+            training = any(program.tangents for program in captured.programs)
             if not training:
-                finished = self._run(taken, [[] for _ in taken.programs], (Kind.FORWARD,), [])
-                outputs = self._answer(taken, finished.outputs)
+                finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
+                outputs = self._answer(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
-            results, own = through_autograd(taken, splits, functools.partial(self._run_part, taken), self._alive)
-            outputs = self._answer(taken, results, own)
+            results, own = through_autograd(captured, splits, functools.partial(self._run_part, captured), self._alive)
+            outputs = self._answer(captured, results, own)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -162,10 +162,10 @@ class Pipeline:
             args, kwargs = self._placed((args, kwargs), loss_fn)
             labels = kwargs.get("labels")
             if labels is None and loss_fn is None:
-                self._take(self._calls_of_model(args, kwargs)[0], in_halves=True)
+                self._take(self._calls_of_model(args, kwargs)[0], forwards_before_backwards=True)
                 return
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss")[0], in_halves=False)
+            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss")[0], forwards_before_backwards=False)
 
     def _calls_of_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -231,20 +231,20 @@ class Pipeline:
     def _looking_moved(self, updated: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
 
-    def _take(self, calls: list[functools.partial[Any]], in_halves: bool) -> Taken:
-        self._likeness.offloaded = self._offloaded is not None or self.settings.offloaded
+    def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
+        self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded
         with self._looking_moved():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
             own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
-            return take_all(own, self._likeness, in_halves)
+            return capture_calls(own, self._compile_state, forwards_before_backwards)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
     def _answer(
         self,
-        taken: Taken,
+        captured: CapturedCalls,
         results: Sequence[Sequence[Any]],
         differentiated: Sequence[Mapping[int, torch.Tensor]] | None = None,
     ) -> list[Any]:
@@ -255,13 +255,13 @@ class Pipeline:
         answers = []
         updated = {
             id(own[place])
-            for program, own in zip(taken.programs, taken.primals, strict=True)
+            for program, own in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
         with torch_private.dynamo_flags(), self._looking_moved(updated):
-            for index, (call, own) in enumerate(zip(taken.calls, results, strict=True)):
+            for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
-                with answering(given, functools.partial(check_unchanged, taken, index)):
+                with return_results(given, functools.partial(check_unchanged, captured, index)):
                     output = call()
                 if differentiated is not None:
                     pairs = [(given[place], result) for place, result in differentiated[index].items()]
@@ -269,21 +269,23 @@ class Pipeline:
                 answers.append(output)
         return answers
 
-    def _run_part(self, taken: Taken, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None) -> Finished:
+    def _run_part(
+        self, captured: CapturedCalls, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None
+    ) -> Finished:
         """All forwards, or with what they have left all backwards."""
         with self._lock:
-            return self._run(taken, tangents, (Kind.FORWARD,) if left is None else _BACKWARD, left or [])
+            return self._run(captured, tangents, (ActionKind.FORWARD,) if left is None else _BACKWARD, left or [])
 
     def _run(
         self,
-        taken: Taken,
+        captured: CapturedCalls,
         tangents: Sequence[Sequence[Any]],
-        kinds: tuple[Kind, ...] | None,
+        kinds: tuple[ActionKind, ...] | None,
         given: Sequence[dict[int, Any]],
     ) -> Finished:
-        instructions = self._instructions(taken, kinds)
-        home = self._home(taken)
-        streams = random_streams.random_streams(home, len(taken.programs))
+        instructions = self._instructions(captured, kinds)
+        home = self._home(captured)
+        streams = random_streams.random_streams(home, len(captured.programs))
         if self._workers is None:
             self._workers = Workers(self.settings.devices or (home,))
         on_host: Collection[int] = ()
@@ -291,34 +293,34 @@ class Pipeline:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
         finished = run_pipeline(
-            self._workers, instructions, taken.programs, taken.primals, tangents, streams, given, on_host
+            self._workers, instructions, captured.programs, captured.primals, tangents, streams, given, on_host
         )
         random_streams.finish(home, streams)
-        whole = kinds != _BACKWARD or not taken.graphs[0].measured
-        before = [] if whole else taken.graphs[0].measured[-1]
-        taken.graphs[0].measured[:] = [_joined(before, finished.spans)]
+        whole = kinds != _BACKWARD or not captured.graphs[0].measured
+        before = [] if whole else captured.graphs[0].measured[-1]
+        captured.graphs[0].measured[:] = [_joined(before, finished.spans)]
         return finished
 
-    def _instructions(self, taken: Taken, kinds: tuple[Kind, ...] | None) -> list[list[Instruction]]:
-        key = (kinds, *(id(program) for program in taken.programs))
+    def _instructions(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> list[list[Instruction]]:
+        key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._schedules:
-            graph = union([program.graph for program in taken.programs])
-            pipeline = taken.graphs[0].pipeline
-            count = len(taken.programs)
+            graph = union([program.graph for program in captured.programs])
+            pipeline = captured.graphs[0].pipeline
+            count = len(captured.programs)
             whole = pipeline.schedule(graph, count)
             if pipeline.allowed is not None:
-                check_together(whole, graph, [own.pipeline for own in taken.graphs])
+                check_together(whole, graph, [own.pipeline for own in captured.graphs])
             schedule = whole if kinds is None else whole.only(*kinds)
             # The programs are held, so that their identities stay theirs.
-            left = kinds == (Kind.FORWARD,)
-            self._schedules[key] = instructions_of(schedule, taken.programs, left), taken.programs
+            left = kinds == (ActionKind.FORWARD,)
+            self._schedules[key] = instructions_of(schedule, captured.programs, left), captured.programs
         return self._schedules[key][0]
 
-    def _home(self, taken: Taken) -> torch.device:
+    def _home(self, captured: CapturedCalls) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
         if self._offloaded is not None:
             return self._offloaded.device
-        for value in (value for primals in taken.primals for value in primals):
+        for value in (value for primals in captured.primals for value in primals):
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
                 return value.device
         return torch.device("cpu")

@@ -14,7 +14,7 @@ from roundpipe_fx.analysis.simulator import simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lower import Lowered
 from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
-from roundpipe_fx.schedules import Held, Kind, StageGraph, Step, StepCosts
+from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
 __all__ = ["Steps", "step_costs", "steps_of"]
@@ -30,9 +30,9 @@ class Steps:
         maker: the step that makes a value of the joint graph.
     """
 
-    modules: Mapping[Step, StageModule]
+    modules: Mapping[StageAction, StageModule]
     graph: StageGraph
-    maker: Mapping[fx.Node, Step]
+    maker: Mapping[fx.Node, StageAction]
 
 
 def steps_of(lowered: Lowered) -> Steps:
@@ -40,12 +40,12 @@ def steps_of(lowered: Lowered) -> Steps:
     calls = [*lowered.forward.calls, *(lowered.backward.calls if lowered.backward is not None else ())]
     split = any(call.phase is Phase.WEIGHT for call in calls)
     kinds = {
-        Phase.FORWARD: Kind.FORWARD,
-        Phase.RECOMPUTE: Kind.RECOMPUTE,
-        Phase.BACKWARD: Kind.BACKWARD_INPUT if split else Kind.BACKWARD,
-        Phase.WEIGHT: Kind.BACKWARD_WEIGHT,
+        Phase.FORWARD: ActionKind.FORWARD,
+        Phase.RECOMPUTE: ActionKind.RECOMPUTE,
+        Phase.BACKWARD: ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD,
+        Phase.WEIGHT: ActionKind.BACKWARD_WEIGHT,
     }
-    modules: dict[Step, StageModule] = {(kinds[call.phase], call.stage): call for call in calls}
+    modules: dict[StageAction, StageModule] = {(kinds[call.phase], call.stage): call for call in calls}
     maker = {node: step for step, call in modules.items() for node in call.outputs}
     reads = {
         step: tuple(dict.fromkeys(maker[node] for node in call.inputs if node in maker))
@@ -60,11 +60,11 @@ def steps_of(lowered: Lowered) -> Steps:
 
 
 def _carried(
-    lowered: Lowered, modules: Mapping[Step, StageModule], maker: Mapping[fx.Node, Step]
-) -> dict[Step, tuple[Step, ...]]:
+    lowered: Lowered, modules: Mapping[StageAction, StageModule], maker: Mapping[fx.Node, StageAction]
+) -> dict[StageAction, tuple[StageAction, ...]]:
     """For each step those that have made, for the microbatch before, what an input is updated to."""
     writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
-    found: dict[Step, tuple[Step, ...]] = {}
+    found: dict[StageAction, tuple[StageAction, ...]] = {}
     for step, module in modules.items():
         before = dict.fromkeys(writer for node in module.inputs if (writer := writers.get(node)) is not None)
         if before:
@@ -97,7 +97,7 @@ def step_costs(
     kinds = {value.device.type for node in lowered.forward.inputs for value in tensor_values(node)}
     kind = next(iter(kinds - {"cpu"}), "cpu")
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
-    travel: dict[tuple[Step, Step], float] = {}
+    travel: dict[tuple[StageAction, StageAction], float] = {}
     for step, module in steps.modules.items():
         for source in steps.graph.reads[step]:
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]

@@ -12,43 +12,43 @@ from typing import Any
 import torch
 
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
+from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.gradients import gather, receivers_of
 from roundpipe_fx.pipeline.incoming_gradients import Like, incoming_gradient
 from roundpipe_fx.pipeline.microbatch import SplitTensor
-from roundpipe_fx.pipeline.taken import Taken
 from roundpipe_fx.runtime.pipeline_run import Finished
 
 __all__ = ["through_autograd"]
 
-Run = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
+RunActions = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
 """Runs all forwards, or with what they have left, all backwards; gets the incoming gradients of each microbatch."""
 
 
 def through_autograd(
-    taken: Taken, splits: Sequence[SplitTensor], run: Run, alive: CallsAlive
+    captured: CapturedCalls, splits: Sequence[SplitTensor], run: RunActions, alive: CallsAlive
 ) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
     """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
 
     Args:
-        taken: the microbatches.
+        captured: the microbatches.
         splits: tensors that were split into what they are given.
         run: runs them.
         alive: notes the call.
     """
-    step = _Step(taken, splits, run)
-    flat = _PipelinedStep.apply(step, *(own.tensor for own in receivers_of(taken.primals, splits).values()))
-    alive.add(step, taken.graphs[0].pipeline.budget)
-    places = [program.tangents for program in taken.programs]
+    step = _StepFunction(captured, splits, run)
+    flat = _PipelinedStep.apply(step, *(own.tensor for own in receivers_of(captured.primals, splits).values()))
+    alive.add(step, captured.graphs[0].pipeline.budget)
+    places = [program.tangents for program in captured.programs]
     own = _chunks(flat, [len(found) for found in places])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
     return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, own, strict=True)]
 
 
-class _Step:
+class _StepFunction:
     """A step between its forward and its backward."""
 
-    def __init__(self, taken: Taken, splits: Sequence[SplitTensor], run: Run) -> None:
-        self.taken = taken
+    def __init__(self, captured: CapturedCalls, splits: Sequence[SplitTensor], run: RunActions) -> None:
+        self.captured = captured
         self.splits = splits
         self.run = run
         self.values: list[dict[int, Any]] | None = None
@@ -57,19 +57,19 @@ class _Step:
         self.outputs: list[list[Any]] = []
 
     def forward(self) -> None:
-        finished = self.run([[] for _ in self.taken.programs], None)
+        finished = self.run([[] for _ in self.captured.programs], None)
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
             [Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
-            for program, graph, own in zip(self.taken.programs, self.taken.graphs, finished.outputs, strict=True)
+            for program, graph, own in zip(self.captured.programs, self.captured.graphs, finished.outputs, strict=True)
         ]
         mutated = {
             id(primals[place])
-            for program, primals in zip(self.taken.programs, self.taken.primals, strict=True)
+            for program, primals in zip(self.captured.programs, self.captured.primals, strict=True)
             for place in program.mutations.values()
         }
-        read = [value for primals in self.taken.primals for value in primals if id(value) not in mutated]
+        read = [value for primals in self.captured.primals for value in primals if id(value) not in mutated]
         read += [value for values in self.values for value in values.values()]
         self.versions = [(value, value._version) for value in read if isinstance(value, torch.Tensor)]
 
@@ -90,9 +90,9 @@ class _Step:
         tangents = [
             [incoming_gradient(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
             for own, likes, graph in zip(
-                _chunks(gradients, [len(program.tangents) for program in self.taken.programs]),
+                _chunks(gradients, [len(program.tangents) for program in self.captured.programs]),
                 self.likes,
-                self.taken.graphs,
+                self.captured.graphs,
                 strict=True,
             )
         ]
@@ -105,14 +105,14 @@ class _PipelinedStep(torch.autograd.Function):
     """All microbatches of a step as one function: of the parameters and inputs, to every microbatch's outputs."""
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: _StepFunction, *tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.step = step
         ctx.keys = [id(tensor) for tensor in tensors]
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
             own[place].detach()
-            for program, own in zip(step.taken.programs, step.outputs, strict=True)
+            for program, own in zip(step.captured.programs, step.outputs, strict=True)
             for place in program.tangents
         )
 
@@ -123,7 +123,7 @@ class _PipelinedStep(torch.autograd.Function):
         results = [found.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
             given = [value for value in gradients if value is not None and value.requires_grad]
-            read = [own.tensor for own in receivers_of(ctx.step.taken.primals, ctx.step.splits).values()]
+            read = [own.tensor for own in receivers_of(ctx.step.captured.primals, ctx.step.splits).values()]
             results = list(_OnceDifferentiable.apply(len(results), *results, *given, *read))
         return (None, *results)
 

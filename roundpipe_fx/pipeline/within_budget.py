@@ -20,12 +20,12 @@ from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
-from roundpipe_fx.remat.in_flight import Run, rungs_of_run, together
-from roundpipe_fx.remat.links import chain_of
+from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
 from roundpipe_fx.remat.save_policy import SavePolicy
-from roundpipe_fx.remat.schedule import Choice, remat_schedule
-from roundpipe_fx.remat.search import Candidate, Rung, everything_kept, most_kept, work_out
-from roundpipe_fx.schedules import Kind, Schedule, StageGraph, StepCosts, Timing
+from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
+from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
+from roundpipe_fx.remat.segment_chain import chain_of
+from roundpipe_fx.schedules import ActionKind, Schedule, StageGraph, StepCosts, Timing
 
 __all__ = ["within_budget"]
 
@@ -37,7 +37,7 @@ def within_budget(
     structure: Structure,
     given: Schedule | None,
     pipelining: Pipelining,
-    in_halves: bool,
+    forwards_before_backwards: bool,
     budget: int | float,
     stage_inputs: SavePolicy,
 ) -> LoweredPipeline:
@@ -50,7 +50,7 @@ def within_budget(
         structure: how the graph was cut.
         given: the user's schedule.
         pipelining: the user's.
-        in_halves: whether all forwards run before all backwards.
+        forwards_before_backwards: whether all forwards run before all backwards.
         budget: bytes a device, or a share of the way from the least that can be reached to keeping everything.
         stage_inputs: says what enters stages: keeping that alone is always one of the possibilities.
 
@@ -61,7 +61,7 @@ def within_budget(
 
     def attempted(lowered: Lowered, chosen: Chosen | None = None) -> _Attempt:
         only = variant_of(lowered, setting, pipelining)
-        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, in_halves)
+        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, forwards_before_backwards)
         return _Attempt(pipeline, pipeline.predict(pipelining.microbatches), chosen)
 
     def with_schedule(candidate: Candidate) -> _Attempt:
@@ -71,32 +71,32 @@ def within_budget(
         known = setting.knowing(schedule=remat)
         return attempted(emit(own, known, chosen=chosen, split=split, sums=True), chosen)
 
-    made: list[tuple[Choice, _Attempt]] = []
+    made: list[tuple[RematChoice, _Attempt]] = []
 
-    def attempt(choice: Choice) -> _Attempt:
+    def attempt(choice: RematChoice) -> _Attempt:
         same = [own for other, own in made if other == choice]  # levels that differ often keep the same
         if not same:
             same = [with_schedule(work_out(blocks, choice))]
             made.append((choice, same[0]))
         return same[0]
 
-    chain, keepings = chain_of(blocks)
-    kept = most_kept(blocks, keepings) if blocks.graph.regions else everything_kept(blocks)
+    chain, save_options = chain_of(blocks)
+    kept = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
     first = attempt(kept.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
     limit = int((first.peak if allowed is None else allowed) * setting.share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return first.within(limit, allowed, [first])
     runs = runs_of(first.timing, joint.cuts)
-    rungs = [rungs_of_run(blocks.graph, chain, keepings, run) for run in runs]
+    points = [points_of_run(blocks.graph, chain, save_options, run) for run in runs]
     tried = {(0,) * pipelining.workers: first}
 
     def at(levels: Sequence[int]) -> _Attempt:
         if tuple(levels) not in tried:
-            tried[tuple(levels)] = attempt(_choice(levels, runs, rungs))
+            tried[tuple(levels)] = attempt(_choice(levels, runs, points))
         return tried[tuple(levels)]
 
-    lowest = max(len(own) for own in rungs)
+    lowest = max(len(own) for own in points)
     others = []
     if not blocks.graph.regions:
         others = [attempted(emit_by_policy(joint.copy(), setting, stage_inputs, split=split, sums=True))]
@@ -163,7 +163,7 @@ _LONGER = 1e-9
 """Share of a makespan by which rounding may change it."""
 _MOST_FILLED = 3
 """For so many plans it is worked out how much may be early."""
-_GRADIENTS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
 def _with_waits_filled(
@@ -221,9 +221,9 @@ def _makespan_if_early(own: _Attempt, choices: EarlyChoices, microbatches: int) 
         early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
         backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
         if early and backward is not None:
-            recompute = (Kind.RECOMPUTE, stage)
+            recompute = (ActionKind.RECOMPUTE, stage)
             seconds[recompute], seconds[backward] = early, max(seconds[backward] - early, 0.0)
-            reads[recompute] = tuple(source for source in reads[backward] if source[0] is Kind.FORWARD)
+            reads[recompute] = tuple(source for source in reads[backward] if source[0] is ActionKind.FORWARD)
             reads[backward] = (*reads[backward], recompute)
     graph = StageGraph(reads, main.steps.graph.carried)
     costs = StepCosts(seconds, main.costs.transfer_seconds)
@@ -231,11 +231,11 @@ def _makespan_if_early(own: _Attempt, choices: EarlyChoices, microbatches: int) 
     return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan
 
 
-def _choice(levels: Sequence[int], runs: Sequence[Run], rungs: Sequence[Sequence[Rung]]) -> Choice:
+def _choice(levels: Sequence[int], runs: Sequence[SegmentRun], points: Sequence[Sequence[ParetoPoint]]) -> RematChoice:
     """What all runs keep, given how thrifty each device is to be; the rungs of all runs end at the same level."""
-    lowest = max(len(own) for own in rungs)
+    lowest = max(len(own) for own in points)
     choices = []
-    for run, own in zip(runs, rungs, strict=True):
+    for run, own in zip(runs, points, strict=True):
         level = max(levels[device] for device in run.devices)
         choices.append(own[round((level - 1) * (len(own) - 1) / max(lowest - 1, 1)) if level else 0].choice())
     return together(choices)

@@ -1,19 +1,19 @@
 """The planner: what to keep and what to recompute within a byte budget.
 
-===========  ==================================================================================
-frontier     what a segment can save, for how much recomputation: minimum cuts
-schedule     a choice worked out: just-in-time recomputation, simulated
-blocks       the backward of one segment, in variants that take ever less memory
-arrange      these variants, from one to the next
-order        an order in which little lives at one time
-lean         as little as possible kept from one reader to the next
-alike        what makes two segments equal, so that layers that repeat are worked out once
-chain        across segments: dynamic programming over memory, with nested recomputation
-links        the segments as the links of that chain
-search       candidates on the trade-off of peak and recomputation
-choose       the least recomputation within the budget
-lower_bound  a peak below which no schedule gets
-sequences    checkpointing sequences of a chain (rotor)
-rotor        what all-or-nothing checkpointing of the same chain can do, for comparison
-===========  ==================================================================================
+=================  ====================================================================================
+frontier           what a segment can save, for how much recomputation: minimum cuts
+schedule           a choice worked out: just-in-time recomputation, simulated
+blocks             the backward of one segment, in variants that take ever less memory
+reduce_peak        these variants, from one to the next
+order              an order in which little lives at one time
+recompute_per_use  as little as possible kept from one reader to the next
+alike              what makes two segments equal, so that layers that repeat are worked out once
+chain              across segments: dynamic programming over memory, with nested recomputation
+segment_chain      the segments as the stages of that chain
+search             candidates on the trade-off of peak and recomputation
+choose             the least recomputation within the budget
+lower_bound        a peak below which no schedule gets
+sequences          checkpointing sequences of a chain (rotor)
+rotor              what all-or-nothing checkpointing of the same chain can do, for comparison
+=================  ====================================================================================
 """

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from roundpipe_fx.analysis.operations import OperationGraph, Way
+from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
 __all__ = ["shape_of_backward"]
 
@@ -40,20 +40,31 @@ def shape_of_backward(
     def numbered(storages: Collection[int]) -> tuple[int, ...]:
         return tuple([number(storage) for storage in storages])
 
-    def way(found: Way | None) -> Any:
+    def recipe(found: RecomputeRecipe | None) -> Any:
         if found is None:
             return None
-        over = numbered(found.operation.over)
-        return found.form, numbered(found.reads), numbered(found.makes), over, found.scratch, found.seconds
+        inplace_candidates = numbered(found.operation.inplace_candidates)
+        return (
+            found.form,
+            numbered(found.reads),
+            numbered(found.makes),
+            inplace_candidates,
+            found.workspace,
+            found.seconds,
+        )
 
     shape: list[Any] = []
     for operation in graph.backward[segment]:
-        alone = [storage for storage in operation.reads if (storage, operation.index) in graph.stand_ins]
-        reads, makes, over = numbered(operation.reads), numbered(operation.makes), numbered(operation.over)
-        shape.append((reads, makes, over, numbered(alone), operation.workspace))
+        mask_only = [storage for storage in operation.reads if (storage, operation.index) in graph.rng_shape_sources]
+        reads, makes, inplace_candidates = (
+            numbered(operation.reads),
+            numbered(operation.makes),
+            numbered(operation.inplace_candidates),
+        )
+        shape.append((reads, makes, inplace_candidates, numbered(mask_only), operation.workspace))
     for storage in pending:  # grows while what they are made from is numbered
-        at_hand = storage in graph.at_hand
-        own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not at_hand
-        made = (way(graph.ways.get(storage)), way(graph.alone.get(storage))) if own else None
-        shape.append((graph.sizes[storage], at_hand, storage in entering, storage in lasting, made))
+        always_live = storage in graph.always_live
+        own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
+        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if own else None
+        shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, made))
     return tuple(shape), numbers

@@ -1,6 +1,6 @@
 """Blocks: the backward of one segment, arranged so that few bytes live at one time.
 
-Just-in-time recomputation gives the steps, :mod:`roundpipe_fx.remat.arrange` sequences of them that take ever less
+Just-in-time recomputation gives the steps, :mod:`roundpipe_fx.remat.reduce_peak` sequences of them that take ever less
 memory and ever more seconds. Blocks that are alike but for the numbers of their storages are arranged once.
 """
 
@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from roundpipe_fx.analysis.operations import OperationGraph, Step
+from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
 from roundpipe_fx.remat.alike import shape_of_backward
-from roundpipe_fx.remat.arrange import MOST_THRIFT, Arranger
-from roundpipe_fx.remat.schedule import Choice, Schedule, just_in_time
+from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL, PeakReducer
+from roundpipe_fx.remat.schedule import PlannedSchedule, RematChoice, just_in_time
 
 __all__ = ["Block", "Blocks", "make_schedule"]
 
@@ -31,7 +31,7 @@ class Block:
         seconds: modelled seconds of what runs again.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[PlannedOp, ...]
     peak: int
     seconds: float
 
@@ -53,18 +53,18 @@ class Blocks:
         self._shapes: dict[Any, int] = {}
         self._costs: dict[Any, list[tuple[int, float]]] = {}
 
-    def block(self, segment: int, available: AbstractSet[int], thrift: int = 0) -> Block:
+    def block(self, segment: int, available: AbstractSet[int], remat_level: int = 0) -> Block:
         """A segment's backward.
 
         Args:
             segment: whose.
             available: forward storages that need not be made again.
-            thrift: how far to go in dropping what was made again; the most there is, if that is less.
+            remat_level: how far to go in dropping what was made again; the most there is, if that is less.
         """
-        variants = self.variants(segment, available, MOST_THRIFT if thrift else 0)
-        return variants[min(thrift, len(variants) - 1)]
+        variants = self.variants(segment, available, MAX_REMAT_LEVEL if remat_level else 0)
+        return variants[min(remat_level, len(variants) - 1)]
 
-    def variants(self, segment: int, available: AbstractSet[int], most: int = MOST_THRIFT) -> list[Block]:
+    def variants(self, segment: int, available: AbstractSet[int], most: int = MAX_REMAT_LEVEL) -> list[Block]:
         """A segment's backward, ever thriftier, up to a thrift of ``most``."""
         reach, entering = self._reach(segment)
         if not entering <= available:  # it reaches back into earlier segments
@@ -112,14 +112,14 @@ class Blocks:
             storage = pending.pop()
             if storage in found or not graph.is_forward(storage):
                 continue
-            if graph.segment_of[storage] < segment and storage not in graph.at_hand:
+            if graph.segment_of[storage] < segment and storage not in graph.always_live:
                 entering.add(storage)
             else:
                 found.add(storage)
-                pending += graph.ways[storage].reads if storage in graph.ways else ()
+                pending += graph.recipes[storage].reads if storage in graph.recipes else ()
         return frozenset(found), frozenset(entering)
 
-    def _arranged(self, segment: int, steps: list[Step], most: int, like: Any) -> list[Block]:
+    def _arranged(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
         """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
         graph = self.graph
         read = {storage for step in steps for storage in step.reads}
@@ -128,10 +128,10 @@ class Blocks:
         if known is None:
             made = {storage for step in steps for storage in step.makes}
             own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
-            arranger = Arranger(graph, steps, own | entering, self.lasting[segment])
-            key = (arranger.structure(), most)
+            reducer = PeakReducer(graph, steps, own | entering, self.lasting[segment])
+            key = (reducer.structure(), most)
             if key not in self._arrangements:
-                self._arrangements[key] = arranger.arrangements(most) if self._arrange else arranger.as_they_come()
+                self._arrangements[key] = reducer.arrangements(most) if self._arrange else reducer.as_they_come()
             known = self._arrangements[key]
             if like is not None:
                 self._arrangements[like, most] = known
@@ -143,31 +143,33 @@ class Blocks:
         return blocks
 
 
-def make_schedule(blocks: Blocks, choice: Choice) -> Schedule:
+def make_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
     """Work a choice out: what runs in the backward, in order."""
     graph = blocks.graph
-    available = choice.kept | graph.at_hand
+    available = choice.kept | graph.always_live
     backward = []
     for segment in range(graph.segments - 1, -1, -1):
-        steps: list[Step] = []
+        steps: list[PlannedOp] = []
         wanted = choice.held.get(segment)
         if wanted:
             steps += just_in_time(graph, segment, available, wanted)
             available |= wanted
-        steps += blocks.block(segment, available, choice.thrift.get(segment, 0)).steps
+        steps += blocks.block(segment, available, choice.remat_level.get(segment, 0)).steps
         backward.append((segment, steps))
     live = _without_unread(backward)
-    return Schedule(choice, live, sum(step.seconds for _, steps in live for step in steps))
+    return PlannedSchedule(choice, live, sum(step.seconds for _, steps in live for step in steps))
 
 
-def _without_unread(backward: Sequence[tuple[int, Sequence[Step]]]) -> tuple[tuple[int, tuple[Step, ...]], ...]:
+def _without_unread(
+    backward: Sequence[tuple[int, Sequence[PlannedOp]]],
+) -> tuple[tuple[int, tuple[PlannedOp, ...]], ...]:
     """The steps without those that make again what nobody reads before it is made once more, if at all."""
     read: set[int] = set()
     found = []
     for segment, steps in reversed(backward):
         kept = []
         for step in reversed(steps):
-            if step.way is not None and read.isdisjoint(step.makes):
+            if step.recipe is not None and read.isdisjoint(step.makes):
                 continue
             read.difference_update(step.makes)
             read.update(step.reads)

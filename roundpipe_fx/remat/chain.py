@@ -2,17 +2,17 @@
 
 The problem is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
 chains: how to train deep neural networks with limited memory", 2019), with several options a segment (Rockmate, Zhao
-et al., ICML 2023). A link of the chain is a segment. Coming to a link with so much memory left, either
+et al., ICML 2023). A stage of the chain is a segment. Coming to a stage with so much memory left, either
 
 - keep one of its options, run it and go on; its backward then makes again what the option does not keep; or
-- run on from its input to some later link, keep only what crosses into that one, do the backward of all from there,
-  and come back: run forward again from the input, with the same question asked anew.
+- run on from its input to some later stage, keep only what crosses into that one, do the backward of all from
+  there, and come back: run forward again from the input, with the same question asked anew.
 
-Where other microbatches are in flight meanwhile, it can be worth to keep nothing at all of the last links: to run on to
-the end and come back at once.
+Where other microbatches are in flight meanwhile, it can be worth to keep nothing at all of the last stages: to run on
+to the end and come back at once.
 
 So a forward may run any number of times. The optimum is over *persistent* schedules: what is kept stays until the
-backward that it is kept for. In a repetition the last link before its backward runs need not be run: its backward
+backward that it is kept for. In a repetition the last stage before its backward runs need not be run: its backward
 makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
 
 Bytes are counted in slots; what is rounded is put right by the simulator, which judges every plan.
@@ -29,18 +29,18 @@ from numpy.typing import NDArray
 
 from roundpipe_fx.remat.progress import progress
 
-__all__ = ["Chain", "Decision", "Link", "LinkOption", "Solution", "solve_chain"]
+__all__ = ["ChainStage", "ChainStageOption", "Decision", "SegmentChain", "Solution", "solve_chain"]
 
 _MOST_PLACES = 24
 """From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
 
 
 @dataclass(frozen=True)
-class LinkOption:
-    """One way to keep a link's values.
+class ChainStageOption:
+    """One way to keep a stage's values.
 
     Attributes:
-        held: bytes that it holds while later links run: what it keeps, with what crosses into the next link.
+        held: bytes that it holds while later stages run: what it keeps, with what crosses into the next stage.
         seconds: of recomputation in its backward.
         forward: peak bytes while its forward runs, its input not counted.
         backward: peak bytes while its backward runs, its input not counted, what it kept included.
@@ -53,47 +53,48 @@ class LinkOption:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainStage:
     """A segment as the chain sees it.
 
     Attributes:
-        seconds: of running its forward again, as far as later links need it.
+        seconds: of running its forward again, as far as later stages need it.
         forward: peak bytes while its forward runs with nothing kept, its input not counted.
         options: ways to keep its values.
-        bare: ways of its backward with nothing kept but its input: ``held`` does not count.
-        standing: bytes that lie there in its backward whatever is chosen (gradients so far, hoisted values).
-        standing_forward: the same in its first forward.
+        unsaved_options: ways of its backward with nothing kept but its input: ``held`` does not count.
+        resident: bytes that lie there in its backward whatever is chosen (gradients so far, hoisted values).
+        resident_forward: the same in its first forward.
     """
 
     seconds: float
     forward: int
-    options: tuple[LinkOption, ...]
-    bare: tuple[LinkOption, ...]
-    standing: int = 0
-    standing_forward: int = 0
+    options: tuple[ChainStageOption, ...]
+    unsaved_options: tuple[ChainStageOption, ...]
+    resident: int = 0
+    resident_forward: int = 0
 
 
 @dataclass(frozen=True)
-class Chain:
+class SegmentChain:
     """Links in order, and what crosses.
 
     Attributes:
-        links: first to last.
-        crossing: ``crossing[i][k]``, for i < k: bytes made by links i to k - 1 that link k or a later one reads.
+        stages: first to last.
+        live_across: ``live_across[i][k]``, for i < k: bytes made by stages i to k - 1 that stage k or a later one
+            reads.
         times: so often is there what the first forward keeps: for each microbatch in flight.
         price: seconds a byte that the first forward keeps, added to the cost.
         alone: whether nothing runs between the end of the forward and the beginning of the backward.
     """
 
-    links: tuple[Link, ...]
-    crossing: NDArray[np.int64]
+    stages: tuple[ChainStage, ...]
+    live_across: NDArray[np.int64]
     times: int = 1
     price: float = 0.0
     alone: bool = True
 
-    def part(self, first: int, end: int, alone: bool) -> Chain:
-        """The links from ``first`` up to ``end`` as a chain of their own."""
-        return Chain(self.links[first:end], self.crossing[first:end, first:end], alone=alone)
+    def part(self, first: int, end: int, alone: bool) -> SegmentChain:
+        """The stages from ``first`` up to ``end`` as a chain of their own."""
+        return SegmentChain(self.stages[first:end], self.live_across[first:end, first:end], alone=alone)
 
     def needed(self, decisions: Iterable[Decision]) -> int:
         """Bytes that following the decisions takes, for one microbatch."""
@@ -102,31 +103,31 @@ class Chain:
         pending: list[tuple[int, int | None, int]] = [(0, None, 0)]
         while pending:
             at, last, held = pending.pop()
-            decision, link = next(following), self.links[at]
-            standing = link.standing_forward if last is None else self.links[last].standing
-            if decision.bare is not None:
-                most = max(most, held + link.bare[decision.bare].backward + link.standing)
+            decision, stage = next(following), self.stages[at]
+            resident = stage.resident_forward if last is None else self.stages[last].resident
+            if decision.unsaved_option is not None:
+                most = max(most, held + stage.unsaved_options[decision.unsaved_option].backward + stage.resident)
             elif decision.option is not None:
-                option = link.options[decision.option]
-                most = max(most, held + option.forward + standing, held + option.backward + link.standing)
-                if decision.until <= (len(self.links) - 1 if last is None else last):
+                option = stage.options[decision.option]
+                most = max(most, held + option.forward + resident, held + option.backward + stage.resident)
+                if decision.until <= (len(self.stages) - 1 if last is None else last):
                     pending.append((decision.until, last, held + option.held))
             else:
-                crossing = [0, *self.crossing[at, at + 1 :].tolist(), 0]
+                live_across = [0, *self.live_across[at, at + 1 :].tolist(), 0]
                 run = range(at, decision.until)
-                most = max(most, *(held + crossing[k - at] + self.links[k].forward + standing for k in run))
+                most = max(most, *(held + live_across[k - at] + self.stages[k].forward + resident for k in run))
                 pending.append((at, decision.until - 1, held))
-                if decision.until < len(self.links):
-                    pending.append((decision.until, last, held + crossing[decision.until - at]))
+                if decision.until < len(self.stages):
+                    pending.append((decision.until, last, held + live_across[decision.until - at]))
         return most
 
     def kept_at(self, decision: Decision) -> int:
         """Bytes that a decision keeps from the first forward on."""
-        if decision.before is not None or decision.bare is not None:
+        if decision.before is not None or decision.unsaved_option is not None:
             return 0
         if decision.option is not None:
-            return self.links[decision.link].options[decision.option].held
-        return int(self.crossing[decision.link, decision.until]) if decision.until < len(self.links) else 0
+            return self.stages[decision.stage].options[decision.option].held
+        return int(self.live_across[decision.stage, decision.until]) if decision.until < len(self.stages) else 0
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,19 @@ class Decision:
     """One decision, in the order in which a program meets them.
 
     Attributes:
-        before: the link whose backward follows at once; ``None``: taken in the first forward.
-        link: where it is taken.
+        before: the stage whose backward follows at once; ``None``: taken in the first forward.
+        stage: where it is taken.
         option: the option that is kept there, if one is.
-        until: the link that is run on to; only what crosses into it is kept. The link itself: nothing is run, its
+        until: the stage that is run on to; only what crosses into it is kept. The stage itself: nothing is run, its
             backward follows.
-        bare: the way of its backward then.
+        unsaved_option: the way of its backward then.
     """
 
     before: int | None
-    link: int
+    stage: int
     option: int | None
     until: int
-    bare: int | None = None
+    unsaved_option: int | None = None
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class Solution:
         seconds: by slots of memory, modelled seconds of recomputation; infinite where it cannot be done.
     """
 
-    chain: Chain
+    chain: SegmentChain
     slot: float
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
@@ -172,31 +173,31 @@ class Solution:
         tables.first, tables.again = self._first, self._again
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
-            link, last, memory = pending.pop()
-            decision = tables.best(link, last, memory)
+            stage, last, memory = pending.pop()
+            decision = tables.best(stage, last, memory)
             found.append(decision)
             until = decision.until
-            if decision.bare is not None:
+            if decision.unsaved_option is not None:
                 continue
             if decision.option is not None:
-                if until <= (len(self.chain.links) - 1 if last is None else last):
-                    held = self.chain.links[link].options[decision.option].held
+                if until <= (len(self.chain.stages) - 1 if last is None else last):
+                    held = self.chain.stages[stage].options[decision.option].held
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
             else:
-                pending.append((link, until - 1, memory))
-                if until < len(self.chain.links):
-                    held = int(self.chain.crossing[link, until])
+                pending.append((stage, until - 1, memory))
+                if until < len(self.chain.stages):
+                    held = int(self.chain.live_across[stage, until])
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
         return found
 
 
 def solve_chain(
-    chain: Chain, limit: int, slots: int = 500, nested: bool = True, places: int | None = _MOST_PLACES
+    chain: SegmentChain, limit: int, slots: int = 500, nested: bool = True, places: int | None = _MOST_PLACES
 ) -> Solution:
     """Solve a chain for every amount of memory up to a limit.
 
     Args:
-        chain: at least one link.
+        chain: at least one stage.
         limit: bytes.
         slots: how finely memory is counted.
         nested: whether the backward may come back to a place and run forward again from there. Without it time is
@@ -208,60 +209,60 @@ def solve_chain(
     return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again, places)
 
 
-def _repetitions(chain: Chain) -> list[tuple[int, int]]:
-    """By link, the next link from which on the chain is the same for a while, and for how many links.
+def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
+    """By stage, the next stage from which on the chain is the same for a while, and for how many stages.
 
     With it a chain of layers that repeat is solved in time linear in how often they do.
     """
-    links = chain.links
-    count = len(links)
+    stages = chain.stages
+    count = len(stages)
     kinds: dict[Any, int] = {}
-    # Only how what stands grows from link to link matters, not how much there is.
-    grows = np.diff([link.standing for link in links], append=0)
+    # Only how what stands grows from stage to stage matters, not how much there is.
+    grows = np.diff([stage.resident for stage in stages], append=0)
     kind = np.array(
         [
-            kinds.setdefault((replace(link, standing=0, standing_forward=0), int(grows[i])), len(kinds))
-            for i, link in enumerate(links)
+            kinds.setdefault((replace(stage, resident=0, resident_forward=0), int(grows[i])), len(kinds))
+            for i, stage in enumerate(stages)
         ]
     )
-    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from links i and j on, so many are of a kind
+    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from stages i and j on, so many are of a kind
     for i in range(count - 1, -1, -1):
         same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
     found = []
     for first in range(count - 1):
         following = first + 1 + int(same[first, first + 1 : count].argmax())
         length = int(same[first, following])
-        here = chain.crossing[first : first + length, first : first + length]
-        there = chain.crossing[following : following + length, following : following + length]
+        here = chain.live_across[first : first + length, first : first + length]
+        there = chain.live_across[following : following + length, following : following + length]
         _, different = np.nonzero(np.triu(here != there, 1))
         found.append((following, int(different.min(initial=length))))
     return [*found, (count - 1, 0)]
 
 
 class _Tables:
-    def __init__(self, chain: Chain, slot: float, width: int, nested: bool, places: int | None) -> None:
+    def __init__(self, chain: SegmentChain, slot: float, width: int, nested: bool, places: int | None) -> None:
         self.chain = chain
         self.slot = slot
         self.width = width
         self.nested = nested
         self.most_places = places
-        count = len(chain.links)
+        count = len(chain.stages)
         self.first = np.full((count + 1, width), np.inf)
         self.again: NDArray[np.float64] | None = None
         self._memory = np.arange(width)
-        self._elapsed = np.concatenate([[0.0], np.cumsum([link.seconds for link in chain.links])])
+        self._elapsed = np.concatenate([[0.0], np.cumsum([stage.seconds for stage in chain.stages])])
         self._run = self._running()
-        self._options = [self._option_arrays(link) for link in chain.links]
+        self._options = [self._option_arrays(stage) for stage in chain.stages]
 
     def slots(self, size: int) -> int:
         return round(size / self.slot)
 
-    def _option_arrays(self, link: Link) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    def _option_arrays(self, stage: ChainStage) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Bytes held, seconds, and peak bytes of forward and backward, by option."""
-        held = np.array([option.held for option in link.options])
-        cost = np.array([option.seconds for option in link.options], dtype=np.float64)
-        forward = np.array([option.forward for option in link.options])
-        return held, cost, forward, np.array([option.backward for option in link.options])
+        held = np.array([option.held for option in stage.options])
+        cost = np.array([option.seconds for option in stage.options], dtype=np.float64)
+        forward = np.array([option.forward for option in stage.options])
+        return held, cost, forward, np.array([option.backward for option in stage.options])
 
     def times(self, last: int | None) -> int:
         """How often what is kept is there: in the backward once."""
@@ -271,45 +272,45 @@ class _Tables:
         return np.round(size / self.slot).astype(np.int64)
 
     def _running(self) -> NDArray[np.int64]:
-        """``run[i, k]``: peak bytes of running from link i to link k with nothing kept on the way."""
-        links = self.chain.links
-        count = len(links)
+        """``run[i, k]``: peak bytes of running from stage i to stage k with nothing kept on the way."""
+        stages = self.chain.stages
+        count = len(stages)
         run = np.zeros((count, count + 1), dtype=np.int64)
         for first in range(count):
-            crossing = np.concatenate([[0], self.chain.crossing[first, first + 1 : count]])
-            inside = np.array([link.forward for link in links[first:]], dtype=np.int64)
-            run[first, first + 1 :] = np.maximum.accumulate(crossing + inside)
+            live_across = np.concatenate([[0], self.chain.live_across[first, first + 1 : count]])
+            inside = np.array([stage.forward for stage in stages[first:]], dtype=np.int64)
+            run[first, first + 1 :] = np.maximum.accumulate(live_across + inside)
         return run
 
     def solve(self) -> None:
-        count = len(self.chain.links)
+        count = len(self.chain.stages)
         self.first[count] = 0.0
         if self.nested:
             self.again = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
             for length in progress(range(count), "nested recomputation"):
-                alike = list(range(count))  # by link, the last one from which on so many links are the same
+                alike = list(range(count))  # by stage, the last one from which on so many stages are the same
                 for first in range(count - length - 1, -1, -1):
                     following, same = repetitions[first]
                     if same > length:
                         alike[first] = alike[following]
                     self._solve_again(first, first + length, alike[first])
-        for link in range(count - 1, -1, -1):
-            self._solve_first(link)
+        for stage in range(count - 1, -1, -1):
+            self._solve_first(stage)
 
     def _solve_again(self, first: int, last: int, alike: int) -> None:
         """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
         assert self.again is not None
         # What stands at the end of the range counts everywhere in it, and is all that is different.
         end = alike + last - first
-        more = min(self.slots(self.chain.links[last].standing - self.chain.links[end].standing), self.width)
+        more = min(self.slots(self.chain.stages[last].resident - self.chain.stages[end].resident), self.width)
         if alike == first or more < 0:
             self.again[first, last] = self._seconds(first, last, self._memory).min(0)
         else:
             self.again[first, last, more:] = self.again[alike, end, : self.width - more]
 
-    def _solve_first(self, link: int) -> None:
-        self.first[link] = self._seconds(link, None, self._memory).min(0)
+    def _solve_first(self, stage: int) -> None:
+        self.first[stage] = self._seconds(stage, None, self._memory).min(0)
 
     def _shifted(
         self, tables: NDArray[np.float64], held: NDArray[np.int64], memory: NDArray[np.int64]
@@ -322,7 +323,7 @@ class _Tables:
 
     def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Links to run on to from ``first``."""
-        end = len(self.chain.links) - 1 if last is None else last
+        end = len(self.chain.stages) - 1 if last is None else last
         if last is None and not self.chain.alone:
             end += 1
         if self.again is None or first == end:
@@ -333,15 +334,15 @@ class _Tables:
 
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of every decision at a place, a row each, by memory."""
-        links = self.chain.links
-        link = links[first]
+        stages = self.chain.stages
+        stage = stages[first]
         if first == last:
-            seconds = np.array([option.seconds for option in link.bare])[:, None] + np.zeros(len(memory))
-            needed = np.array([option.backward + link.standing for option in link.bare])
+            seconds = np.array([option.seconds for option in stage.unsaved_options])[:, None] + np.zeros(len(memory))
+            needed = np.array([option.backward + stage.resident for option in stage.unsaved_options])
             return self._possible(seconds, needed, memory)
-        end = len(links) - 1 if last is None else last
+        end = len(stages) - 1 if last is None else last
         rest = self.first if last is None else self.again[:, last] if self.again is not None else self.first
-        standing = link.standing_forward if last is None else links[last].standing
+        resident = stage.resident_forward if last is None else stages[last].resident
         price, times = self.chain.price if last is None else 0.0, self.times(last)
         held, cost, forward, backward = self._options[first]
         others = held * (times - 1)
@@ -353,21 +354,23 @@ class _Tables:
             seconds = (
                 self._shifted(after, self._held(held * times), memory)
                 + cost[:, None]
-                + (0.0 if last is None else link.seconds)
+                + (0.0 if last is None else stage.seconds)
             )
-        rows = [self._possible(seconds, np.maximum(forward + standing, backward + link.standing), memory)]
+        rows = [self._possible(seconds, np.maximum(forward + resident, backward + stage.resident), memory)]
         places = self._places(first, last)
         if len(places):
             assert self.again is not None
-            crossing = np.append(self.chain.crossing[first], 0)[places]
+            live_across = np.append(self.chain.live_across[first], 0)[places]
             seconds = (
-                self._shifted(rest[places], self._held(crossing * times), memory)
+                self._shifted(rest[places], self._held(live_across * times), memory)
                 + self.again[first, places - 1][:, memory]
             )
-            seconds += (price * crossing)[:, None]
+            seconds += (price * live_across)[:, None]
             if last is not None:
                 seconds += (self._elapsed[places] - self._elapsed[first])[:, None]
-            rows.append(self._possible(seconds, self._run[first, places] + crossing * (times - 1) + standing, memory))
+            rows.append(
+                self._possible(seconds, self._run[first, places] + live_across * (times - 1) + resident, memory)
+            )
         return np.concatenate(rows)
 
     def _possible(
@@ -389,7 +392,7 @@ class _Tables:
         row = int(columns[:, possible[0] if len(possible) else 0].argmin())
         if first == last:
             return Decision(last, first, None, first, row)
-        options = len(self.chain.links[first].options)
+        options = len(self.chain.stages[first].options)
         if row < options:
             return Decision(last, first, row, first + 1)
         return Decision(last, first, None, int(self._places(first, last)[row - options]))

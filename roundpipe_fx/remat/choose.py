@@ -9,8 +9,8 @@ from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.ir.joint_graph import module_path
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.schedule import Choice, simulate
-from roundpipe_fx.remat.search import Candidate, Found, everything_kept, refine, search
+from roundpipe_fx.remat.schedule import RematChoice, simulate
+from roundpipe_fx.remat.search import Candidate, SearchResult, everything_kept, refine, search
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
@@ -66,7 +66,7 @@ def choose(
     fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
     # What fits as it is needs no search.
     if fits and share == 1.0 and not graph.regions:
-        found = Found([kept], [])
+        found = SearchResult([kept], [])
     else:
         found = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
     candidates = found.candidates
@@ -93,7 +93,7 @@ def choose(
     return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
 
 
-def _key(candidate: Candidate) -> tuple[Choice, int]:
+def _key(candidate: Candidate) -> tuple[RematChoice, int]:
     return candidate.schedule.choice, candidate.peak.bytes
 
 

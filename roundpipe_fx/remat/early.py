@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.ir.joint_graph import is_seeded
-from roundpipe_fx.remat.schedule import Schedule, Step, peaks_by_stage
+from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, peaks_by_stage
 
 __all__ = ["EarlyChoices", "early_at", "early_choices", "early_within"]
 
@@ -22,7 +22,7 @@ EarlyChoices = Mapping[int, list[frozenset[int]]]
 """By stage, what may run early: ever more, as positions among the schedule's steps."""
 
 
-def early_choices(graph: OperationGraph, schedule: Schedule, split: bool = False) -> EarlyChoices:
+def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool = False) -> EarlyChoices:
     """By stage, what may run early: ever more, beginning with nothing, as positions among the schedule's steps.
 
     Each recomputes more than the one before; what else needs no incoming gradient goes with it.
@@ -50,13 +50,13 @@ def early_choices(graph: OperationGraph, schedule: Schedule, split: bool = False
             elif place in needed:
                 waiting.add(stage)
         for grown in (prefix, own):
-            if any(steps[place].way is not None for place in grown - choices[-1]):
+            if any(steps[place].recipe is not None for place in grown - choices[-1]):
                 choices.append(frozenset(grown))
         position += len(block)
     return {stage: choices if stage in waiting else choices[:1] for stage, choices in found.items()}
 
 
-def early_at(schedule: Schedule, choices: EarlyChoices, level: Mapping[int, int]) -> Schedule:
+def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[int, int]) -> PlannedSchedule:
     """The schedule with one of the choices of each stage early, and nothing else."""
     early = frozenset().union(*(own[level[stage]] for stage, own in choices.items()))
     backward = []
@@ -68,7 +68,7 @@ def early_at(schedule: Schedule, choices: EarlyChoices, level: Mapping[int, int]
     return dataclasses.replace(schedule, backward=tuple(backward))
 
 
-def early_within(graph: OperationGraph, schedule: Schedule, beside: Collection[int]) -> Schedule:
+def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Collection[int]) -> PlannedSchedule:
     """As much of a schedule early as does not raise its peak, on one device.
 
     So a plan's peak, and that a smaller budget never gives a larger one, do not depend on what is early.
@@ -93,17 +93,17 @@ def early_within(graph: OperationGraph, schedule: Schedule, beside: Collection[i
     return schedule
 
 
-def _steps(schedule: Schedule) -> list[Step]:
+def _steps(schedule: PlannedSchedule) -> list[PlannedOp]:
     return [step for _, block in schedule.backward for step in block]
 
 
-def _independent(graph: OperationGraph, steps: list[Step]) -> list[int]:
+def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
     """Steps that depend on no incoming gradient, returned gradients and operations that draw new numbers apart."""
     dependent = set(graph.tangents)
     found = []
     for position, step in enumerate(steps):
-        waits = step.stand_in is not None or not dependent.isdisjoint(step.reads)
-        if step.way is None:
+        waits = step.rng_shape_source is not None or not dependent.isdisjoint(step.reads)
+        if step.recipe is None:
             waits = waits or is_seeded(step.operation.node) or not graph.gradients.isdisjoint(step.makes)
         if waits:
             dependent.update(step.makes)
@@ -113,11 +113,11 @@ def _independent(graph: OperationGraph, steps: list[Step]) -> list[int]:
     return found
 
 
-def _for_inputs(schedule: Schedule) -> set[int]:
+def _for_inputs(schedule: PlannedSchedule) -> set[int]:
     """Steps that an earlier stage waits for; of the last one to run, those that an earlier segment waits for."""
     steps = [(segment, step) for segment, block in schedule.backward for step in block]
     last_to_run = min((step.stage for _, step in steps), default=0)
-    readers: dict[int, list[tuple[int, Step, bool]]] = {}
+    readers: dict[int, list[tuple[int, PlannedOp, bool]]] = {}
     found: set[int] = set()
     for position in range(len(steps) - 1, -1, -1):
         segment, step = steps[position]

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.links import Keeping, chain_of, crossing_storages
 from roundpipe_fx.remat.rotor import as_autograd_runs
-from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import Candidate, work_out
+from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, storages_live_across
 from roundpipe_fx.remat.sequences.algorithms import make_sequence
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, Sequence
@@ -48,19 +48,19 @@ def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
     return _chain(Blocks(as_autograd_runs(graph), arrange=False), loss_temporary)[0]
 
 
-def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[Keeping]]:
+def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]]:
     """The chain, and by segment what keeping all of it means."""
     graph = blocks.graph
-    chain, keepings = chain_of(blocks)
+    chain, save_options = chain_of(blocks)
     count = graph.segments
-    boundary = [0, *(int(chain.crossing[0, i]) for i in range(1, count)), 0]
-    kept = [link.options[0] for link in chain.links]  # options come by seconds: the first recomputes nothing
+    boundary = [0, *(int(chain.live_across[0, i]) for i in range(1, count)), 0]
+    kept = [stage.options[0] for stage in chain.stages]  # options come by seconds: the first recomputes nothing
     forward: dict[int, float] = defaultdict(float)
     for operation in graph.forward:
         forward[operation.segment] += operation.seconds
     temporary = []
-    for i, (link, option) in enumerate(zip(chain.links, kept, strict=True)):
-        temporary.append(max(option.backward + link.standing - option.held - boundary[i] - boundary[i + 1], 0))
+    for i, (stage, option) in enumerate(zip(chain.stages, kept, strict=True)):
+        temporary.append(max(option.backward + stage.resident - option.held - boundary[i] - boundary[i + 1], 0))
     return Chain(
         tuple(forward[i] for i in range(count)),
         tuple(sum(operation.seconds for operation in graph.backward[i]) for i in range(count)),
@@ -68,7 +68,7 @@ def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[Keeping]]:
         (0, *(option.held for option in kept)),
         tuple(max(option.forward - option.held, 0) for option in kept),
         (*temporary, loss_temporary),
-    ), [options[0] for options in keepings]
+    ), [options[0] for options in save_options]
 
 
 def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_temporary: int) -> Fitted:
@@ -86,7 +86,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
     """
     graph = as_autograd_runs(graph)
     blocks = Blocks(graph, arrange=False)
-    chain, keepings = _chain(blocks, loss_temporary)
+    chain, save_options = _chain(blocks, loss_temporary)
     counted = limit if algo == "persistent" else no_limit(chain)
     peak = None
     while True:
@@ -95,7 +95,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
         except ValueError as error:
             least = "" if peak is None else f" The tightest that was found peaks at {peak} bytes ({bytes_text(peak)})."
             raise InfeasibleBudgetError(f"a limit of {limit} bytes cannot be met: {error}{least}", peak or 0) from None
-        candidate = work_out(blocks, _choice(graph, keepings, sequence))
+        candidate = work_out(blocks, _choice(graph, save_options, sequence))
         peak = candidate.peak.bytes if peak is None else min(peak, candidate.peak.bytes)
         excess = candidate.peak.bytes - limit
         if excess <= 0:
@@ -112,7 +112,7 @@ def no_limit(chain: Chain) -> int:
     return 2 * sum((*chain.boundary, *chain.saved, *chain.forward_temporary, *chain.backward_temporary)) + 1
 
 
-def _choice(graph: OperationGraph, keepings: list[Keeping], sequence: Sequence) -> Choice:
+def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Sequence) -> RematChoice:
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
     pending: set[int] = set()
@@ -120,13 +120,15 @@ def _choice(graph: OperationGraph, keepings: list[Keeping], sequence: Sequence) 
     for operation in sequence:
         if isinstance(operation, ForwardEnable):
             index = operation.index
-            pending |= keepings[index].saved | crossing_storages(graph, index, index + 1)
+            pending |= save_options[index].saved | storages_live_across(graph, index, index + 1)
         elif isinstance(operation, ForwardCheck):
-            pending |= crossing_storages(graph, 0, operation.index)
+            pending |= storages_live_across(graph, 0, operation.index)
         elif isinstance(operation, Backward):
             if before_loss:
                 kept, before_loss = pending, False
             else:
                 held[operation.index] |= pending - kept
             pending = set()
-    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items() if storages})
+    return RematChoice(
+        frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items() if storages}
+    )

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-from roundpipe_fx.analysis.operations import OperationGraph, Way
+from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
 __all__ = ["Saving", "frontier"]
 
@@ -102,7 +102,7 @@ class _Cut:
     def __init__(self, graph: OperationGraph, needed: Sequence[int], available: Collection[int]) -> None:
         self._graph = graph
         self.storages: dict[int, int] = {}
-        self._runs: dict[Way, int] = {}
+        self._runs: dict[RecomputeRecipe, int] = {}
         pending = [storage for storage in needed if storage not in available and graph.is_forward(storage)]
         self._needed = set(pending)
         while pending:
@@ -110,32 +110,32 @@ class _Cut:
             if storage in self.storages:
                 continue
             self.storages[storage] = 2 + len(self.storages) + len(self._runs)
-            way = self._way(storage)
-            if way not in self._runs:
-                self._runs[way] = 2 + len(self.storages) + len(self._runs)
-                pending += [source for source in way.reads if source not in available and graph.is_forward(source)]
+            recipe = self._recipe(storage)
+            if recipe not in self._runs:
+                self._runs[recipe] = 2 + len(self.storages) + len(self._runs)
+                pending += [source for source in recipe.reads if source not in available and graph.is_forward(source)]
 
     def structure(self) -> Any:
         """Equal for networks that are alike."""
         storages = tuple(
-            (vertex, self._graph.sizes[s], s in self._needed, s in self._graph.not_kept)
+            (vertex, self._graph.sizes[s], s in self._needed, s in self._graph.must_recompute)
             for s, vertex in self.storages.items()
         )
         runs = tuple(
-            (vertex, way.seconds, tuple(self.storages.get(source, 0) for source in way.reads))
-            for way, vertex in self._runs.items()
+            (vertex, recipe.seconds, tuple(self.storages.get(source, 0) for source in recipe.reads))
+            for recipe, vertex in self._runs.items()
         )
-        return storages, runs, tuple(self._runs[self._way(storage)] for storage in self.storages)
+        return storages, runs, tuple(self._runs[self._recipe(storage)] for storage in self.storages)
 
-    def _way(self, storage: int) -> Way:
+    def _recipe(self, storage: int) -> RecomputeRecipe:
         # The ways of all that one operation makes are equal, so they are one vertex.
-        return self._graph.alone.get(storage) or self._graph.ways[storage]
+        return self._graph.mask_only.get(storage) or self._graph.recipes[storage]
 
     def solve(self, price: float | None) -> Saving:
         """The optimum at ``price`` bytes a second; ``None``: seconds alone count."""
         sizes = {storage: self._graph.sizes[storage] for storage in self.storages}
         if price is None:
-            quickest = min((way.seconds for way in self._runs if way.seconds > 0), default=1.0)
+            quickest = min((recipe.seconds for recipe in self._runs if recipe.seconds > 0), default=1.0)
             price = 2 * sum(sizes.values()) / quickest
         scale = _CAPACITY / max(sum(sizes.values()), 1)
         arcs: list[tuple[int, int, int]] = []
@@ -146,18 +146,20 @@ class _Cut:
         for storage, vertex in self.storages.items():
             if storage in self._needed:
                 arc(0, vertex, _ENDLESS)
-            barred = storage in self._graph.not_kept
-            arc(vertex, self._runs[self._way(storage)], _ENDLESS if barred else max(sizes[storage] * scale, 1))
-        for way, vertex in self._runs.items():
+            barred = storage in self._graph.must_recompute
+            arc(vertex, self._runs[self._recipe(storage)], _ENDLESS if barred else max(sizes[storage] * scale, 1))
+        for recipe, vertex in self._runs.items():
             # Of equal optima the one that runs less again is wanted, so nothing is quite free.
-            arc(vertex, 1, price * way.seconds * scale + (1 if price else 0))
-            for storage in way.reads:
+            arc(vertex, 1, price * recipe.seconds * scale + (1 if price else 0))
+            for storage in recipe.reads:
                 if storage in self.storages:
                     arc(vertex, self.storages[storage], _ENDLESS)
         reached = _source_side(arcs, 2 + len(self.storages) + len(self._runs))
-        again = {way for way, vertex in self._runs.items() if vertex in reached}
-        saved = frozenset(s for s, vertex in self.storages.items() if vertex in reached and self._way(s) not in again)
-        return Saving(saved, sum(sizes[s] for s in saved), sum(way.seconds for way in again))
+        again = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
+        saved = frozenset(
+            s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in again
+        )
+        return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in again))
 
 
 def _source_side(arcs: list[tuple[int, int, int]], vertices: int) -> set[int]:

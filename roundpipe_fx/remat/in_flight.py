@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.remat.chain import Chain, Solution, solve_chain
-from roundpipe_fx.remat.links import Keeping, choice_of
-from roundpipe_fx.remat.schedule import Choice
-from roundpipe_fx.remat.search import FINE_SLOTS, NESTED_SHARE, Rung, levels, nested_slots, spread
+from roundpipe_fx.remat.chain import SegmentChain, Solution, solve_chain
+from roundpipe_fx.remat.schedule import RematChoice
+from roundpipe_fx.remat.search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, spread
+from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 
-__all__ = ["Run", "rungs_of_run", "together"]
+__all__ = ["SegmentRun", "points_of_run", "together"]
 
 _MOST = 32
 """So many rungs of a run are there to choose from."""
@@ -34,7 +34,7 @@ _PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
 
 
 @dataclass(frozen=True)
-class Run:
+class SegmentRun:
     """Segments whose kept values lie on the same devices.
 
     Attributes:
@@ -50,23 +50,25 @@ class Run:
     in_flight: int
 
 
-def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keeping]], run: Run) -> list[Rung]:
+def points_of_run(
+    graph: OperationGraph, chain: SegmentChain, save_options: list[list[SaveOption]], run: SegmentRun
+) -> list[ParetoPoint]:
     """What a run may keep: ever fewer bytes for ever more seconds.
 
     Args:
         graph: the operations.
         chain: of all segments.
-        keepings: what stands behind its options.
+        save_options: what stands behind its options.
         run: the segments.
     """
     part = chain.part(run.first, run.end, run.in_flight == 1)
-    whole = sum(max(option.held for option in link.options) for link in part.links)
+    whole = sum(max(option.held for option in stage.options) for stage in part.stages)
     most = whole + max(
-        max(option.forward, option.backward) + link.standing + link.standing_forward
-        for link in part.links
-        for option in link.options
+        max(option.forward, option.backward) + stage.resident + stage.resident_forward
+        for stage in part.stages
+        for option in stage.options
     )
-    slowest = sum(max(option.seconds for option in (*link.options, *link.bare)) for link in part.links)
+    slowest = sum(max(option.seconds for option in (*stage.options, *stage.unsaved_options)) for stage in part.stages)
     solutions = [solve_chain(part, most, FINE_SLOTS, nested=False)]
     if run.in_flight > 1:
         rate = slowest / max(whole, 1)
@@ -79,19 +81,19 @@ def rungs_of_run(graph: OperationGraph, chain: Chain, keepings: list[list[Keepin
         coarse = solve_chain(variant, limit, nested_slots(part))
         low = levels(coarse)[0] * coarse.slot
         solutions += [coarse, solve_chain(variant, int(low * NESTED_SHARE) + 1, nested_slots(part))]
-    found = [rung for solution in solutions for rung in _rungs(graph, keepings, run, part, solution)]
-    best: list[tuple[float, Rung]] = []
-    for size, rung in sorted(found, key=lambda item: (item[1].seconds, item[0])):
+    found = [point for solution in solutions for point in _points(graph, save_options, run, part, solution)]
+    best: list[tuple[float, ParetoPoint]] = []
+    for size, point in sorted(found, key=lambda item: (item[1].seconds, item[0])):
         if not best or size < best[-1][0]:
-            best.append((size, rung))
-    return spread([rung for _, rung in best], _MOST)
+            best.append((size, point))
+    return spread([point for _, point in best], _MOST)
 
 
-def _rungs(
-    graph: OperationGraph, keepings: list[list[Keeping]], run: Run, part: Chain, solution: Solution
-) -> list[tuple[float, Rung]]:
+def _points(
+    graph: OperationGraph, save_options: list[list[SaveOption]], run: SegmentRun, part: SegmentChain, solution: Solution
+) -> list[tuple[float, ParetoPoint]]:
     """Solutions with the bytes that they take with all microbatches in flight."""
-    found: list[tuple[float, Rung]] = []
+    found: list[tuple[float, ParetoPoint]] = []
     for slots in spread(levels(solution), _LEVELS):
         decisions = solution.decisions(slots)
         kept = sum(map(part.kept_at, decisions))
@@ -100,20 +102,20 @@ def _rungs(
             dataclasses.replace(
                 decision,
                 before=None if decision.before is None else decision.before + run.first,
-                link=decision.link + run.first,
+                stage=decision.stage + run.first,
                 until=decision.until + run.first,
             )
             for decision in decisions
         ]
         size = part.needed(decisions) + (run.in_flight - 1) * kept
-        found.append((size, Rung(max(seconds, 0.0), partial(choice_of, graph, keepings, shifted))))
+        found.append((size, ParetoPoint(max(seconds, 0.0), partial(remat_choice_of, graph, save_options, shifted))))
     return found
 
 
-def together(choices: list[Choice]) -> Choice:
+def together(choices: list[RematChoice]) -> RematChoice:
     """Choices for different segments as one."""
-    return Choice(
+    return RematChoice(
         frozenset().union(*(choice.kept for choice in choices)),
         {segment: storages for choice in choices for segment, storages in choice.held.items()},
-        {segment: thrift for choice in choices for segment, thrift in choice.thrift.items()},
+        {segment: remat_level for choice in choices for segment, remat_level in choice.remat_level.items()},
     )

@@ -76,7 +76,7 @@ class _Cut:
                 if storage in self._makers:
                     self._arcs.append((self._vertices[operation], self._vertices[self._makers[storage]], _ENDLESS))
         numbers = itertools.count(2 + len(self.backward))
-        for storage in (*self._makers, *(graph.always_kept & readers.keys())):
+        for storage in (*self._makers, *(graph.must_save & readers.keys())):
             if storage in self._held:
                 continue
             size = int(graph.sizes[storage] / self._scale)
@@ -119,13 +119,15 @@ class _Cut:
 
     def _while_made_again(self, operation: Operation, storage: int, forward: set[int], makers: list[Operation]) -> int:
         """Bytes while a forward operand is made, if it is the last of an operation's operands."""
-        ways = [way for table in (self.graph.ways, self.graph.alone) if (way := table.get(storage)) is not None]
+        recipes = [
+            recipe for table in (self.graph.recipes, self.graph.mask_only) if (recipe := table.get(storage)) is not None
+        ]
         live = self._live(makers, operation)
         return live + min(
-            _bytes(self.graph, (forward | self._forward(way.reads) | set(way.makes)) - self._held)
-            + way.scratch
-            - self._written_over(way.operation)
-            for way in ways
+            _bytes(self.graph, (forward | self._forward(recipe.reads) | set(recipe.makes)) - self._held)
+            + recipe.workspace
+            - self._written_over(recipe.operation)
+            for recipe in recipes
         )
 
     def _needs(self, operation: Operation, other: Operation) -> bool:
@@ -143,10 +145,10 @@ class _Cut:
         """Those of the forward that are not counted wherever anything of the backward runs."""
         graph = self.graph
         found = {storage for storage in storages if graph.is_forward(storage)}
-        return found - self._held - graph.always_kept
+        return found - self._held - graph.must_save
 
     def _written_over(self, operation: Operation) -> int:
-        return max((self.graph.sizes[storage] for storage in operation.over), default=0)
+        return max((self.graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
 
     def _live(self, has_run: Iterable[Operation], running: Operation) -> int:
         """Bytes of the backward's storages, of those that are kept in any case, and of what the caller holds."""

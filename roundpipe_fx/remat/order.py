@@ -71,14 +71,18 @@ def order_events(
             if storage in counted:
                 readers[storage] += 1
     live = sum(sizes[storage] for storage in before if readers[storage])
-    rooms = {storage: event.room for event in events for storage in event.makes}
+    rooms = {storage: event.reuse_scope for event in events for storage in event.makes}
     facts = [
         (
             sum(sizes[storage] for storage in event.makes),
             sum(sizes[storage] for storage in event.makes if not readers[storage]),
             [(storage, sizes[storage]) for storage in event.reads if storage in counted and storage not in lasting],
-            [storage for storage in event.over if storage in rooms and rooms[storage] == event.room],
-            event.scratch,
+            [
+                storage
+                for storage in event.inplace_candidates
+                if storage in rooms and rooms[storage] == event.reuse_scope
+            ],
+            event.workspace,
         )
         for event in events
     ]
@@ -88,18 +92,18 @@ def order_events(
 
     def during(partial: _Partial, position: int) -> tuple[int, int]:
         """Bytes while an event runs, and after it."""
-        made, unread, reads, over, scratch = facts[position]
+        made, unread, reads, inplace_candidates, workspace = facts[position]
         left = partial.readers
         freed = 0
         for storage, size in reads:
             if left[storage] == 1:
                 freed += size
         written = 0
-        for storage in over:
+        for storage in inplace_candidates:
             if left[storage] == 1:
                 written = sizes[storage]
                 break
-        return partial.live + made - written + scratch, partial.live + made - freed - unread
+        return partial.live + made - written + workspace, partial.live + made - freed - unread
 
     def run(partial: _Partial, position: int) -> None:
         high, partial.live = during(partial, position)

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_fx.analysis.operations import Operation, OperationGraph, Way
+from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain import LinkOption, solve_chain
-from roundpipe_fx.remat.links import chain_of, choice_of
-from roundpipe_fx.remat.schedule import Choice
+from roundpipe_fx.remat.chain import ChainStageOption, solve_chain
+from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import Candidate, best_of, everything_kept, levels, spread, work_out
+from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
 
 __all__ = ["as_autograd_runs", "rotor_candidates"]
 
@@ -27,42 +27,44 @@ def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
     """Candidates of rotor's kind of which none is better than another in peak and seconds, highest peak first."""
     graph = as_autograd_runs(graph)
     blocks = Blocks(graph, arrange=False)
-    chain, keepings = chain_of(blocks)
+    chain, save_options = chain_of(blocks)
     # Options come by seconds: the first recomputes nothing.
-    everything = [options[0] for options in keepings]
-    links = []
-    for link in chain.links:
-        all_kept = link.options[0]
-        again = LinkOption(all_kept.held, link.seconds, all_kept.forward, max(all_kept.backward, all_kept.forward))
-        links.append(replace(link, options=(all_kept,), bare=(again,)))
+    everything = [options[0] for options in save_options]
+    stages = []
+    for stage in chain.stages:
+        all_kept = stage.options[0]
+        again = ChainStageOption(
+            all_kept.held, stage.seconds, all_kept.forward, max(all_kept.backward, all_kept.forward)
+        )
+        stages.append(replace(stage, options=(all_kept,), unsaved_options=(again,)))
     found = [everything_kept(blocks)]
     for limit in (found[0].peak.bytes, found[0].peak.bytes // 3):
-        solution = solve_chain(replace(chain, links=tuple(links)), limit, _SLOTS)
+        solution = solve_chain(replace(chain, stages=tuple(stages)), limit, _SLOTS)
         for slots in spread(levels(solution), _LEVELS):
             decisions = solution.decisions(slots)
-            choice = choice_of(graph, [[keeping] for keeping in everything], decisions)
+            choice = remat_choice_of(graph, [[save_option] for save_option in everything], decisions)
             held = dict(choice.held)
             for decision in decisions:
-                if decision.bare is not None:
-                    held[decision.link] = held.get(decision.link, frozenset()) | everything[decision.link].saved
-            found.append(work_out(blocks, Choice(choice.kept, held)))
+                if decision.unsaved_option is not None:
+                    held[decision.stage] = held.get(decision.stage, frozenset()) | everything[decision.stage].saved
+            found.append(work_out(blocks, RematChoice(choice.kept, held)))
     return best_of(found)
 
 
 def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
     """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
-    plain = {operation: replace(operation, over=()) for operation in graph.forward}
+    plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
 
-    def way(old: Way) -> Way:
+    def recipe(old: RecomputeRecipe) -> RecomputeRecipe:
         return replace(old, operation=plain[old.operation])
 
     def block(operations: list[Operation]) -> list[Operation]:
-        return [replace(operation, over=()) for operation in operations]
+        return [replace(operation, inplace_candidates=()) for operation in operations]
 
     return replace(
         graph,
         forward=tuple(plain.values()),
         backward={segment: block(operations) for segment, operations in graph.backward.items()},
-        ways={storage: way(old) for storage, old in graph.ways.items()},
-        alone={},
+        recipes={storage: recipe(old) for storage, old in graph.recipes.items()},
+        mask_only={},
     )

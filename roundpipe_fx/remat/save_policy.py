@@ -99,7 +99,7 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     Returns:
         the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
     """
-    kept = _kept(joint, [node for node in saved if Mark.NOT_KEPT not in viewed(node).meta])
+    kept = _kept(joint, [node for node in saved if Mark.MUST_RECOMPUTE not in viewed(node).meta])
     position = {node: index for index, node in enumerate(joint.in_phase(Phase.FORWARD))}
     backward = joint.in_phase(Phase.BACKWARD)
     by_stage: dict[int, list[fx.Node]] = {}
@@ -127,7 +127,7 @@ def _place(node: fx.Node) -> tuple[int, int]:
 def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
     kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
     for node in joint.in_phase(Phase.FORWARD):
-        if Mark.HOISTED in node.meta:
+        if Mark.MUST_SAVE in node.meta:
             kept.update(output for output in node_outputs(node) if selection(output) is None)
         elif is_symbolic_scalar(node):
             kept.add(node)
@@ -147,7 +147,7 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.
         node = pending.pop()
         if node in found:
             continue
-        assert Mark.HOISTED not in node.meta, f"{node} is hoisted and must not run again"
+        assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not run again"
         found.add(node)
         picked = selection(node)
         reads = input_nodes(node) if picked is None else [picked[0]]

@@ -13,16 +13,16 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_fx.analysis.liveness import Event, levels_of, peak_of
-from roundpipe_fx.analysis.operations import Operation, OperationGraph, Step
+from roundpipe_fx.analysis.operations import Operation, OperationGraph, PlannedOp
 from roundpipe_fx.analysis.recomputation import Form
 from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematBlock, RematSchedule
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.ir.joint_graph import Phase
 
 __all__ = [
-    "Choice",
     "Peak",
-    "Schedule",
+    "PlannedSchedule",
+    "RematChoice",
     "backward_events",
     "footprint",
     "just_in_time",
@@ -39,22 +39,22 @@ _LOSS = -2
 
 
 @dataclass(frozen=True)
-class Choice:
+class RematChoice:
     """What is kept, and what is made again and held, and when.
 
     Attributes:
         kept: forward storages kept from the forward on.
         held: by segment, forward storages that are made again just before its backward, for it and earlier ones.
-        thrift: by segment, how many times what its backward makes again is dropped and made once more.
+        remat_level: by segment, how many times what its backward makes again is dropped and made once more.
     """
 
     kept: frozenset[int]
     held: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    thrift: Mapping[int, int] = field(default_factory=dict)
+    remat_level: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PlannedSchedule:
     """A choice worked out.
 
     Attributes:
@@ -63,8 +63,8 @@ class Schedule:
         seconds: modelled seconds of what runs again.
     """
 
-    choice: Choice
-    backward: tuple[tuple[int, tuple[Step, ...]], ...]
+    choice: RematChoice
+    backward: tuple[tuple[int, tuple[PlannedOp, ...]], ...]
     seconds: float
 
 
@@ -89,7 +89,7 @@ class Peak:
 
 def just_in_time(
     graph: OperationGraph, segment: int, available: Collection[int], wanted: Collection[int] | None = None
-) -> list[Step]:
+) -> list[PlannedOp]:
     """A segment's backward, with forward operations that run again right before they are needed.
 
     Args:
@@ -101,7 +101,7 @@ def just_in_time(
     operations = graph.backward[segment] if wanted is None else ()
     wanted = wanted or ()
     stage = graph.stages[segment]
-    steps: list[Step] = []
+    steps: list[PlannedOp] = []
     made: set[int] = set()
     needed = _closure(graph, operations, available, wanted)
 
@@ -111,27 +111,27 @@ def just_in_time(
             current, asking, ready = pending.pop()
             if current in made or current in available or not graph.is_forward(current):
                 continue
-            way = graph.ways[current]
-            stand_in = None
-            if asking is not None and current in graph.alone and needed.isdisjoint(set(way.makes) - {current}):
-                stand_in = graph.stand_ins.get((current, asking.index))
-                way = graph.alone[current] if stand_in is not None else way
+            recipe = graph.recipes[current]
+            rng_shape_source = None
+            if asking is not None and current in graph.mask_only and needed.isdisjoint(set(recipe.makes) - {current}):
+                rng_shape_source = graph.rng_shape_sources.get((current, asking.index))
+                recipe = graph.mask_only[current] if rng_shape_source is not None else recipe
             if not ready:
                 pending.append((current, asking, True))
-                pending += [(source, None, False) for source in reversed(way.reads)]
+                pending += [(source, None, False) for source in reversed(recipe.reads)]
                 continue
-            reads = way.reads
-            if stand_in is not None and asking is not None:
+            reads = recipe.reads
+            if rng_shape_source is not None and asking is not None:
                 reads = tuple(s for s in asking.reads if s != current)
-            steps.append(Step(way.operation, way, reads, stage, stand_in))
-            made.update(way.makes)
+            steps.append(PlannedOp(recipe.operation, recipe, reads, stage, rng_shape_source))
+            made.update(recipe.makes)
 
     for storage in sorted(wanted):
         make(storage, None)
     for operation in operations:
         for storage in operation.reads:
             make(storage, operation)
-        steps.append(Step(operation, None, operation.reads, stage))
+        steps.append(PlannedOp(operation, None, operation.reads, stage))
     return steps
 
 
@@ -148,12 +148,12 @@ def _closure(
         if storage in found or storage in available or not graph.is_forward(storage):
             continue
         found.add(storage)
-        if storage not in graph.alone:
-            pending += graph.ways[storage].reads
+        if storage not in graph.mask_only:
+            pending += graph.recipes[storage].reads
     return found
 
 
-def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False) -> Peak:
+def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool = False) -> Peak:
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
     What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
@@ -174,15 +174,15 @@ def simulate(graph: OperationGraph, schedule: Schedule, list_live: bool = False)
     event = events[peak.position]
     live = [(_name(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
     if event.what is None:
-        live = sorted([*live, ("loss outside", event.scratch)], key=lambda value: -value[1])
+        live = sorted([*live, ("loss outside", event.workspace)], key=lambda value: -value[1])
         return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
-    if event.scratch:
-        live = sorted([*live, (f"workspace of {event.what.node.name}", event.scratch)], key=lambda value: -value[1])
-    backward = event.room[1] is not Phase.FORWARD
+    if event.workspace:
+        live = sorted([*live, (f"workspace of {event.what.node.name}", event.workspace)], key=lambda value: -value[1])
+    backward = event.reuse_scope[1] is not Phase.FORWARD
     return Peak(size, event.what.segment, backward, event.what, tuple(live[:_SHOWN]))
 
 
-def footprint(graph: OperationGraph, schedule: Schedule) -> Footprint:
+def footprint(graph: OperationGraph, schedule: PlannedSchedule) -> Footprint:
     """What one call does to memory that runs a schedule, gradients left out."""
     return _footprint(graph, _course(graph, schedule))
 
@@ -212,7 +212,7 @@ class _Course:
     copied: dict[int, int]
 
 
-def _course(graph: OperationGraph, schedule: Schedule) -> _Course:
+def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     steps = [step for _, block in schedule.backward for step in block]
     sizes = dict(enumerate(graph.sizes))
     # A generator's state is saved by the forward operation that is replayed, and read by each replay.
@@ -221,14 +221,14 @@ def _course(graph: OperationGraph, schedule: Schedule) -> _Course:
     arriving: dict[int, Sequence[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
     for step in steps:
         index = step.operation.index
-        if step.way is not None and index in graph.states and index not in states:
+        if step.recipe is not None and index in graph.states and index not in states:
             states[index] = -3 - index
             sizes[-3 - index] = graph.states[index]
             arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
     backward = _early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
-    loss = Event(None, tuple(graph.copied), (), scratch=graph.loss)
+    loss = Event(None, tuple(graph.copied), (), workspace=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
 
 
@@ -236,29 +236,29 @@ def _early_first(events: Sequence[Event]) -> list[Event]:
     """The events of a backward in the order of the programs: of each stage first those of its recompute module."""
     by_stage: dict[int, tuple[list[Event], list[Event]]] = {}
     for event in events:
-        stage, module = event.room
+        stage, module = event.reuse_scope
         by_stage.setdefault(stage, ([], []))[module is Phase.BACKWARD].append(event)
     return [event for modules in by_stage.values() for module in modules for event in module]
 
 
-def peaks_by_stage(graph: OperationGraph, schedule: Schedule) -> tuple[int, dict[int, int]]:
+def peaks_by_stage(graph: OperationGraph, schedule: PlannedSchedule) -> tuple[int, dict[int, int]]:
     """The most bytes that live at one time in one call; and for each stage while its backward runs."""
     course = _course(graph, schedule)
     found: dict[int, int] = {}
     levels = levels_of(course.events, course.sizes, course.lasting, course.arriving)
     for event, (during, _) in list(zip(course.events, levels, strict=True))[len(graph.forward) + 1 :]:
-        found[event.room[0]] = max(found.get(event.room[0], 0), during)
+        found[event.reuse_scope[0]] = max(found.get(event.reuse_scope[0], 0), during)
     return max((during for during, _ in levels), default=0), found
 
 
-def remat_schedule(graph: OperationGraph, schedule: Schedule) -> RematSchedule:
+def remat_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> RematSchedule:
     """A schedule as it is written into the graph that the operations were read off."""
     blocks = []
     for segment, steps in schedule.backward:
         ops = (
             BackwardOp(step.operation.node, early=step.early)
-            if step.way is None
-            else BackwardOp(step.way.node, step.way.form, step.early, step.stand_in)
+            if step.recipe is None
+            else BackwardOp(step.recipe.node, step.recipe.form, step.early, step.rng_shape_source)
             for step in steps
         )
         blocks.append(RematBlock(segment, graph.stages[segment], tuple(ops)))
@@ -280,7 +280,7 @@ def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], last
 
 
 def backward_events(
-    graph: OperationGraph, steps: Iterable[Step], sizes: dict[int, int], states: Mapping[int, int]
+    graph: OperationGraph, steps: Iterable[PlannedOp], sizes: dict[int, int], states: Mapping[int, int]
 ) -> tuple[list[Event], dict[int, int], dict[int, int]]:
     """Steps with copies of a storage told apart: a copy is numbered after the storages, ``sizes`` is extended.
 
@@ -292,24 +292,26 @@ def backward_events(
     copied: dict[int, int] = {}
     number = len(graph.sizes)
     for step in steps:
-        operation, way = step.operation, step.way
-        room = (step.stage, Phase.RECOMPUTE if step.early else Phase.BACKWARD)
-        reads, over = list(step.reads), operation.over
+        operation, recipe = step.operation, step.recipe
+        reuse_scope = (step.stage, Phase.RECOMPUTE if step.early else Phase.BACKWARD)
+        reads, inplace_candidates = list(step.reads), operation.inplace_candidates
         if not latest.keys().isdisjoint(reads):
             reads = [latest.get(storage, storage) for storage in reads]
-            over = tuple([latest.get(storage, storage) for storage in over])
-        if way is None:
-            events.append(Event(operation, reads, operation.makes, over, room, operation.workspace))
+            inplace_candidates = tuple([latest.get(storage, storage) for storage in inplace_candidates])
+        if recipe is None:
+            events.append(
+                Event(operation, reads, operation.makes, inplace_candidates, reuse_scope, operation.workspace)
+            )
             continue
         if operation.index in states:
             reads.append(states[operation.index])
         makes = []
-        for storage in way.makes:
+        for storage in recipe.makes:
             latest[storage] = number
             copied[number] = storage
             sizes[number] = graph.sizes[storage]
             makes.append(number)
             number += 1
-        over = over if way.form is Form.SAME else ()
-        events.append(Event(operation, reads, makes, over, room, way.scratch))
+        inplace_candidates = inplace_candidates if recipe.form is Form.SAME else ()
+        events.append(Event(operation, reads, makes, inplace_candidates, reuse_scope, recipe.workspace))
     return events, latest, copied

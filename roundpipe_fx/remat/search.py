@@ -17,17 +17,17 @@ import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
-from roundpipe_fx.remat.chain import Chain, Solution, solve_chain
-from roundpipe_fx.remat.links import Keeping, chain_of, choice_of
+from roundpipe_fx.remat.chain import SegmentChain, Solution, solve_chain
 from roundpipe_fx.remat.progress import progress
-from roundpipe_fx.remat.schedule import Choice, Peak, Schedule, simulate
+from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
+from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
 
 __all__ = [
     "FINE_SLOTS",
     "NESTED_SHARE",
     "Candidate",
-    "Found",
-    "Rung",
+    "ParetoPoint",
+    "SearchResult",
     "best_of",
     "everything_kept",
     "levels",
@@ -62,7 +62,7 @@ class Candidate:
         peak: simulated.
     """
 
-    schedule: Schedule
+    schedule: PlannedSchedule
     peak: Peak
 
     @property
@@ -73,11 +73,11 @@ class Candidate:
 
 def everything_kept(blocks: Blocks) -> Candidate:
     """Nothing runs again."""
-    return work_out(blocks, Choice(frozenset(blocks.graph.makers)))
+    return work_out(blocks, RematChoice(frozenset(blocks.graph.makers)))
 
 
 @dataclass(frozen=True)
-class Rung:
+class ParetoPoint:
     """A solution of the chain that differs from those with less memory.
 
     Attributes:
@@ -86,23 +86,23 @@ class Rung:
     """
 
     seconds: float
-    choice: Callable[[], Choice]
+    choice: Callable[[], RematChoice]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search found.
 
     Attributes:
         candidates: of which none is better than another in both peak and seconds, highest peak first.
-        rungs: every solution of the chain, fewest seconds first; the candidates are some of them, judged.
+        points: every solution of the chain, fewest seconds first; the candidates are some of them, judged.
     """
 
     candidates: list[Candidate]
-    rungs: list[Rung]
+    points: list[ParetoPoint]
 
 
-def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -> Found:
+def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -> SearchResult:
     """Candidates spread over the whole trade-off, and what lies between them.
 
     Args:
@@ -110,28 +110,28 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -
         most: so many solutions are judged, at most, of each chain: without nested recomputation, and with it.
         kept: what keeping everything comes to, if that has been worked out.
     """
-    chain, keepings = chain_of(blocks)
+    chain, save_options = chain_of(blocks)
     if blocks.graph.regions:
-        kept = most_kept(blocks, keepings)
+        kept = most_kept(blocks, save_options)
     kept = kept or everything_kept(blocks)
-    fine = _rungs(blocks.graph, keepings, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
+    fine = _points(blocks.graph, save_options, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
     found = [kept]
-    found += [work_out(blocks, rung.choice()) for rung in progress(spread(fine, most), "judging plans")]
+    found += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
     low = min(item.peak.bytes for item in found)
     solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
-    nested = _rungs(blocks.graph, keepings, solution)
+    nested = _points(blocks.graph, save_options, solution)
     judged = progress(spread(nested, most), "judging plans with nested recomputation")
-    found += [work_out(blocks, rung.choice()) for rung in judged]
-    return Found(best_of(found), sorted([*fine, *nested], key=lambda rung: rung.seconds))
+    found += [work_out(blocks, point.choice()) for point in judged]
+    return SearchResult(best_of(found), sorted([*fine, *nested], key=lambda point: point.seconds))
 
 
-def nested_slots(chain: Chain) -> int:
+def nested_slots(chain: SegmentChain) -> int:
     """How finely memory is counted where recomputation is nested."""
     fewest, finest = _NESTED_SLOTS
-    return min(max(_NESTED_WORK // len(chain.links), fewest), finest)
+    return min(max(_NESTED_WORK // len(chain.stages), fewest), finest)
 
 
-def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
+def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
     """More candidates around a limit: rungs between the two that it lies between, by halving.
 
     Only what lies between its neighbours in peak and seconds is taken. So for limits that fall, refined each on its
@@ -142,10 +142,10 @@ def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
     if not at:
         return candidates
     over, within = candidates[at - 1], candidates[at]
-    between = found.rungs
+    between = found.points
     taken = []
     for _ in range(_HALVINGS):
-        between = [rung for rung in between if over.seconds < rung.seconds < within.seconds]
+        between = [point for point in between if over.seconds < point.seconds < within.seconds]
         if not between:
             break
         item = work_out(blocks, between.pop(len(between) // 2).choice())
@@ -155,28 +155,28 @@ def refine(blocks: Blocks, found: Found, limit: int) -> list[Candidate]:
     return best_of([*candidates, *taken])
 
 
-def most_kept(blocks: Blocks, keepings: list[list[Keeping]]) -> Candidate:
+def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> Candidate:
     """As little runs again as the budgets of regions allow."""
     graph = blocks.graph
-    kept = {storage for options in keepings for storage in options[0].saved}
-    return work_out(blocks, Choice(frozenset(kept | graph.crossing)))
+    kept = {storage for options in save_options for storage in options[0].saved}
+    return work_out(blocks, RematChoice(frozenset(kept | graph.live_across)))
 
 
-def work_out(blocks: Blocks, choice: Choice) -> Candidate:
+def work_out(blocks: Blocks, choice: RematChoice) -> Candidate:
     """What a choice comes to. What it would keep and must not is made again, where its checkpoint is recomputed."""
     schedule = make_schedule(blocks, _heeding_regions(blocks.graph, choice))
     return Candidate(schedule, simulate(blocks.graph, schedule))
 
 
-def _heeding_regions(graph: OperationGraph, choice: Choice) -> Choice:
-    barred = choice.kept & graph.not_kept
+def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
+    barred = choice.kept & graph.must_recompute
     if not barred:
         return choice
     held = {segment: set(storages) for segment, storages in choice.held.items()}
     for storage in barred & graph.hold_at.keys():
         held.setdefault(graph.hold_at[storage], set()).add(storage)
     frozen = {segment: frozenset(storages) for segment, storages in held.items()}
-    return Choice(choice.kept - barred, frozen, choice.thrift)
+    return RematChoice(choice.kept - barred, frozen, choice.remat_level)
 
 
 def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -188,11 +188,11 @@ def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
     return best
 
 
-def _rungs(graph: OperationGraph, keepings: list[list[Keeping]], solution: Solution) -> list[Rung]:
-    def choice(slots: int) -> Choice:
-        return choice_of(graph, keepings, solution.decisions(slots))
+def _points(graph: OperationGraph, save_options: list[list[SaveOption]], solution: Solution) -> list[ParetoPoint]:
+    def choice(slots: int) -> RematChoice:
+        return remat_choice_of(graph, save_options, solution.decisions(slots))
 
-    return [Rung(float(solution.seconds[slots]), partial(choice, slots)) for slots in levels(solution)]
+    return [ParetoPoint(float(solution.seconds[slots]), partial(choice, slots)) for slots in levels(solution)]
 
 
 def levels(solution: Solution) -> list[int]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.in_flight import Run, rungs_of_run
-from roundpipe_fx.remat.links import chain_of
+from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run
 from roundpipe_fx.remat.schedule import simulate
-from roundpipe_fx.remat.search import Candidate, Found, Rung, best_of, search, spread, work_out
+from roundpipe_fx.remat.search import Candidate, ParetoPoint, SearchResult, best_of, search, spread, work_out
+from roundpipe_fx.remat.segment_chain import chain_of
 
 __all__ = ["candidates_for_step", "search_for_step"]
 
@@ -21,14 +21,14 @@ _JUDGED = 12
 """So many of the solutions for several calls are judged."""
 
 
-def search_for_step(blocks: Blocks) -> Found:
+def search_for_step(blocks: Blocks) -> SearchResult:
     """As :func:`search`, with the peaks of a step of several calls.
 
     Args:
         blocks: of a graph with what its step needs.
     """
-    candidates, rungs = _looked_at(blocks)
-    return Found(best_of(candidates), rungs)
+    candidates, points = _looked_at(blocks)
+    return SearchResult(best_of(candidates), points)
 
 
 def candidates_for_step(blocks: Blocks) -> list[Candidate]:
@@ -36,17 +36,17 @@ def candidates_for_step(blocks: Blocks) -> list[Candidate]:
     return _looked_at(blocks)[0]
 
 
-def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[Rung]]:
+def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[ParetoPoint]]:
     graph = blocks.graph
     assert graph.step is not None
     alone = Blocks(dataclasses.replace(graph, step=None))
     found = search(alone)
     candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in found.candidates]
-    rungs = found.rungs
+    points = found.points
     if graph.step.alive > 1:
-        chain, keepings = chain_of(alone)
-        run = Run(0, graph.segments, frozenset({0}), graph.step.alive)
-        more = rungs_of_run(graph, chain, keepings, run)
-        candidates += [work_out(blocks, rung.choice()) for rung in spread(more, _JUDGED)]
-        rungs = sorted([*rungs, *more], key=lambda rung: rung.seconds)
-    return candidates, rungs
+        chain, save_options = chain_of(alone)
+        run = SegmentRun(0, graph.segments, frozenset({0}), graph.step.alive)
+        more = points_of_run(graph, chain, save_options, run)
+        candidates += [work_out(blocks, point.choice()) for point in spread(more, _JUDGED)]
+        points = sorted([*points, *more], key=lambda point: point.seconds)
+    return candidates, points

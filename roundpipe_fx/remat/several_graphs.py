@@ -19,7 +19,7 @@ from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.schedule import footprint
 from roundpipe_fx.remat.several_calls import candidates_for_step
 
-__all__ = ["FittedGraphs", "Rung", "fit_graphs", "ladder_of"]
+__all__ = ["FittedGraphs", "GraphPlan", "fit_graphs", "ladder_of"]
 
 _LEVELS = 16
 _ROUNDS = 3
@@ -27,7 +27,7 @@ _ROUNDS = 3
 
 
 @dataclass(frozen=True)
-class Rung:
+class GraphPlan:
     """A plan of one graph.
 
     Attributes:
@@ -54,7 +54,7 @@ class FittedGraphs:
     peak: int
 
 
-def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[Rung]:
+def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[GraphPlan]:
     """The plans that there are for a graph, quickest first.
 
     Args:
@@ -62,15 +62,15 @@ def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[Rung]:
         needs: what its steps need.
     """
     candidates = candidates_for_step(Blocks(dataclasses.replace(operations, step=needs)))
-    rungs = [
-        Rung(item.seconds, dataclasses.replace(footprint(operations, item.schedule), gradients=needs.gradients))
+    plans = [
+        GraphPlan(item.seconds, dataclasses.replace(footprint(operations, item.schedule), gradients=needs.gradients))
         for item in candidates
     ]
-    return sorted(rungs, key=lambda rung: (rung.seconds, rung.footprint.held))
+    return sorted(plans, key=lambda plan: (plan.seconds, plan.footprint.held))
 
 
 def fit_graphs(
-    ladders: Mapping[str, Sequence[Rung]],
+    ladders: Mapping[str, Sequence[GraphPlan]],
     steps: Sequence[NotedStep],
     fixed: Mapping[str, Footprint],
     budget: int | float,

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_fx.torch_private import WatchedMemory, watch_memory
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory
 
 __all__ = ["measure_peak"]
 
@@ -104,16 +104,16 @@ class _LiveStorages(TorchDispatchMode):
             for value in tree_leaves((args, kwargs))
             if isinstance(value, torch.Tensor) and value.layout is torch.strided
         }
-        result = watch_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
+        result = profile_memory(lambda: func(*args, **kwargs), "cpu", self._noting())
         for value in tree_leaves(result):
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 self._add(value.untyped_storage(), known)
         return result
 
-    def _noting(self) -> Callable[[WatchedMemory], None]:
+    def _noting(self) -> Callable[[ProfiledMemory], None]:
         before = self.live
 
-        def note(memory: WatchedMemory) -> None:
+        def note(memory: ProfiledMemory) -> None:
             with self._lock:
                 self.peak = max(self.peak, before + memory.peak)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_fx.runtime.pipeline_run import Span
-from roundpipe_fx.schedules import Action, Kind, Timing
+from roundpipe_fx.schedules import Action, ActionKind, Timing
 
 __all__ = ["Bar", "Timeline"]
 
@@ -108,16 +108,16 @@ class Timeline:
 
 
 _NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.RECOMPUTE: "recompute",
-    Kind.BACKWARD: "backward",
-    Kind.BACKWARD_INPUT: "backward of inputs",
-    Kind.BACKWARD_WEIGHT: "backward of parameters",
+    ActionKind.FORWARD: "forward",
+    ActionKind.RECOMPUTE: "recompute",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.BACKWARD_INPUT: "backward of inputs",
+    ActionKind.BACKWARD_WEIGHT: "backward of parameters",
 }
 _COLORS = {
-    Kind.FORWARD: "tab:blue",
-    Kind.RECOMPUTE: "tab:orange",
-    Kind.BACKWARD: "tab:green",
-    Kind.BACKWARD_INPUT: "tab:olive",
-    Kind.BACKWARD_WEIGHT: "tab:cyan",
+    ActionKind.FORWARD: "tab:blue",
+    ActionKind.RECOMPUTE: "tab:orange",
+    ActionKind.BACKWARD: "tab:green",
+    ActionKind.BACKWARD_INPUT: "tab:olive",
+    ActionKind.BACKWARD_WEIGHT: "tab:cyan",
 }

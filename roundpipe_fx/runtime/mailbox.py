@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from roundpipe_fx.runtime.lanes import Message
-from roundpipe_fx.schedules import Step
+from roundpipe_fx.runtime.device_streams import Message
+from roundpipe_fx.schedules import StageAction
 
 __all__ = ["Mailbox", "Stopped"]
 
@@ -18,11 +18,11 @@ class Mailbox:
     """Where messages for one device arrive; whoever waits in it can be stopped."""
 
     def __init__(self) -> None:
-        self._messages: dict[tuple[Step, int], Message] = {}
+        self._messages: dict[tuple[StageAction, int], Message] = {}
         self._arrived = threading.Condition()
         self._stopped = False
 
-    def put(self, step: Step, microbatch: int, messages: list[Message]) -> None:
+    def put(self, step: StageAction, microbatch: int, messages: list[Message]) -> None:
         """Leave the last of some messages, a step's for a microbatch.
 
         It is taken off the list: were the sender to hold it for a moment longer, its values would not die when their
@@ -32,7 +32,7 @@ class Mailbox:
             self._messages[step, microbatch] = messages.pop()
             self._arrived.notify()
 
-    def take(self, step: Step, microbatch: int) -> Message:
+    def take(self, step: StageAction, microbatch: int) -> Message:
         """The message, once it is there.
 
         Raises:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
-from roundpipe_fx.schedules import Action, Kind, Schedule, StageGraph, Step
+from roundpipe_fx.schedules import Action, ActionKind, Schedule, StageAction, StageGraph
 
 __all__ = ["Gradient", "Instruction", "PipelineProgram", "Source", "StepCode", "instructions_of", "last_uses"]
 
@@ -80,7 +80,7 @@ class PipelineProgram:
             value.
     """
 
-    steps: Mapping[Step, StepCode]
+    steps: Mapping[StageAction, StepCode]
     graph: StageGraph
     outputs: tuple[Source | None, ...]
     gradients: tuple[Gradient, ...]
@@ -107,7 +107,7 @@ class Instruction:
 
     action: Action
     code: StepCode
-    receives: tuple[Step, ...]
+    receives: tuple[StageAction, ...]
     dying: tuple[bool, ...]
     kept: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
@@ -131,13 +131,13 @@ def instructions_of(
         [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
         for device in range(schedule.devices)
     ]
-    where: list[dict[Step, int]] = [{} for _ in programs]
-    sequences: list[list[list[Step]]] = [[[] for _ in programs] for _ in orders]
+    where: list[dict[StageAction, int]] = [{} for _ in programs]
+    sequences: list[list[list[StageAction]]] = [[[] for _ in programs] for _ in orders]
     for device, order in enumerate(orders):
         for action in order:
             where[action.microbatch][action.step] = device
             sequences[device][action.microbatch].append(action.step)
-    known: dict[tuple[object, ...], dict[Step, Instruction]] = {}
+    known: dict[tuple[object, ...], dict[StageAction, Instruction]] = {}
     made: list[list[Instruction]] = []
     for device, order in enumerate(orders):
         own = []
@@ -155,13 +155,18 @@ def instructions_of(
 
 
 def _of_microbatch(
-    device: int, batch: int, program: PipelineProgram, where: Mapping[Step, int], sequence: Sequence[Step], left: bool
-) -> dict[Step, Instruction]:
-    last: dict[int, Step] = {}
+    device: int,
+    batch: int,
+    program: PipelineProgram,
+    where: Mapping[StageAction, int],
+    sequence: Sequence[StageAction],
+    left: bool,
+) -> dict[StageAction, Instruction]:
+    last: dict[int, StageAction] = {}
     for step in sequence:
         last.update((s.index, step) for s in program.steps[step].inputs if s.kind == "value")
     readers: dict[int, set[int]] = {}
-    waiting: dict[Step, set[int]] = {}
+    waiting: dict[StageAction, set[int]] = {}
     for step, at in where.items():
         for source_step in program.graph.reads[step]:
             waiting.setdefault(source_step, set()).add(at)
@@ -172,15 +177,15 @@ def _of_microbatch(
         source.index
         for step, code in program.steps.items()
         for source in code.inputs
-        if step not in where and step[0] is not Kind.FORWARD and source.kind == "value"
+        if step not in where and step[0] is not ActionKind.FORWARD and source.kind == "value"
     }
     outputs = _places(program.outputs)
     gradients = _places([gradient.source for gradient in program.gradients])
     if left:
         later |= gradients.keys()
         gradients = {}
-    instructions: dict[Step, Instruction] = {}
-    received: set[Step] = set()
+    instructions: dict[StageAction, Instruction] = {}
+    received: set[StageAction] = set()
     for step in sequence:
         code = program.steps[step]
         own = [(i, place) for i, number in enumerate(code.outputs) for place in gradients.get(number, ())]

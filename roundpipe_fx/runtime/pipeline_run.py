@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.runtime.lanes import Lane, Message
+from roundpipe_fx.runtime.buffer_versions import BufferVersions
+from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
+from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
-from roundpipe_fx.runtime.states import States
-from roundpipe_fx.runtime.sums import Sums
-from roundpipe_fx.runtime.visiting import Turn, turns_of
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -90,9 +90,9 @@ def run_pipeline(
     Raises:
         BaseException: what a stage raised, with its traceback; no gradient has been handed out then.
     """
-    run = _Run(workers, instructions, programs, primals, tangents, streams, given, on_host)
-    for lane in workers.lanes:
-        lane.prepare(run.home, workers.devices)
+    run = _PipelineRun(workers, instructions, programs, primals, tangents, streams, given, on_host)
+    for device_streams in workers.all_device_streams:
+        device_streams.prepare(run.caller_device, workers.devices)
     workers.submit(run.work)
     try:
         run.wait()
@@ -101,10 +101,11 @@ def run_pipeline(
         run.wait()
         raise
     finally:
-        for lane in workers.lanes:
-            lane.finish()  # after a failure too: what was issued may still read what the caller is about to free
+        for device_streams in workers.all_device_streams:
+            # After a failure too: what was issued may still read what the caller is about to free.
+            device_streams.finish()
             if on_host:
-                lane.settle()
+                device_streams.synchronize_copies()
     if run.failure is not None:
         try:
             raise run.failure
@@ -113,7 +114,7 @@ def run_pipeline(
     return run.finished()
 
 
-class _Run:
+class _PipelineRun:
     def __init__(
         self,
         workers: Workers,
@@ -125,37 +126,43 @@ class _Run:
         given: Sequence[dict[int, Any]],
         on_host: Collection[int],
     ) -> None:
-        self._lanes = workers.lanes
+        self._all_device_streams = workers.all_device_streams
         self._instructions = instructions
         self._programs = programs
         self._primals = primals
         self._tangents = tangents
         self._streams = streams
-        self.home = _home_of(primals, workers)
+        self.caller_device = _caller_device_of(primals, workers)
         # Here, in the caller's thread: tracing and compiling are not for several threads at once.
         self._calls = [
             [
-                own.code.call if lane.device == self.home else own.code.elsewhere(lane.device)
+                own.code.call
+                if device_streams.device == self.caller_device
+                else own.code.elsewhere(device_streams.device)
                 for own in instructions_of_device
             ]
-            for lane, instructions_of_device in zip(workers.lanes, instructions, strict=False)
+            for device_streams, instructions_of_device in zip(workers.all_device_streams, instructions, strict=False)
         ]
         self._modes = active_dispatch_modes()
-        self._states = States(programs, primals) if any(program.mutations for program in programs) else None
-        self._mailboxes = [Mailbox() for _ in workers.lanes]
-        self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.lanes]
+        self._buffer_versions = (
+            BufferVersions(programs, primals) if any(program.mutations for program in programs) else None
+        )
+        self._mailboxes = [Mailbox() for _ in workers.all_device_streams]
+        self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
         self._inherits = bool(given)
         self._left_gradients = _gradients_among(given, programs, primals)
         if given:
             self._hand_out(given)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
-        self._sums = [Sums() for _ in workers.lanes]
+        self._sums = [GradientAccumulator() for _ in workers.all_device_streams]
         self._on_host = on_host
-        self._turns: list[Mapping[int, Turn]] = [turns_of(own, primals, on_host) for own in instructions if on_host]
-        self._at_host: list[list[tuple[int, torch.Tensor]]] = [[] for _ in workers.lanes]
-        self._spans: list[list[Span]] = [[] for _ in workers.lanes]
+        self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
+            prefetch_steps_of(own, primals, on_host) for own in instructions if on_host
+        ]
+        self._at_host: list[list[tuple[int, torch.Tensor]]] = [[] for _ in workers.all_device_streams]
+        self._spans: list[list[Span]] = [[] for _ in workers.all_device_streams]
         self._began = time.perf_counter()
-        self._running = len(workers.lanes)
+        self._running = len(workers.all_device_streams)
         self._done = threading.Condition()
         self._stopping = False
         self.failure: BaseException | None = None
@@ -181,15 +188,15 @@ class _Run:
         self._stopping = True
         for mailbox in self._mailboxes:
             mailbox.stop()
-        if self._states is not None:
-            self._states.stop()
+        if self._buffer_versions is not None:
+            self._buffer_versions.stop()
 
-    def work(self, device: int, lane: Lane) -> None:
+    def work(self, device: int, device_streams: DeviceStreams) -> None:
         """One worker's part. Never raises."""
         try:
-            with dispatch_modes(self._modes), lane.running():
+            with dispatch_modes(self._modes), device_streams.running():
                 if device < len(self._instructions):
-                    self._go_through(device, lane)
+                    self._go_through(device, device_streams)
         except Stopped:
             pass
         except BaseException as error:  # handed to the caller's thread
@@ -204,38 +211,38 @@ class _Run:
                 self._running -= 1
                 self._done.notify_all()
 
-    def _go_through(self, device: int, lane: Lane) -> None:
+    def _go_through(self, device: int, device_streams: DeviceStreams) -> None:
         values, spans = self._values[device], self._spans[device]
-        base = self._began if lane.device.type == "cpu" else lane.mark()
+        base = self._began if device_streams.device.type == "cpu" else device_streams.mark()
         instructions = self._instructions[device]
-        elsewhere = lane.device != self.home
+        elsewhere = device_streams.device != self.caller_device
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
-        turns = self._turns[device] if self._turns else {}
+        prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
         for place, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
             if self._stopping:
                 raise Stopped
-            if place in turns:
-                self._turn(device, lane, turns[place])
+            if place in prefetch_steps:
+                self._prefetch(device, device_streams, prefetch_steps[place])
             batch = instruction.action.microbatch
             own = values[batch]
             for step in instruction.receives:
                 message = self._mailboxes[device].take(step, batch)
-                own.update(zip(message.numbers, lane.receive(message), strict=True))
+                own.update(zip(message.numbers, device_streams.receive(message), strict=True))
                 del message
             code = instruction.code
             if self._inherits:
-                _inherit(lane, own, code.inputs)
+                _inherit(device_streams, own, code.inputs)
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
-                else self._outside(source, batch, device, lane)
+                else self._outside(source, batch, device, device_streams)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
             ]
-            start = lane.mark()
+            start = device_streams.mark()
             if code.random:
-                with drawing(self._streams[batch], lane.device):
+                with drawing(self._streams[batch], device_streams.device):
                     results = call(arguments)
             else:
                 results = call(arguments)
@@ -243,39 +250,45 @@ class _Run:
                 code.see(results)
             for value in unread:
                 if id(value) not in self._on_host:
-                    lane.drop(value)
-            spans.append(Span(instruction.action, base, start, lane.mark()))
-            messages = self._deliver(device, lane, instruction, results)
+                    device_streams.drop(value)
+            spans.append(Span(instruction.action, base, start, device_streams.mark()))
+            messages = self._deliver(device, device_streams, instruction, results)
             del arguments, results  # before others answer with what is planned to find this gone
             for peer, _ in reversed(instruction.sends):
                 self._mailboxes[peer].put(instruction.action.step, batch, messages)
-        if turns:
-            self._turn(device, lane, turns[len(instructions)])
+        if prefetch_steps:
+            self._prefetch(device, device_streams, prefetch_steps[len(instructions)])
 
-    def _turn(self, device: int, lane: Lane, turn: Turn) -> None:
+    def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep) -> None:
         """Between two visits: gradients leave, tensors of the host go and come."""
         left = self._sums[device].remove(self._on_host)
-        self._at_host[device] += zip(left, lane.leave([*left.values()]), strict=True)
+        self._at_host[device] += zip(left, device_streams.offload_gradients([*left.values()]), strict=True)
         del left
-        if turn.first:
-            lane.exchange((), turn.first)
-        lane.exchange(turn.drops, turn.ahead)
+        if prefetch_step.first:
+            device_streams.exchange((), prefetch_step.first)
+        device_streams.exchange(prefetch_step.drops, prefetch_step.ahead)
 
-    def _deliver(self, device: int, lane: Lane, instruction: Instruction, results: Sequence[Any]) -> list[Message]:
+    def _deliver(
+        self, device: int, device_streams: DeviceStreams, instruction: Instruction, results: Sequence[Any]
+    ) -> list[Message]:
         """Put results where they belong; what is on its way to other workers is returned, in the order of the sends."""
         batch = instruction.action.microbatch
         messages = []
         for peer, places in instruction.sends:
             numbers = tuple(number for _, number in places)
-            messages.append(lane.send(numbers, [results[place] for place, _ in places], self._lanes[peer]))
+            messages.append(
+                device_streams.send(numbers, [results[place] for place, _ in places], self._all_device_streams[peer])
+            )
         for place, number in instruction.kept:
             self._values[device][batch][number] = results[place]
         program = self._programs[batch]
         for place, output in instruction.results:
-            value = lane.home(results[place])
+            value = device_streams.to_caller(results[place])
             self._outputs[batch][output] = value
-            if output in program.mutations and self._states is not None:
-                self._states.write(self._primals[batch][program.mutations[output]], batch, value, lane.ready())
+            if output in program.mutations and self._buffer_versions is not None:
+                self._buffer_versions.write(
+                    self._primals[batch][program.mutations[output]], batch, value, device_streams.ready()
+                )
         for place, number in instruction.gradients:
             self._sums[device].add(self._owner(batch, number), results[place])
         for place, number in instruction.sums:
@@ -285,30 +298,30 @@ class _Run:
     def _owner(self, batch: int, number: int) -> int:
         return id(self._primals[batch][self._programs[batch].gradients[number].primal])
 
-    def _outside(self, source: Source, batch: int, device: int, lane: Lane) -> Any:
+    def _outside(self, source: Source, batch: int, device: int, device_streams: DeviceStreams) -> Any:
         if source.kind == "tangent":
-            return lane.local(self._tangents[batch][source.index])
+            return device_streams.to_device(self._tangents[batch][source.index])
         if source.kind == "token":
             return None
         if source.kind == "sum":
             return self._sums[device].take(self._owner(batch, source.index))
         value = self._primals[batch][source.index]
-        if self._states is not None and self._states.is_state(value):
-            value, ready = self._states.read(value, batch)
+        if self._buffer_versions is not None and self._buffer_versions.is_state(value):
+            value, ready = self._buffer_versions.read(value, batch)
             if ready is not None:
-                lane.after(ready, value)
-        return lane.local(value)
+                device_streams.after(ready, value)
+        return device_streams.to_device(value)
 
     def finished(self) -> Finished:
         """The results, once every worker has left."""
-        total = Sums()
-        for lane, sums in zip(self._lanes, self._sums, strict=True):
-            sums.move(total, lane.home)
+        total = GradientAccumulator()
+        for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
+            sums.move(total, device_streams.to_caller)
         for owner, part in (found for parts in self._at_host for found in parts):
             total.add(owner, part, own=True)
         gradients = total.tensors
         for key, value in self._left_gradients:
-            value = value.cpu() if key in self._on_host else self._lanes[0].home(value)
+            value = value.cpu() if key in self._on_host else self._all_device_streams[0].to_caller(value)
             gradients[key] = gradients[key] + value if key in gradients else value
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
@@ -343,11 +356,11 @@ def _gradients_among(
     ]
 
 
-def _inherit(lane: Lane, own: dict[int, Any], sources: Sequence[Source]) -> None:
+def _inherit(device_streams: DeviceStreams, own: dict[int, Any], sources: Sequence[Source]) -> None:
     """Bring what an earlier run has left, of what is read now."""
     read = {source.index: own[source.index] for source in sources if source.kind == "value"}
     left = {number: value.value for number, value in read.items() if isinstance(value, _Left)}
-    own.update(zip(left, lane.inherit([*left.values()]), strict=True))
+    own.update(zip(left, device_streams.inherit([*left.values()]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +374,7 @@ class _Left:
     value: Any
 
 
-def _home_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:
+def _caller_device_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:
     """The caller's device: that of the first tensor on the kind of device that the workers have."""
     kind = workers.devices[0].type
     for value in (value for values in primals for value in values):

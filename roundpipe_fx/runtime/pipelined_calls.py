@@ -12,12 +12,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-__all__ = ["NothingCompiled", "Taken", "answering", "pipelined", "take"]
+__all__ = ["NothingCompiled", "StopAtForward", "capture_call", "pipelined", "return_results"]
 
 _local = threading.local()
 
 
-class Taken(BaseException):
+class StopAtForward(BaseException):
     """Carries a compiled forward's arguments to whoever takes them."""
 
     def __init__(self, graph: Any, arguments: list[Any]) -> None:
@@ -38,23 +38,23 @@ class NothingCompiled(RuntimeError):
         self.output = output
 
 
-def take(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
+def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
     """The compiled graph behind a call, and its arguments; nothing runs.
 
     Raises:
         NothingCompiled: the call ran no compiled graph.
     """
-    _local.taking = True
+    _local.capturing = True
     try:
         output = call()
-    except Taken as taken:
-        return taken.graph, taken.arguments
+    except StopAtForward as captured:
+        return captured.graph, captured.arguments
     finally:
-        _local.taking = False
+        _local.capturing = False
     raise NothingCompiled(output)
 
 
-class answering:
+class return_results:
     """While entered, the next compiled forward of this thread returns these results.
 
     Args:
@@ -81,8 +81,8 @@ def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """
 
     def call(arguments: list[Any]) -> Any:
-        if getattr(_local, "taking", False):
-            raise Taken(graph, list(arguments))
+        if getattr(_local, "capturing", False):
+            raise StopAtForward(graph, list(arguments))
         answer = getattr(_local, "answer", None)
         if answer is None:
             raise RuntimeError("a pipelined graph was called from outside of its step.")

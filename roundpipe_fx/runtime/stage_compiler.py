@@ -16,7 +16,7 @@ from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
-from roundpipe_fx.runtime.watched_operators import watch_operators
+from roundpipe_fx.runtime.profiled_operators import profile_operators
 
 __all__ = ["Boxed", "compile_stage", "compile_stages"]
 
@@ -47,7 +47,7 @@ def compile_stages(
         if module.fingerprint not in cache:
             graph_module = module.module
             if compiler == "eager" and see_workspace is not None:
-                graph_module = watch_operators(graph_module, see_workspace)
+                graph_module = profile_operators(graph_module, see_workspace)
             cache[module.fingerprint] = compile_stage(graph_module, compiler)
         ready[module.name] = cache[module.fingerprint]
     return ready

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from roundpipe_fx.runtime.lanes import Lane, lane_of
+from roundpipe_fx.runtime.device_streams import DeviceStreams, device_streams_of
 
 __all__ = ["Workers"]
 
-Job = Callable[[int, Lane], None]
+Job = Callable[[int, DeviceStreams], None]
 
 _PATIENCE = 5.0
 """Seconds to wait for a thread to end; it ends after the operation that it is in."""
@@ -28,24 +28,24 @@ class Workers:
 
     Attributes:
         devices: one for each worker.
-        lanes: likewise.
+        all_device_streams: likewise.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.devices = tuple(devices)
-        self.lanes = tuple(lane_of(device) for device in devices)
+        self.all_device_streams = tuple(device_streams_of(device) for device in devices)
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in devices]
         cores = torch.get_num_threads()
         sharing = sum(device.type == "cpu" for device in devices)
         started = threading.Barrier(len(devices) + 1)
         threads = []
-        for index, (lane, jobs) in enumerate(zip(self.lanes, self._jobs, strict=True)):
-            own = max(1, cores // sharing) if lane.device.type == "cpu" else None
+        for index, (device_streams, jobs) in enumerate(zip(self.all_device_streams, self._jobs, strict=True)):
+            own = max(1, cores // sharing) if device_streams.device.type == "cpu" else None
             # The thread holds nothing of this object, which may so be collected.
             thread = threading.Thread(
                 target=_work,
-                args=(index, lane, jobs, own, started),
-                name=f"roundpipe_fx {lane.device} worker {index}",
+                args=(index, device_streams, jobs, own, started),
+                name=f"roundpipe_fx {device_streams.device} worker {index}",
                 daemon=True,
             )
             thread.start()
@@ -63,13 +63,17 @@ class Workers:
 
 
 def _work(
-    index: int, lane: Lane, jobs: queue.SimpleQueue[Job | None], threads: int | None, started: threading.Barrier
+    index: int,
+    device_streams: DeviceStreams,
+    jobs: queue.SimpleQueue[Job | None],
+    threads: int | None,
+    started: threading.Barrier,
 ) -> None:
     try:
         if threads is not None:
             torch.set_num_threads(threads)
-        if lane.device.type != "cpu":
-            torch.accelerator.set_device_index(lane.device.index)
+        if device_streams.device.type != "cpu":
+            torch.accelerator.set_device_index(device_streams.device.index)
     except BaseException:
         started.abort()  # or whoever starts the workers would wait for this one
         raise
@@ -79,7 +83,7 @@ def _work(
             job = jobs.get()
             if job is None:
                 return
-            job(index, lane)
+            job(index, device_streams)
             del job  # what it holds must not live until the next one
 
 

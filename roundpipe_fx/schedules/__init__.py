@@ -1,6 +1,6 @@
 """Schedules: which device does what for which microbatch, in which order, as data; and how long that takes."""
 
-from roundpipe_fx.schedules.action import Action, Kind, Step
+from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
 from roundpipe_fx.schedules.gpipe import gpipe
 from roundpipe_fx.schedules.interleaved import interleaved
 from roundpipe_fx.schedules.memory import Held, StepCosts
@@ -16,13 +16,13 @@ from roundpipe_fx.schedules.zero_bubble import zero_bubble
 
 __all__ = [
     "Action",
+    "ActionKind",
     "Deadlock",
     "Held",
     "InvalidScheduleError",
-    "Kind",
     "Schedule",
+    "StageAction",
     "StageGraph",
-    "Step",
     "StepCosts",
     "Timing",
     "chain",

@@ -6,10 +6,10 @@ import enum
 import re
 from dataclasses import dataclass
 
-__all__ = ["Action", "Kind", "Step"]
+__all__ = ["Action", "ActionKind", "StageAction"]
 
 
-class Kind(enum.StrEnum):
+class ActionKind(enum.StrEnum):
     """What an action does; the letter by which schedules print it."""
 
     FORWARD = "F"
@@ -24,7 +24,7 @@ class Kind(enum.StrEnum):
     RECEIVE = "V"
 
 
-Step = tuple[Kind, int]
+StageAction = tuple[ActionKind, int]
 """A kind of work and a stage: what an action does, without the microbatch."""
 
 _TEXT = re.compile(r"([FRBIW])(\d+)\.(\d+)$|([SV]):([FRBIW])(\d+)\.(\d+)([<>])(\d+)$")
@@ -45,21 +45,21 @@ class Action:
         peer: of a transfer, the other device.
     """
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int
-    of: Kind | None = None
+    of: ActionKind | None = None
     peer: int | None = None
 
     @property
-    def step(self) -> Step:
+    def step(self) -> StageAction:
         """The action without its microbatch; of a transfer, that of the action whose results travel."""
         return (self.of or self.kind, self.stage)
 
     def __str__(self) -> str:
         if self.of is None:
             return f"{self.kind}{self.stage}.{self.microbatch}"
-        arrow = ">" if self.kind is Kind.SEND else "<"
+        arrow = ">" if self.kind is ActionKind.SEND else "<"
         return f"{self.kind}:{self.of}{self.stage}.{self.microbatch}{arrow}{self.peer}"
 
     @classmethod
@@ -75,6 +75,6 @@ class Action:
                 f"{text!r} is no action: write a kind of F, R, B, I, W, a stage and a microbatch, as F0.3."
             )
         if found.group(1):
-            return cls(Kind(found.group(1)), int(found.group(2)), int(found.group(3)))
+            return cls(ActionKind(found.group(1)), int(found.group(2)), int(found.group(3)))
         kind, of, stage, microbatch, _, peer = found.groups()[3:]
-        return cls(Kind(kind), int(stage), int(microbatch), Kind(of), int(peer))
+        return cls(ActionKind(kind), int(stage), int(microbatch), ActionKind(of), int(peer))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.schedule import NUMBER
 
 __all__ = ["block_of", "pairs", "run_of"]
@@ -17,7 +17,7 @@ def run_of(device: int, devices: int, stages: int) -> list[int]:
     return list(range(device * stages // devices, (device + 1) * stages // devices))
 
 
-def block_of(kind: Kind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
+def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
     """Microbatches from ``start`` on, each through all of ``stages`` in turn; shape (actions, 3)."""
     count = max(0, microbatches - start)
     made = np.empty((count * len(stages), 3), dtype=np.int32)

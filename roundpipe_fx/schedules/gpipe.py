@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import block_of, run_of
 from roundpipe_fx.schedules.schedule import Schedule
 
@@ -23,8 +23,8 @@ def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
         orders.append(
             np.concatenate(
                 [
-                    block_of(Kind.FORWARD, own, microbatches),
-                    block_of(Kind.BACKWARD, own[::-1], microbatches),
+                    block_of(ActionKind.FORWARD, own, microbatches),
+                    block_of(ActionKind.BACKWARD, own[::-1], microbatches),
                 ]
             )
         )

@@ -2,7 +2,7 @@
 
 Both directions work beside the device and beside each other, one copy after another. What a visit reads begins to come
 when the visit before it begins, and a visit's gradients must have left before the visit after the next one begins
-(:mod:`roundpipe_fx.schedules.visits`).
+(:mod:`roundpipe_fx.schedules.residency`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from roundpipe_fx.schedules.visits import Visit
+from roundpipe_fx.schedules.residency import ResidencyWindow
 
 __all__ = ["HostLink"]
 
@@ -19,23 +19,23 @@ __all__ = ["HostLink"]
 class HostLink:
     """The links of all devices, while a schedule is simulated."""
 
-    def __init__(self, visits: Sequence[Sequence[Visit]], lengths: Sequence[int], bandwidth: float) -> None:
+    def __init__(self, windows: Sequence[Sequence[ResidencyWindow]], lengths: Sequence[int], bandwidth: float) -> None:
         """With nothing on its way.
 
         Args:
-            visits: of each device.
+            windows: of each device.
             lengths: how many actions each device has.
             bandwidth: bytes a second.
         """
         rows = [np.zeros((length, 4)) for length in lengths]
-        for own, table in zip(visits, rows, strict=True):
+        for own, table in zip(windows, rows, strict=True):
             left = 0
-            for visit in own:
-                table[visit.places.start] = [1, visit.first, visit.brought, left]
-                left = sum(visit.gradients.values())
+            for window in own:
+                table[window.places.start] = [1, window.first, window.brought, left]
+                left = sum(window.gradients.values())
         self._table = np.concatenate([np.zeros((0, 4)), *rows])
         self._table[:, 1:] /= bandwidth
-        self._last = np.array([sum(own[-1].gradients.values()) / bandwidth if own else 0.0 for own in visits])
+        self._last = np.array([sum(own[-1].gradients.values()) / bandwidth if own else 0.0 for own in windows])
         self._brought = np.zeros(len(lengths))
         self._left = np.zeros(len(lengths))
 

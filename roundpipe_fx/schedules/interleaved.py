@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import pairs
 from roundpipe_fx.schedules.schedule import NUMBER, Schedule
 
@@ -25,8 +25,8 @@ def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     orders = []
     for device in range(devices):
         own = list(range(device, all_stages, devices))
-        forward = _grouped(Kind.FORWARD, own, devices, whole)
-        backward = _grouped(Kind.BACKWARD, own[::-1], devices, whole)
+        forward = _grouped(ActionKind.FORWARD, own, devices, whole)
+        backward = _grouped(ActionKind.BACKWARD, own[::-1], devices, whole)
         ahead = min(2 * (devices - 1 - device) + (len(own) - 1) * devices, len(forward))
         steady = len(forward) - ahead
         order = np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])
@@ -34,7 +34,7 @@ def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     return Schedule("interleaved", tuple(orders))
 
 
-def _grouped(kind: Kind, stages: list[int], group: int, microbatches: int) -> np.ndarray:
+def _grouped(kind: ActionKind, stages: list[int], group: int, microbatches: int) -> np.ndarray:
     """Groups of microbatches; of each the first stage for all of the group, then the next stage."""
     rows = [
         (NUMBER[kind], stage, microbatch)

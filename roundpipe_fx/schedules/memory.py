@@ -21,10 +21,10 @@ from itertools import pairwise
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind, Step
+from roundpipe_fx.schedules.action import ActionKind, StageAction
 from roundpipe_fx.schedules.places import Places
+from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
-from roundpipe_fx.schedules.visits import Visit, device_visits
 
 __all__ = ["Held", "StepCosts", "peaks_of"]
 
@@ -41,8 +41,8 @@ class Held:
     """
 
     bytes: int
-    maker: Step
-    readers: tuple[Step, ...]
+    maker: StageAction
+    readers: tuple[StageAction, ...]
     lasts: bool = False
 
 
@@ -70,27 +70,29 @@ class StepCosts:
         away: devices that are not the caller's. They have copies of his tensors, taken to be there all the time; at the
             end he gets their gradients, and has all of them.
         on_host: numbers of the tensors that lie on the host: devices have them, and their gradients, for as long as
-            visits need them (:mod:`roundpipe_fx.schedules.visits`). What else is the caller's is on his device.
+            visits need them (:mod:`roundpipe_fx.schedules.residency`). What else is the caller's is on his device.
         host_bandwidth: bytes a second between the host and a device.
     """
 
-    seconds: Mapping[Step, float]
-    transfer_seconds: Mapping[tuple[Step, Step], float] = field(default_factory=dict)
+    seconds: Mapping[StageAction, float]
+    transfer_seconds: Mapping[tuple[StageAction, StageAction], float] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
-    peak_bytes: Mapping[Step, int] = field(default_factory=dict)
-    first_peak_bytes: Mapping[Step, int] = field(default_factory=dict)
-    base_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
-    input_gradient_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
-    brought_bytes: Mapping[Step, int] = field(default_factory=dict)
+    peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    first_peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    base_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
+    input_gradient_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
+    brought_bytes: Mapping[StageAction, int] = field(default_factory=dict)
     outside_bytes: int = 0
     loss_bytes: int = 0
-    copied_bytes: Mapping[Step, Mapping[int, int]] = field(default_factory=dict)
+    copied_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
     parameters: frozenset[int] = frozenset()
     away: frozenset[int] = frozenset()
     on_host: frozenset[int] | None = None
     host_bandwidth: float = 1.0
 
-    def visits(self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[Step]) -> list[list[Visit]]:
+    def windows(
+        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
+    ) -> list[list[ResidencyWindow]]:
         """The visits of each device; none where no tensor lies on the host.
 
         Args:
@@ -105,14 +107,14 @@ class StepCosts:
             for of in (self.copied_bytes, self.base_bytes)
         )
         return [
-            device_visits(order[:, 1], own, reads, gradients, _turn(order, schedule))
+            residency_windows(order[:, 1], own, reads, gradients, _turn(order, schedule))
             for order, own in zip(schedule.orders, codes, strict=True)
         ]
 
 
 def _turn(order: np.ndarray, schedule: Schedule) -> int:
     """How many of a device's actions are of the first half of a step, where there are halves."""
-    return int((order[:, 0] == _FORWARD).sum()) if schedule.in_halves else 0
+    return int((order[:, 0] == _FORWARD).sum()) if schedule.forwards_before_backwards else 0
 
 
 def peaks_of(
@@ -121,10 +123,10 @@ def peaks_of(
     ends: Sequence[np.ndarray],
     waves: Sequence[np.ndarray],
     reads: np.ndarray,
-    steps: Sequence[Step],
+    steps: Sequence[StageAction],
     costs: StepCosts,
     others: Mapping[int, StepCosts],
-    visits: Sequence[Sequence[Visit]],
+    windows: Sequence[Sequence[ResidencyWindow]],
 ) -> tuple[int, ...]:
     """For each device the most bytes at one time.
 
@@ -137,7 +139,7 @@ def peaks_of(
         steps: by number.
         costs: of the steps.
         others: costs of microbatches that differ, by number.
-        visits: of each device, where tensors lie on the host.
+        windows: of each device, where tensors lie on the host.
     """
     number = {step: index for index, step in enumerate(steps)}
     places = Places(schedule, codes)
@@ -204,7 +206,7 @@ def peaks_of(
         kind_at = kind_of[order[:, 2]]
         turn = _turn(order, schedule)
         firsts = []
-        for part in [visit.places for visit in visits[device]] or [range(len(own))]:
+        for part in [window.places for window in windows[device]] or [range(len(own))]:
             present, first = np.unique(own[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
             known: set[int] = set()
@@ -214,11 +216,11 @@ def peaks_of(
                 change[place + 1] += sum(new.values())
                 known |= new.keys()
         first = np.concatenate(firsts)
-        _add_visits(change, visits[device])
+        _add_windows(change, windows[device])
         outside = 0
-        if device == callers and (costs.away or schedule.in_halves):
+        if device == callers and (costs.away or schedule.forwards_before_backwards):
             change[turn] += outputs - made_here
-        if schedule.in_halves and device == callers:
+        if schedule.forwards_before_backwards and device == callers:
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
@@ -240,7 +242,7 @@ def peaks_of(
     return tuple(found)
 
 
-def _by_owner(gradients: Mapping[Step, Mapping[int, int]]) -> dict[int, int]:
+def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
     """Bytes by owner, of what several steps may make parts of."""
     found: dict[int, int] = {}
     for of_step in gradients.values():
@@ -249,7 +251,7 @@ def _by_owner(gradients: Mapping[Step, Mapping[int, int]]) -> dict[int, int]:
     return found
 
 
-def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], costs: StepCosts) -> int:
+def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], costs: StepCosts) -> int:
     """Bytes of the copies that a device has of the caller's tensors, but for those on the host."""
     batches: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
@@ -262,17 +264,17 @@ def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[Step], costs: 
     return sum(size * len(batches[tensor]) for tensor, size in sizes.items())
 
 
-def _add_visits(change: np.ndarray, visits: Sequence[Visit]) -> None:
+def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None:
     """What a device has of tensors on the host; gradients are there until the visit after is over."""
-    for visit in visits:
-        change[visit.places.start] += visit.present
-        change[visit.places.stop] -= visit.present
-    for visit, following in pairwise(visits):
-        change[following.places.stop] -= sum(visit.gradients.values())
+    for window in windows:
+        change[window.places.start] += window.resident
+        change[window.places.stop] -= window.resident
+    for window, following in pairwise(windows):
+        change[following.places.stop] -= sum(window.gradients.values())
 
 
 _MOST_EXACT = 100_000
-_FORWARD = KINDS.index(Kind.FORWARD)
+_FORWARD = KINDS.index(ActionKind.FORWARD)
 
 
 def _certainly_over(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.blocks import block_of, pairs, run_of
 from roundpipe_fx.schedules.schedule import Schedule
 
@@ -22,8 +22,8 @@ def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
     for device in range(devices):
         own = run_of(device, devices, stages)
         ahead = min(microbatches, devices - 1 - device)
-        forward = block_of(Kind.FORWARD, own, microbatches)
-        backward = block_of(Kind.BACKWARD, own[::-1], microbatches)
+        forward = block_of(ActionKind.FORWARD, own, microbatches)
+        backward = block_of(ActionKind.BACKWARD, own[::-1], microbatches)
         warm, width = ahead * len(own), len(own)
         steady = len(forward) - warm
         orders.append(

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Kind
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.schedule import NUMBER, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
@@ -19,13 +19,17 @@ def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
     The backward waits for the gradient of the next stage; the recomputation does not, so it runs while the device
     waits.
     """
-    stages = [stage for kind, stage in graph.steps if kind is Kind.RECOMPUTE]
-    recompute = NUMBER[Kind.RECOMPUTE]
+    stages = [stage for kind, stage in graph.steps if kind is ActionKind.RECOMPUTE]
+    recompute = NUMBER[ActionKind.RECOMPUTE]
     if not stages or any((order[:, 0] == recompute).any() for order in schedule.orders):
         return schedule
     # The stage with which the backward ends may have gradients of parameters alone.
     first = {
-        stage: next(k for k in (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) if graph.has(k, stage))
+        stage: next(
+            k
+            for k in (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+            if graph.has(k, stage)
+        )
         for stage in stages
     }
     before = np.array([NUMBER[kind] << 20 | stage for stage, kind in first.items()], dtype=np.int32)

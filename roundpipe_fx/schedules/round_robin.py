@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from roundpipe_fx.schedules.action import Action, Kind
+from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.schedule import Schedule
 
 __all__ = ["Dispatch", "dispatch", "round_robin"]
@@ -101,6 +101,8 @@ def round_robin(
     """
     orders: list[list[Action]] = [[] for _ in range(devices)]
     for slot, batches, worker in dispatch(devices, seconds or [1.0] * slots, microbatches, once).runs:
-        kinds = [kind for kind, has in ((Kind.FORWARD, slot <= fused), (Kind.BACKWARD, slot >= fused)) if has]
+        kinds = [
+            kind for kind, has in ((ActionKind.FORWARD, slot <= fused), (ActionKind.BACKWARD, slot >= fused)) if has
+        ]
         orders[worker] += [Action(kind, slot, microbatch) for microbatch in batches for kind in kinds]
     return Schedule.of("roundpipe", orders)

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Action, Kind
+from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
 __all__ = ["Schedule"]
 
-KINDS = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+KINDS = (
+    ActionKind.FORWARD,
+    ActionKind.RECOMPUTE,
+    ActionKind.BACKWARD,
+    ActionKind.BACKWARD_INPUT,
+    ActionKind.BACKWARD_WEIGHT,
+)
 NUMBER = {kind: index for index, kind in enumerate(KINDS)}
 
 
@@ -28,12 +34,12 @@ class Schedule:
         name: how it came about.
         orders: for each device an array of shape (actions, 3): number of the kind, stage, microbatch. Compact, since a
             schedule of a thousand devices and ten thousand microbatches has twenty million actions.
-        in_halves: whether no backward begins before all forwards of all devices are over.
+        forwards_before_backwards: whether no backward begins before all forwards of all devices are over.
     """
 
     name: str
     orders: tuple[np.ndarray, ...]
-    in_halves: bool = False
+    forwards_before_backwards: bool = False
 
     @classmethod
     def of(cls, name: str, devices: Iterable[Sequence[Action]]) -> Schedule:
@@ -80,7 +86,7 @@ class Schedule:
         """What one device does, in order."""
         return [Action(KINDS[kind], stage, microbatch) for kind, stage, microbatch in self.orders[device].tolist()]
 
-    def only(self, *kinds: Kind) -> Schedule:
+    def only(self, *kinds: ActionKind) -> Schedule:
         """The same without all actions of other kinds."""
         numbers = [NUMBER[kind] for kind in kinds]
         orders = tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders)
@@ -88,7 +94,7 @@ class Schedule:
 
     def halves(self) -> Schedule:
         """The same, with all forwards before all backwards."""
-        forward, backward = self.only(Kind.FORWARD), self.only(*KINDS[1:])
+        forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
         orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
         return Schedule(self.name, orders, True)
 

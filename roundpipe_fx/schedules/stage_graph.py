@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from roundpipe_fx.schedules.action import Kind, Step
+from roundpipe_fx.schedules.action import ActionKind, StageAction
 
 __all__ = ["StageGraph", "chain", "rounds"]
 
@@ -20,15 +20,15 @@ class StageGraph:
             updates.
     """
 
-    reads: Mapping[Step, tuple[Step, ...]]
-    carried: Mapping[Step, tuple[Step, ...]] = field(default_factory=dict)
+    reads: Mapping[StageAction, tuple[StageAction, ...]]
+    carried: Mapping[StageAction, tuple[StageAction, ...]] = field(default_factory=dict)
 
     @property
-    def steps(self) -> tuple[Step, ...]:
+    def steps(self) -> tuple[StageAction, ...]:
         """All steps."""
         return tuple(self.reads)
 
-    def has(self, kind: Kind, stage: int) -> bool:
+    def has(self, kind: ActionKind, stage: int) -> bool:
         """Whether there is such a step."""
         return (kind, stage) in self.reads
 
@@ -42,22 +42,22 @@ def chain(stages: int, *, split: bool = False, recompute: bool = False, training
         recompute: whether stages have a recomputation.
         training: whether there is a backward.
     """
-    reads: dict[Step, tuple[Step, ...]] = {}
+    reads: dict[StageAction, tuple[StageAction, ...]] = {}
     for stage in range(stages):
-        reads[Kind.FORWARD, stage] = ((Kind.FORWARD, stage - 1),) if stage else ()
+        reads[ActionKind.FORWARD, stage] = ((ActionKind.FORWARD, stage - 1),) if stage else ()
     if not training:
         return StageGraph(reads)
-    backward = Kind.BACKWARD_INPUT if split else Kind.BACKWARD
+    backward = ActionKind.BACKWARD_INPUT if split else ActionKind.BACKWARD
     for stage in range(stages):
-        sources: list[Step] = [(Kind.FORWARD, stage)]
+        sources: list[StageAction] = [(ActionKind.FORWARD, stage)]
         if recompute:
-            reads[Kind.RECOMPUTE, stage] = ((Kind.FORWARD, stage),)
-            sources.append((Kind.RECOMPUTE, stage))
+            reads[ActionKind.RECOMPUTE, stage] = ((ActionKind.FORWARD, stage),)
+            sources.append((ActionKind.RECOMPUTE, stage))
         if stage + 1 < stages:
             sources.append((backward, stage + 1))
         reads[backward, stage] = tuple(sources)
         if split:
-            reads[Kind.BACKWARD_WEIGHT, stage] = ((backward, stage),)
+            reads[ActionKind.BACKWARD_WEIGHT, stage] = ((backward, stage),)
     return StageGraph(reads)
 
 
@@ -69,14 +69,14 @@ def rounds(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
         slots: how many there are.
         recompute: whether the backward slots after the fused one have a recomputation.
     """
-    reads: dict[Step, tuple[Step, ...]] = {}
+    reads: dict[StageAction, tuple[StageAction, ...]] = {}
     for slot in range(fused + 1):
-        reads[Kind.FORWARD, slot] = ((Kind.FORWARD, slot - 1),) if slot else ()
-    reads[Kind.BACKWARD, fused] = ((Kind.FORWARD, fused),)
+        reads[ActionKind.FORWARD, slot] = ((ActionKind.FORWARD, slot - 1),) if slot else ()
+    reads[ActionKind.BACKWARD, fused] = ((ActionKind.FORWARD, fused),)
     for slot in range(fused + 1, slots):
-        sources: list[Step] = [(Kind.BACKWARD, slot - 1)]
+        sources: list[StageAction] = [(ActionKind.BACKWARD, slot - 1)]
         if recompute:
-            reads[Kind.RECOMPUTE, slot] = ()
-            sources.append((Kind.RECOMPUTE, slot))
-        reads[Kind.BACKWARD, slot] = tuple(sources)
+            reads[ActionKind.RECOMPUTE, slot] = ()
+            sources.append((ActionKind.RECOMPUTE, slot))
+        reads[ActionKind.BACKWARD, slot] = tuple(sources)
     return StageGraph(reads)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Action, Step
+from roundpipe_fx.schedules.action import Action, StageAction
 from roundpipe_fx.schedules.host_link import HostLink
 from roundpipe_fx.schedules.memory import StepCosts, peaks_of
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
@@ -114,15 +114,15 @@ def simulate_time(
         carried[number[step], : len(sources)] = [number[source] for source in sources]
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
-    visits = costs.visits(schedule, codes, steps)
-    link = HostLink(visits, [len(own) for own in codes], costs.host_bandwidth) if costs.on_host is not None else None
+    windows = costs.windows(schedule, codes, steps)
+    link = HostLink(windows, [len(own) for own in codes], costs.host_bandwidth) if costs.on_host is not None else None
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, visits)
+    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows)
     if link is None:
         return Timing(schedule, graph, starts, tuple(ends), peaks)
     left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
-    brought = sum(visit.first + visit.brought for own in visits for visit in own)
+    brought = sum(window.first + window.brought for own in windows for window in own)
     return Timing(schedule, graph, starts, tuple(ends), peaks, brought, left)
 
 
@@ -133,7 +133,7 @@ def _run(
     carried: np.ndarray,
     travel: np.ndarray,
     seconds: np.ndarray,
-    names: list[Step],
+    names: list[StageAction],
     link: HostLink | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """When each action ends, and in which wave it runs, for each device."""
@@ -193,7 +193,7 @@ def _deadlock(
     carried: np.ndarray,
     own: np.ndarray,
     batch: np.ndarray,
-    names: list[Step],
+    names: list[StageAction],
 ) -> Deadlock:
     waiting = []
     for device, step, microbatch in zip(devices.tolist(), own.tolist(), batch.tolist(), strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import Action, Kind, Step
+from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
 from roundpipe_fx.schedules.memory import StepCosts
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
@@ -35,7 +35,7 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
     """
     if schedule.devices > devices:
         raise InvalidScheduleError(f"the schedule is for {schedule.devices} devices, but there are {devices}.")
-    seen: dict[Step, np.ndarray] = {step: np.full(microbatches, -1) for step in graph.steps}
+    seen: dict[StageAction, np.ndarray] = {step: np.full(microbatches, -1) for step in graph.steps}
     for device, order in enumerate(schedule.orders):
         for code in np.unique(order[:, 0] * (1 << 20) + order[:, 1]).tolist():
             kind, stage = KINDS[code >> 20], code & ((1 << 20) - 1)
@@ -53,10 +53,10 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
 
 def _check(
     device: int,
-    kind: Kind,
+    kind: ActionKind,
     stage: int,
     batches: np.ndarray,
-    seen: dict[Step, np.ndarray],
+    seen: dict[StageAction, np.ndarray],
     graph: StageGraph,
     microbatches: int,
 ) -> None:
@@ -76,7 +76,7 @@ def _check(
         devices = sorted({device, *(int(where[b]) for b in twice[:1] if where[b] >= 0)})
         places = "twice on device" if len(devices) == 1 else "on devices"
         raise InvalidScheduleError(f"{again} is there more than once: {places} {', '.join(map(str, devices))}.")
-    if kind is Kind.FORWARD and (np.diff(batches) < 0).any():
+    if kind is ActionKind.FORWARD and (np.diff(batches) < 0).any():
         late = int(batches[1:][np.diff(batches) < 0][0])
         raise InvalidScheduleError(
             f"{Action(kind, stage, late)} on device {device} comes after a later microbatch: a stage's forwards run in "
@@ -85,8 +85,8 @@ def _check(
     where[batches] = device
 
 
-def _steps_text(steps: Iterable[Step]) -> str:
-    by_kind: dict[Kind, list[int]] = {}
+def _steps_text(steps: Iterable[StageAction]) -> str:
+    by_kind: dict[ActionKind, list[int]] = {}
     for kind, stage in steps:
         by_kind.setdefault(kind, []).append(stage)
     return ", ".join(f"{kind}{min(found)} to {kind}{max(found)}" for kind, found in by_kind.items())

@@ -8,7 +8,7 @@ device holds more microbatches than 1F1B's first.
 
 from __future__ import annotations
 
-from roundpipe_fx.schedules.action import Action, Kind
+from roundpipe_fx.schedules.action import Action, ActionKind
 from roundpipe_fx.schedules.blocks import run_of
 from roundpipe_fx.schedules.schedule import Schedule
 
@@ -24,19 +24,19 @@ def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
 
 
 def _order(own: list[int], device: int, devices: int, microbatches: int) -> list[Action]:
-    def act(kind: Kind, microbatch: int) -> list[Action]:
-        order = own if kind is Kind.FORWARD else own[::-1]
+    def act(kind: ActionKind, microbatch: int) -> list[Action]:
+        order = own if kind is ActionKind.FORWARD else own[::-1]
         return [Action(kind, stage, microbatch) for stage in order]
 
     ahead = min(microbatches, devices - 1 - device)
-    actions = [action for microbatch in range(ahead) for action in act(Kind.FORWARD, microbatch)]
+    actions = [action for microbatch in range(ahead) for action in act(ActionKind.FORWARD, microbatch)]
     put_off = device
     for microbatch in range(microbatches):
         if ahead + microbatch < microbatches:
-            actions += act(Kind.FORWARD, ahead + microbatch)
-        actions += act(Kind.BACKWARD_INPUT, microbatch)
+            actions += act(ActionKind.FORWARD, ahead + microbatch)
+        actions += act(ActionKind.BACKWARD_INPUT, microbatch)
         if microbatch >= put_off:
-            actions += act(Kind.BACKWARD_WEIGHT, microbatch - put_off)
+            actions += act(ActionKind.BACKWARD_WEIGHT, microbatch - put_off)
     for microbatch in range(max(0, microbatches - put_off), microbatches):
-        actions += act(Kind.BACKWARD_WEIGHT, microbatch)
+        actions += act(ActionKind.BACKWARD_WEIGHT, microbatch)
     return actions

@@ -59,7 +59,7 @@ from roundpipe_fx.torch_private.dynamo import (
     why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
-from roundpipe_fx.torch_private.memory import WatchedMemory, memory_is_watched, profiler_runs, watch_memory
+from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
     dispatch_mode_flags,
@@ -68,7 +68,7 @@ from roundpipe_fx.torch_private.modes import (
     set_dispatch_mode_flags,
     without_modes,
 )
-from roundpipe_fx.torch_private.random_branches import settled_draw
+from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
     draws_on_own_device,
@@ -94,8 +94,8 @@ __all__ = [
     "InputSize",
     "OptimizedModule",
     "PassedThrough",
+    "ProfiledMemory",
     "UserLine",
-    "WatchedMemory",
     "active_dispatch_modes",
     "aot_autograd",
     "aot_flags",
@@ -133,7 +133,7 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "log_metrics_with_functions",
-    "memory_is_watched",
+    "memory_is_profiled",
     "module_path_text",
     "modules_being_compiled",
     "mutated_inputs",
@@ -141,14 +141,15 @@ __all__ = [
     "passed_through",
     "plain_input",
     "pop_saved_tensor_hooks",
+    "profile_memory",
     "profiler_runs",
     "push_saved_tensor_hooks",
     "registered_backwards",
+    "resolved_random_branch",
     "rng_states",
     "run_and_save_rng_state",
     "run_with_rng_state",
     "set_dispatch_mode_flags",
-    "settled_draw",
     "shape_env_of",
     "size_binding",
     "size_hint",
@@ -159,7 +160,6 @@ __all__ = [
     "tracing_inside_checkpoint",
     "try_again",
     "untraced_functions",
-    "watch_memory",
     "when_backward_ends",
     "why_disabled",
     "without_modes",

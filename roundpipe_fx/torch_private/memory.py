@@ -10,13 +10,13 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["WatchedMemory", "memory_is_watched", "profiler_runs", "watch_memory"]
+__all__ = ["ProfiledMemory", "memory_is_profiled", "profile_memory", "profiler_runs"]
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class WatchedMemory:
+class ProfiledMemory:
     """What the allocator of a device handed out while something ran.
 
     Attributes:
@@ -32,7 +32,7 @@ _watching = threading.local()
 """Whom to tell about the memory of what runs in this thread, if it is being watched."""
 
 
-def watch_memory(run: Callable[[], _T], device_type: str, seen: Callable[[WatchedMemory], None]) -> _T:
+def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[ProfiledMemory], None]) -> _T:
     """Run something and watch the allocator meanwhile, what kernels allocate inside themselves included.
 
     It is the profiler's record of this thread's allocations. What runs inside something that is watched already is
@@ -49,7 +49,7 @@ def watch_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Watche
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    others: list[Callable[[WatchedMemory], None]] | None = getattr(_watching, "others", None)
+    others: list[Callable[[ProfiledMemory], None]] | None = getattr(_watching, "others", None)
     if others is not None:
         others.append(seen)
         return run()
@@ -69,15 +69,15 @@ def watch_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Watche
             live += event.cpu_memory_usage() if device_type == "cpu" else event.cuda_memory_usage()
             peak = max(peak, live)
     for tell in told:
-        tell(WatchedMemory(peak, live))
+        tell(ProfiledMemory(peak, live))
     return result
 
 
-def memory_is_watched() -> bool:
+def memory_is_profiled() -> bool:
     """Whether this thread's memory is being watched, or a profiler of the user's runs on it."""
     return torch._C._autograd._profiler_enabled()
 
 
 def profiler_runs() -> bool:
     """Whether a profiler of the user's runs on this thread."""
-    return getattr(_watching, "others", None) is None and memory_is_watched()
+    return getattr(_watching, "others", None) is None and memory_is_profiled()

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-__all__ = ["install_known_branches", "settled_draw"]
+__all__ = ["install_known_branches", "resolved_random_branch"]
 
 
 def install_known_branches(active: Callable[[], bool]) -> None:
@@ -42,7 +42,7 @@ def install_known_branches(active: Callable[[], bool]) -> None:
     TensorVariable.as_python_constant = as_python_constant  # type: ignore[method-assign]
 
 
-def settled_draw(node: fx.Node) -> fx.Node | None:
+def resolved_random_branch(node: fx.Node) -> fx.Node | None:
     """The random number of a comparison in Dynamo's graph whose outcome was known; else ``None``."""
     return None if _outcome(node) is None else next(arg for arg in node.args if _is_draw(arg))  # type: ignore[return-value]
 

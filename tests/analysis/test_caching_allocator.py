@@ -91,4 +91,4 @@ def test_the_peak_of_what_is_counted() -> None:
     allocator = CachingAllocator()
     assert peak_of(events, sizes, lasting={1}, allocator=allocator).bytes == 9 * MIB + 11 * MIB
     allocator.give_back(1)
-    assert peak_of([Event("a", [], [0], scratch=11 * MIB)], sizes, allocator=allocator).bytes == 20 * MIB
+    assert peak_of([Event("a", [], [0], workspace=11 * MIB)], sizes, allocator=allocator).bytes == 20 * MIB

@@ -12,7 +12,7 @@ import roundpipe_fx
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 
@@ -46,15 +46,15 @@ def _data() -> torch.Tensor:
 
 def _said(run: Run) -> tuple[set[str], set[str], set[str]]:
     """Operators that the pass hoists, that the counter counts, and that a scope's backward does not run again."""
-    joint = hoist_decisions(annotate(capture_joint(run, _data()), DEVICES["cpu"]))
-    hoisted = {str(node.target.overloadpacket) for node in joint.computed() if Mark.HOISTED in node.meta}
-    with roundpipe_fx.count_questions() as counted:
+    joint = hoist_host_syncs(annotate(capture_joint(run, _data()), DEVICES["cpu"]))
+    hoisted = {str(node.target.overloadpacket) for node in joint.computed() if Mark.MUST_SAVE in node.meta}
+    with roundpipe_fx.count_host_syncs() as counted:
         run(_data())
     with roundpipe_fx.gradient_checkpoint_scope():
         y = run(_data() * 1)
     loss = y * y
     del y
-    with roundpipe_fx.count_questions() as again:
+    with roundpipe_fx.count_host_syncs() as again:
         loss.backward()
     return hoisted, set(counted.by_operator), set(counted.by_operator) - set(again.by_operator)
 
@@ -90,16 +90,16 @@ def test_no_selection_in_the_backward(options: dict[str, object]) -> None:
     step, compiled = compiled_step(model, batch, stages=2, **options)
     assert_bitwise(step, reference)
     loss = compiled(**batch)
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
-    assert asked.total == 0, asked.by_operator
+    assert syncs.total == 0, syncs.by_operator
 
 
 def test_masks_count_wherever_they_index() -> None:
     x, mask = torch.randn(4, dtype=torch.float64), torch.tensor([True, False, True, False])
     image = torch.zeros(4, dtype=torch.uint8)
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as syncs:
         x[mask]
         x[mask] = 1.0
         image[torch.tensor([1])] = torch.ones(1, dtype=torch.uint8)  # bytes are written, nothing is selected by them
-    assert asked.total == 2
+    assert syncs.total == 2

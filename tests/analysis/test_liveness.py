@@ -17,8 +17,8 @@ def test_what_somebody_holds_lives_to_the_end() -> None:
 
 
 def test_a_result_takes_the_place_of_an_operand_that_dies_in_the_same_room() -> None:
-    same = [Event("a", [], [1], room="x"), Event("b", [1], [3], (1,), "x")]
-    other = [Event("a", [], [1], room="x"), Event("b", [1], [3], (1,), "y")]
+    same = [Event("a", [], [1], reuse_scope="x"), Event("b", [1], [3], (1,), "x")]
+    other = [Event("a", [], [1], reuse_scope="x"), Event("b", [1], [3], (1,), "y")]
     assert peak_of(same, SIZES).bytes == 20
     assert peak_of(other, SIZES).bytes == 40
     assert peak_of([*same, Event("c", [1], [])], SIZES).bytes == 40  # it does not die
@@ -31,7 +31,7 @@ def test_what_was_there_before_counts_until_it_is_read_for_the_last_time() -> No
 
 
 def test_scratch_counts_while_an_event_runs() -> None:
-    assert peak_of([Event("a", [], [0], scratch=7), Event("b", [0], [2])], SIZES).bytes == 17
+    assert peak_of([Event("a", [], [0], workspace=7), Event("b", [0], [2])], SIZES).bytes == 17
 
 
 def test_arrivals_count_from_when_they_come() -> None:

@@ -5,7 +5,7 @@ from torch import nn
 
 from roundpipe_fx.analysis.operations import read_operations
 from roundpipe_fx.ir.joint_graph import Mark
-from roundpipe_fx.passes.cse import share_equal_values
+from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
 from tests.remat.graphs import mlp, staged
@@ -24,7 +24,7 @@ def test_a_segment_of_which_nothing_is_left() -> None:
             return (first + torch.tanh(self.layer(x))).square().mean()
 
     joint, segments = staged(nn.Sequential(mlp(2).blocks, Twice()), torch.randn(32, 16), stages=2)
-    joint = share_equal_values(joint)
+    joint = eliminate_common_subexpressions(joint)
     for node in joint.computed():  # as if the last segments had been one more
         node.meta[Mark.SEGMENT] += node.meta[Mark.SEGMENT] > 1
     graph = read_operations(joint, segments + 1)

@@ -15,7 +15,7 @@ from tests import hugging_face
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN, TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, left_behind, squares
-from tests.pipeline.test_states import Halved
+from tests.pipeline.test_buffer_versions import Halved
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),

@@ -69,7 +69,7 @@ def _lacks_a_mark(joint: JointGraph) -> None:
 
 
 def _writes_a_mark(joint: JointGraph) -> None:
-    _node(joint, "mm").meta[Mark.HOISTED] = "a whim"
+    _node(joint, "mm").meta[Mark.MUST_SAVE] = "a whim"
 
 
 def _loses_an_input(joint: JointGraph) -> None:
@@ -89,7 +89,7 @@ def _loses_an_input(joint: JointGraph) -> None:
         (_stages_swapped, "'tanh'.*is forward of stage 1 and reads 'mm' of stage 2"),
         (_segments_swapped, "'mm_1'.*is backward of segment 0 and reads 'tanh_backward' of segment -1"),
         (_lacks_a_mark, "'t'.*lacks the mark 'rpfx_stage'"),
-        (_writes_a_mark, "'mm'.*its mark 'rpfx_hoisted' was written"),
+        (_writes_a_mark, "'mm'.*its mark 'rpfx_must_save' was written"),
         (_loses_an_input, r"inputs are \['x', 'tangents_1'\], and were \['x', 'w', 'tangents_1'\]"),
     ],
 )

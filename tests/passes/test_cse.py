@@ -12,7 +12,7 @@ import roundpipe_fx
 from roundpipe_fx.analysis.cost import cost_model
 from roundpipe_fx.ir.joint_graph import JointGraph, is_view
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.cse import share_equal_values
+from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import everything_kept
 from tests import hugging_face
@@ -76,7 +76,7 @@ def test_one_serves_all(way: str, target: Any, before: int, after: int) -> None:
     expected = run_joint(joint, inputs)
     assert count(joint, target) == before
     views = [node.name for node in joint.computed() if is_view(node)]
-    share_equal_values(joint)
+    eliminate_common_subexpressions(joint)
     joint.graph.lint()
     assert count(joint, target) == after
     assert {node.name for node in joint.computed() if is_view(node)} <= set(views)
@@ -89,7 +89,7 @@ def test_one_serves_all(way: str, target: Any, before: int, after: int) -> None:
 def test_values_whose_bits_are_read_as_another_type_stay() -> None:
     joint = annotated("bits")
     kept = [node.name for node in joint.computed() if node.target is aten._to_copy.default]
-    share_equal_values(joint)
+    eliminate_common_subexpressions(joint)
     assert [node.name for node in joint.computed() if node.target is aten._to_copy.default] == [kept[0], kept[1]]
 
 
@@ -105,7 +105,7 @@ def test_what_is_not_pytorchs_own_is_not_taken_to_be_equal() -> None:
             return count_calls(mask)
 
     joint = capture_joint(Counting(), torch.randn(8, 8), torch.rand(8, 8) > 0.5)
-    joint = share_equal_values(annotate(joint, cost_model("roofline", torch.device("cpu"), None)))
+    joint = eliminate_common_subexpressions(annotate(joint, cost_model("roofline", torch.device("cpu"), None)))
     assert count(joint, torch.ops.rpfx_equal.count.default) == 3
 
 
@@ -155,7 +155,7 @@ def joint(
     mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, _to_copy)
     return (mul_1,), (None, mul_3)
 """
-    made = after(share_equal_values, before, name="cse")
+    made = after(eliminate_common_subexpressions, before, name="cse")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -192,7 +192,7 @@ def joint(
     mul_3: float32[4, 8] = aten.mul.Tensor(mul_2, rand)
     return (mul_1,), (mul_3,)
 """
-    made = after(share_equal_values, before, name="cse")
+    made = after(eliminate_common_subexpressions, before, name="cse")
     expecttest.assert_expected_inline(
         made,
         """\

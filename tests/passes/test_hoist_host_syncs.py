@@ -10,7 +10,7 @@ import roundpipe_fx
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.masks import expand_masks
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
@@ -22,8 +22,8 @@ aten = torch.ops.aten
 
 def _hoisted(run, *inputs: torch.Tensor, registered=()) -> tuple[JointGraph, dict[str, str]]:
     joint = annotate(expand_masks(capture_joint(run, *inputs)), DEVICES["cpu"])
-    hoist_decisions(joint, registered)
-    return joint, {str(n.target): n.meta[Mark.HOISTED] for n in joint.computed() if Mark.HOISTED in n.meta}
+    hoist_host_syncs(joint, registered)
+    return joint, {str(n.target): n.meta[Mark.MUST_SAVE] for n in joint.computed() if Mark.MUST_SAVE in n.meta}
 
 
 def _data(*shape: int) -> torch.Tensor:
@@ -79,12 +79,12 @@ def test_bits_and_no_question_in_the_backward(run) -> None:
         torch._dynamo.reset()
         step, compiled = compiled_step(model, batch, stages=2, recompute=recompute)
         assert_bitwise(step, reference)
-        with roundpipe_fx.count_questions() as forward_asked:
+        with roundpipe_fx.count_host_syncs() as forward_asked:
             loss = compiled(**batch)
-        with roundpipe_fx.count_questions() as asked:
+        with roundpipe_fx.count_host_syncs() as syncs:
             loss.backward()
         assert forward_asked.total >= 1
-        assert asked.total == 0, asked.by_operator
+        assert syncs.total == 0, syncs.by_operator
 
 
 @pytest.mark.parametrize("mask", [lambda x: x > 0, lambda x: x[:, :1] > 0], ids=["mask", "broadcast"])
@@ -105,9 +105,9 @@ def test_scattering_asks_nothing_in_the_backward_whatever_the_batch_size(mask) -
         reference = aot_eager_step(model, batch)
         model.zero_grad()
         loss = compiled(**batch)
-        with roundpipe_fx.count_questions() as asked:
+        with roundpipe_fx.count_host_syncs() as syncs:
             loss.backward()
-        assert asked.total == 0, asked.by_operator
+        assert syncs.total == 0, syncs.by_operator
         assert_bitwise(train_step(compiled, model, batch), reference)
     assert len(compiled.plans) == 1
 
@@ -119,12 +119,12 @@ def test_experts_ask_once_where_checkpoint_asks_again() -> None:
     batch = {"x": torch.randn(16, 8)}
     _, compiled = compiled_step(model, batch, stages=3, recompute="full")
     loss = compiled(**batch)
-    with roundpipe_fx.count_questions() as ours:
+    with roundpipe_fx.count_host_syncs() as ours:
         loss.backward()
     x = batch["x"]
     for layer in model.layers:
         x = checkpoint(layer, x, use_reentrant=False)
-    with roundpipe_fx.count_questions() as theirs:
+    with roundpipe_fx.count_host_syncs() as theirs:
         x.square().mean().backward()
     assert ours.total == 0
     assert theirs.by_operator["aten.nonzero"] == 12 and theirs.by_operator["aten.topk"] == 3
@@ -161,8 +161,8 @@ def test_copies_to_the_host_are_hoisted() -> None:
         last = graph.call_function(aten._to_copy.default, (last,), {"device": torch.device(device), "dtype": dtype})
         last.meta.update({"val": fake(device), Mark.PHASE: Phase.FORWARD})
     graph.output((last,))
-    joint = hoist_decisions(JointGraph(fx.GraphModule(nn.Module(), graph), 1))
-    hoisted = [node.meta.get(Mark.HOISTED) for node in joint.computed()]
+    joint = hoist_host_syncs(JointGraph(fx.GraphModule(nn.Module(), graph), 1))
+    hoisted = [node.meta.get(Mark.MUST_SAVE) for node in joint.computed()]
     assert hoisted == [None, "copied from the device to the host", None]
 
 
@@ -195,9 +195,9 @@ def test_registered_operators_run_once() -> None:
         torch._dynamo.reset()
         compiled = roundpipe_fx.compile(model, stages=1, recompute="full")
         loss = compiled(torch.randn(2, 4)).square().sum()
-        with roundpipe_fx.count_questions() as asked:
+        with roundpipe_fx.count_host_syncs() as syncs:
             loss.backward()
-        return asked.by_operator["roundpipe_fx_tests.slow_scale"]
+        return syncs.by_operator["roundpipe_fx_tests.slow_scale"]
 
     before = set(sync_ops._registered)
     try:
@@ -236,7 +236,7 @@ def joint(
     scatter: float32[4, 8] = aten.scatter.src(zeros, 1, getitem_1, mul)
     return (exp,), (scatter,)
 """
-    made = after(hoist_decisions, before, name="hoist_host_syncs")
+    made = after(hoist_host_syncs, before, name="hoist_host_syncs")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -271,7 +271,7 @@ def joint(
     mul: float32[4, 8] = aten.mul.Tensor(tangents_1, relu)
     return (sin,), (mul,)
 """
-    made = after(hoist_decisions, before, {torch.ops.aten.relu.default}, name="hoist_host_syncs")
+    made = after(hoist_host_syncs, before, {torch.ops.aten.relu.default}, name="hoist_host_syncs")
     expecttest.assert_expected_inline(
         made,
         """\

@@ -8,7 +8,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.ir.joint_graph import is_view, viewed
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.graph_text import after
 
@@ -52,7 +52,7 @@ def test_results_have_the_same_bits_and_strides(steps: str, returned: int) -> No
     joint = capture_joint(Views(steps, returned), torch.randn(4, 4))
     inputs = example_inputs(joint)
     expected = run_joint(joint, inputs)
-    drop_repeated_views(joint)
+    remove_redundant_views(joint)
     joint.graph.lint()
     for left, right in zip(run_joint(joint, inputs), expected, strict=True):
         assert (left is None) == (right is None)
@@ -63,7 +63,7 @@ def test_results_have_the_same_bits_and_strides(steps: str, returned: int) -> No
 def test_a_linear_layer_transposes_its_weight_gradient_no_more() -> None:
     joint = capture_joint(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)), torch.randn(5, 4))
     assert aten.detach.default in targets(joint)
-    drop_repeated_views(joint)
+    remove_redundant_views(joint)
     assert aten.detach.default not in targets(joint)
     for gradient in joint.gradients:
         if gradient is not None:
@@ -74,7 +74,7 @@ def test_a_linear_layer_transposes_its_weight_gradient_no_more() -> None:
 def test_what_the_forward_returns_is_left_alone() -> None:
     joint = capture_joint(Views("td", 0), torch.randn(4, 4))
     before = joint.forward_outputs
-    drop_repeated_views(joint)
+    remove_redundant_views(joint)
     assert joint.forward_outputs == before
     (backward,) = [node for node in joint.computed() if node.target is aten.tanh_backward.default]
     read = backward.args[1]
@@ -98,7 +98,7 @@ def test_nothing_is_left_that_nobody_reads() -> None:
     model, x = Windows(), torch.randn(8, 4)
     joint = capture_joint(model, x)
     unread = {node for node in joint.computed() if not node.users}
-    drop_repeated_views(joint)
+    remove_redundant_views(joint)
     assert {node for node in joint.computed() if not node.users} <= unread
     model(x).backward()
     expected = [parameter.grad for parameter in model.parameters()]
@@ -114,7 +114,7 @@ def test_what_writes_is_no_view() -> None:
     with joint.graph.inserting_after(relu):
         written = joint.graph.call_function(aten.zero_.default, (relu,))
     written.meta["val"] = relu.meta["val"]
-    drop_repeated_views(joint)
+    remove_redundant_views(joint)
     assert written in list(joint.computed())
 
 
@@ -153,7 +153,7 @@ def joint(
     neg: float32[8, 4] = aten.neg.default(detach)
     return (neg,), ()
 """
-    made = after(drop_repeated_views, before, name="redundant_views")
+    made = after(remove_redundant_views, before, name="redundant_views")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -181,7 +181,7 @@ def joint(
     view_1: float32[8, 4] = aten.view.default(x, [8, 4])
     return (view, view_1), ()
 """
-    made = after(drop_repeated_views, before, name="redundant_views")
+    made = after(remove_redundant_views, before, name="redundant_views")
     expecttest.assert_expected_inline(
         made,
         """\

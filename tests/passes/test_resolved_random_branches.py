@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import expecttest
 
-from roundpipe_fx.passes.resolved_random_branches import release_settled_draws
+from roundpipe_fx.passes.resolved_random_branches import release_resolved_random_branches
 from tests.graph_text import after
 
 
@@ -15,11 +15,11 @@ def joint(
 ):
     # captured
     rand: float32[4] = aten.rand.default([4])
-    settled_draw: NoneType = torch.ops.roundpipe_fx.settled_draw.default(rand)
+    resolved_random_branch: NoneType = torch.ops.roundpipe_fx.resolved_random_branch.default(rand)
     neg: float32[4] = aten.neg.default(x)
     return (neg,), ()
 """
-    made = after(release_settled_draws, before, name="resolved_random_branches")
+    made = after(release_resolved_random_branches, before, name="resolved_random_branches")
     expecttest.assert_expected_inline(
         made,
         """\

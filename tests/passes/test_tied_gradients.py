@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.graph_text import after
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 
 
 def _joint(model: nn.Module) -> JointGraph:
-    return drop_repeated_views(capture_joint(model, torch.randn(3, 4)))
+    return remove_redundant_views(capture_joint(model, torch.randn(3, 4)))
 
 
 @pytest.mark.parametrize("uses", [2, 3, 5])

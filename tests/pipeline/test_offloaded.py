@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import roundpipe_fx
 from roundpipe_fx.pipeline import step
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
-from roundpipe_fx.runtime.lanes import HostLane
+from roundpipe_fx.runtime.device_streams import HostDeviceStreams
 from tests.comparison import Step, assert_bitwise, loss_of
 from tests.golden_models import GOLDEN
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, left_behind, squares
@@ -71,7 +71,7 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
     present: dict[int, torch.Tensor] = {}
     most = brought = 0
 
-    def exchange(self: HostLane, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
+    def exchange(self: HostDeviceStreams, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
         nonlocal most, brought
         for value in drops:
             del present[id(value)]
@@ -81,7 +81,7 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
             brought += value.nbytes
         most = max(most, sum(value.nbytes for value in present.values()))
 
-    monkeypatch.setattr(HostLane, "exchange", exchange)
+    monkeypatch.setattr(HostDeviceStreams, "exchange", exchange)
     model = Blocks(32, 8)
     x, y = batch_of(16, 32)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=2, memory_budget=0.0)

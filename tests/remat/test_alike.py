@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.operations import read_operations
 from roundpipe_fx.remat.alike import shape_of_backward
-from roundpipe_fx.remat.arrange import MOST_THRIFT
 from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from tests.remat.graphs import mlp, operations_of, staged
 from tests.remat.test_save_policy import RandomModel, operations, relaxed
 
@@ -23,12 +23,14 @@ def test_costs_are_those_of_the_segments_own_blocks(data: st.DataObject, chain: 
     joint, segments = staged(RandomModel([("linear", 0), *chain, *chain]), torch.randn(5, 4), stages=stages)
     graph = read_operations(joint, segments)
     shared = Blocks(graph)
-    earlier = set(graph.at_hand)
+    earlier = set(graph.always_live)
     for segment in range(segments):
         own = sorted(storage for storage in graph.makers if graph.segment_of[storage] == segment)
         saved = frozenset(storage for storage in own if data.draw(st.booleans()))
-        found = Blocks(graph).variants(segment, saved | earlier, MOST_THRIFT)
-        assert shared.costs(segment, saved, earlier, MOST_THRIFT) == [(block.peak, block.seconds) for block in found]
+        found = Blocks(graph).variants(segment, saved | earlier, MAX_REMAT_LEVEL)
+        assert shared.costs(segment, saved, earlier, MAX_REMAT_LEVEL) == [
+            (block.peak, block.seconds) for block in found
+        ]
         earlier |= set(own)
 
 

@@ -11,23 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.remat.chain import Chain, Decision, Link, LinkOption, solve_chain
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain, solve_chain
 
 
-def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> Chain:
+def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> SegmentChain:
     """rotor's problem: one option a link, which keeps all. ``boundary[i]``: bytes of what enters link i."""
     count = len(forward)
-    crossing = np.zeros((count, count), dtype=np.int64)
+    live_across = np.zeros((count, count), dtype=np.int64)
     for first, until in itertools.combinations(range(count), 2):
-        crossing[first, until] = boundary[until]
-    links = []
+        live_across[first, until] = boundary[until]
+    stages = []
     for index in range(count):
         leaving = boundary[index + 1] if index + 1 < count else 0
         held = saved[index] + leaving
-        option = LinkOption(held, 0.0, held, saved[index])
-        bare = LinkOption(0, float(forward[index]), saved[index], saved[index])
-        links.append(Link(float(forward[index]), leaving, (option,), (bare,)))
-    return Chain(tuple(links), crossing)
+        option = ChainStageOption(held, 0.0, held, saved[index])
+        unsaved_options = ChainStageOption(0, float(forward[index]), saved[index], saved[index])
+        stages.append(ChainStage(float(forward[index]), leaving, (option,), (unsaved_options,)))
+    return SegmentChain(tuple(stages), live_across)
 
 
 def exhaustive(forward: list[int], saved: list[int], boundary: list[int], limit: int) -> float:
@@ -109,16 +109,16 @@ def test_more_memory_never_costs_more_and_the_decisions_reach_the_cost() -> None
         assert _cost(chain, solution.decisions(int(slots))) == solution.seconds[slots]
 
 
-def _cost(chain: Chain, decisions: list[Decision]) -> float:
+def _cost(chain: SegmentChain, decisions: list[Decision]) -> float:
     total = 0.0
     for decision in decisions:
-        link = chain.links[decision.link]
-        if decision.bare is not None:
-            total += link.bare[decision.bare].seconds
+        stage = chain.stages[decision.stage]
+        if decision.unsaved_option is not None:
+            total += stage.unsaved_options[decision.unsaved_option].seconds
         elif decision.option is not None:
-            total += link.options[decision.option].seconds + (link.seconds if decision.before is not None else 0.0)
+            total += stage.options[decision.option].seconds + (stage.seconds if decision.before is not None else 0.0)
         elif decision.before is not None:
-            total += sum(chain.links[i].seconds for i in range(decision.link, decision.until))
+            total += sum(chain.stages[i].seconds for i in range(decision.stage, decision.until))
     return total
 
 
@@ -128,8 +128,8 @@ def test_decisions_keep_to_the_memory_though_it_is_rounded(
     count: int, saved: int, boundary: int, gradient: int, slots: int
 ) -> None:
     chain = rotor_chain([1] * count, [saved] * count, [boundary] * count)
-    links = tuple(replace(link, standing=gradient * (count - index)) for index, link in enumerate(chain.links))
-    chain = Chain(links, chain.crossing)
+    stages = tuple(replace(stage, resident=gradient * (count - index)) for index, stage in enumerate(chain.stages))
+    chain = SegmentChain(stages, chain.live_across)
     limit = count * (saved + boundary + gradient)
     solution = solve_chain(chain, limit, slots)
     for memory in np.flatnonzero(np.isfinite(solution.seconds)):
@@ -148,13 +148,15 @@ def test_without_nesting_nothing_is_made_again_for_later_links() -> None:
 
 
 def test_an_option_in_between_is_taken_where_it_fits() -> None:
-    def link(last: bool) -> Link:
+    def stage(last: bool) -> ChainStage:
         leaving = 0 if last else 1
-        options = tuple(LinkOption(held + leaving, cost, held + leaving, 4) for held, cost in ((4, 0.0), (2, 1.0)))
-        return Link(3.0, leaving, options, (LinkOption(0, 3.0, 0, 4),))
+        options = tuple(
+            ChainStageOption(held + leaving, cost, held + leaving, 4) for held, cost in ((4, 0.0), (2, 1.0))
+        )
+        return ChainStage(3.0, leaving, options, (ChainStageOption(0, 3.0, 0, 4),))
 
-    crossing = np.array([[0, 1], [0, 0]])
-    solution = solve_chain(Chain((link(False), link(True)), crossing), 12, 12)
+    live_across = np.array([[0, 1], [0, 0]])
+    solution = solve_chain(SegmentChain((stage(False), stage(True)), live_across), 12, 12)
     assert solution.seconds[9] == 0.0  # both keep all
     assert solution.seconds[7] == 1.0  # the first keeps half
     assert solution.seconds[5] == 3.0  # the first keeps nothing

@@ -10,27 +10,27 @@ import torch
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
-from roundpipe_fx.remat.schedule import Schedule, Step, simulate
+from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, simulate
 from roundpipe_fx.remat.search import search
 from tests.remat.graphs import mlp, staged
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[OperationGraph, Schedule]:
+def found() -> tuple[OperationGraph, PlannedSchedule]:
     graph = read_operations(*staged(mlp(depth=6), torch.randn(512, 16), stages=3))
     candidates = search(Blocks(graph)).candidates
     return graph, candidates[len(candidates) // 2].schedule
 
 
-def _steps(schedule: Schedule) -> list[Step]:
+def _steps(schedule: PlannedSchedule) -> list[PlannedOp]:
     return [step for _, block in schedule.backward for step in block]
 
 
-def _early(schedule: Schedule) -> set[int]:
+def _early(schedule: PlannedSchedule) -> set[int]:
     return {position for position, step in enumerate(_steps(schedule)) if step.early}
 
 
-def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, Schedule]) -> None:
+def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
     choices = early_choices(graph, schedule)
     assert set(choices) == {0, 1, 2} and any(len(own) > 1 for own in choices.values())
@@ -41,13 +41,13 @@ def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, Schedule
     available = set(graph.makers)
     for step in _steps(most):
         if step.early:
-            assert step.stand_in is None and available.issuperset(step.reads)
+            assert step.rng_shape_source is None and available.issuperset(step.reads)
             available.update(step.makes)
-        elif step.way is not None:  # what is made again just in time is nothing that early steps read
+        elif step.recipe is not None:  # what is made again just in time is nothing that early steps read
             available.difference_update(step.makes)
 
 
-def test_what_is_early_does_not_raise_the_peak(found: tuple[OperationGraph, Schedule]) -> None:
+def test_what_is_early_does_not_raise_the_peak(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
     peak = simulate(graph, schedule).bytes
     free, beside = early_within(graph, schedule, ()), early_within(graph, schedule, (0, 1, 2))
@@ -56,7 +56,7 @@ def test_what_is_early_does_not_raise_the_peak(found: tuple[OperationGraph, Sche
     assert free.seconds == beside.seconds == schedule.seconds
 
 
-def test_what_only_gradients_of_parameters_need_is_not_early(found: tuple[OperationGraph, Schedule]) -> None:
+def test_what_only_gradients_of_parameters_need_is_not_early(found: tuple[OperationGraph, PlannedSchedule]) -> None:
     graph, schedule = found
     whole, split = early_choices(graph, schedule), early_choices(graph, schedule, split=True)
     for stage, own in split.items():

@@ -16,7 +16,7 @@ from tests.remat.graphs import mlp, operations_of
 
 def _segment(graph: OperationGraph, segment: int) -> tuple[list[int], frozenset[int]]:
     needed = dict.fromkeys(s for operation in graph.backward[segment] for s in operation.reads)
-    return list(needed), graph.at_hand | {s for s in graph.makers if graph.segment_of[s] < segment}
+    return list(needed), graph.always_live | {s for s in graph.makers if graph.segment_of[s] < segment}
 
 
 @pytest.mark.parametrize("segment", [1, 2])
@@ -67,10 +67,10 @@ def test_segments_that_are_alike_are_solved_once() -> None:
 
 def test_hoisted_values_are_never_made_again() -> None:
     graph = operations_of(MixtureOfExperts(), torch.randn(6, 8))
-    assert graph.always_kept
+    assert graph.must_save
     for segment in range(graph.segments):
         needed, available = _segment(graph, segment)
         for saving in frontier(graph, needed, available, {}):
             steps = just_in_time(graph, segment, available | saving.saved)
             for step in steps:
-                assert step.way is None or graph.always_kept.isdisjoint(step.makes)
+                assert step.recipe is None or graph.must_save.isdisjoint(step.makes)

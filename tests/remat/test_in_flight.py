@@ -10,23 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain import Chain, Link, LinkOption, solve_chain
-from roundpipe_fx.remat.in_flight import Run, rungs_of_run, together
-from roundpipe_fx.remat.links import chain_of
-from roundpipe_fx.remat.schedule import Schedule, Step
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain, solve_chain
+from roundpipe_fx.remat.in_flight import SegmentRun, points_of_run, together
+from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule
 from roundpipe_fx.remat.search import work_out
+from roundpipe_fx.remat.segment_chain import chain_of
 from tests.remat.graphs import mlp, operations_of
 
 numbers = st.integers(0, 4)
-options = st.builds(LinkOption, held=st.integers(1, 5), seconds=st.integers(0, 5), forward=numbers, backward=numbers)
-links = st.lists(st.lists(options, min_size=1, max_size=3), min_size=1, max_size=4)
+options = st.builds(
+    ChainStageOption, held=st.integers(1, 5), seconds=st.integers(0, 5), forward=numbers, backward=numbers
+)
+stages = st.lists(st.lists(options, min_size=1, max_size=3), min_size=1, max_size=4)
 
 
 @settings(max_examples=80, deadline=None)
-@given(links, st.integers(1, 4), st.integers(0, 3))
-def test_optimum_of_what_each_link_keeps(kept: list[list[LinkOption]], in_flight: int, price: int) -> None:
-    chain = Chain(
-        tuple(Link(1.0, 0, tuple(own), ()) for own in kept),
+@given(stages, st.integers(1, 4), st.integers(0, 3))
+def test_optimum_of_what_each_link_keeps(kept: list[list[ChainStageOption]], in_flight: int, price: int) -> None:
+    chain = SegmentChain(
+        tuple(ChainStage(1.0, 0, tuple(own), ()) for own in kept),
         np.zeros((len(kept), len(kept)), np.int64),
         times=in_flight,
         price=price,
@@ -49,9 +51,9 @@ def test_optimum_of_what_each_link_keeps(kept: list[list[LinkOption]], in_flight
 
 
 def test_nothing_need_be_kept_of_the_last_link() -> None:
-    def chain(in_flight: int) -> Chain:
-        link = Link(2.0, 1, (LinkOption(3, 0.0, 3, 3),), (LinkOption(0, 2.0, 3, 3),))
-        return Chain((link, link), np.array([[0, 1], [0, 0]]), times=in_flight, alone=in_flight == 1)
+    def chain(in_flight: int) -> SegmentChain:
+        stage = ChainStage(2.0, 1, (ChainStageOption(3, 0.0, 3, 3),), (ChainStageOption(0, 2.0, 3, 3),))
+        return SegmentChain((stage, stage), np.array([[0, 1], [0, 0]]), times=in_flight, alone=in_flight == 1)
 
     alone, several = (solve_chain(chain(in_flight), 40, 40) for in_flight in (1, 5))
     assert alone.seconds[6] == 0 and np.isinf(alone.seconds[3])
@@ -66,16 +68,16 @@ def test_nothing_need_be_kept_of_the_last_link() -> None:
 
 def test_the_more_are_in_flight_the_less_is_kept() -> None:
     graph = operations_of(mlp(), torch.randn(64, 16))
-    chain, keepings = chain_of(Blocks(graph))
+    chain, save_options = chain_of(Blocks(graph))
     for first, end in ((0, graph.segments), (1, graph.segments)):
         least = []
         for in_flight in (1, 8):
-            rungs = rungs_of_run(graph, chain, keepings, Run(first, end, frozenset([0]), in_flight))
-            seconds = [rung.seconds for rung in rungs]
+            points = points_of_run(graph, chain, save_options, SegmentRun(first, end, frozenset([0]), in_flight))
+            seconds = [point.seconds for point in points]
             assert seconds == sorted(seconds) and seconds[0] == 0 < seconds[-1]
-            choice = rungs[-1].choice()
+            choice = points[-1].choice()
             assert all(first <= graph.segment_of[storage] < end for storage in choice.kept)
-            assert all(first <= segment < end for segment in (*choice.held, *choice.thrift))
+            assert all(first <= segment < end for segment in (*choice.held, *choice.remat_level))
             least.append(sum(graph.sizes[storage] for storage in choice.kept))
         assert least[1] < least[0]
 
@@ -83,14 +85,14 @@ def test_the_more_are_in_flight_the_less_is_kept() -> None:
 def test_choices_of_parts_are_one_choice() -> None:
     graph = operations_of(mlp(), torch.randn(64, 16))
     blocks = Blocks(graph)
-    chain, keepings = chain_of(blocks)
+    chain, save_options = chain_of(blocks)
     middle = graph.segments // 2
-    runs = [Run(0, middle, frozenset([0]), 4), Run(middle, graph.segments, frozenset([1]), 2)]
-    ladders = [rungs_of_run(graph, chain, keepings, run) for run in runs]
+    runs = [SegmentRun(0, middle, frozenset([0]), 4), SegmentRun(middle, graph.segments, frozenset([1]), 2)]
+    ladders = [points_of_run(graph, chain, save_options, run) for run in runs]
     lean = work_out(blocks, together([ladders[0][-1].choice(), ladders[1][0].choice()]))
     assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(lean.schedule)), "only one is lean"
     assert 0 < lean.seconds < work_out(blocks, together([own[-1].choice() for own in ladders])).seconds
 
 
-def _again(schedule: Schedule) -> list[Step]:
-    return [step for _, steps in schedule.backward for step in steps if step.way is not None]
+def _again(schedule: PlannedSchedule) -> list[PlannedOp]:
+    return [step for _, steps in schedule.backward for step in steps if step.recipe is not None]

@@ -41,21 +41,21 @@ def exhaustive(graph: OperationGraph) -> int:
     backward = [operation for block in graph.backward.values() for operation in block]
     makers = {storage: operation for operation in backward for storage in operation.makes}
     held = graph.outputs | graph.tangents
-    always = sum(graph.sizes[storage] for storage in held | graph.always_kept)
+    always = sum(graph.sizes[storage] for storage in held | graph.must_save)
 
     def size(storages: set[int] | frozenset[int]) -> int:
-        return sum(graph.sizes[storage] for storage in storages - held - graph.always_kept)
+        return sum(graph.sizes[storage] for storage in storages - held - graph.must_save)
 
     def unread(run: frozenset[int]) -> set[int]:
         made = {storage for storage, maker in makers.items() if maker.index in run}
         wanted = {storage for operation in backward if operation.index not in run for storage in operation.reads}
         return made & (wanted | graph.gradients)
 
-    def credit(over: tuple[int, ...]) -> int:
-        return max((graph.sizes[storage] for storage in over), default=0)
+    def credit(inplace_candidates: tuple[int, ...]) -> int:
+        return max((graph.sizes[storage] for storage in inplace_candidates), default=0)
 
-    forward = sorted(set(graph.makers) - held - graph.always_kept)
-    at_hand = held | graph.always_kept
+    forward = sorted(set(graph.makers) - held - graph.must_save)
+    always_live = held | graph.must_save
     subsets = itertools.chain.from_iterable(itertools.combinations(forward, k) for k in range(len(forward) + 1))
     queue = [(always + size(frozenset(there)), (), there) for there in subsets]
     heapq.heapify(queue)
@@ -70,16 +70,21 @@ def exhaustive(graph: OperationGraph) -> int:
             return peak
         live = unread(run) | there
         for operation in backward:
-            sources = {storage for storage in operation.reads if graph.is_forward(storage)} - at_hand
+            sources = {storage for storage in operation.reads if graph.is_forward(storage)} - always_live
             ready = all(makers[s].index in run for s in operation.reads if s in makers)
             if operation.index not in run and ready and sources <= there:
-                high = always + size(live | set(operation.makes)) - credit(operation.over)
+                high = always + size(live | set(operation.makes)) - credit(operation.inplace_candidates)
                 heapq.heappush(queue, (max(peak, high), tuple(sorted(run | {operation.index})), there_now))
-        for table in (graph.ways, graph.alone):
-            for way in table.values():
-                if set(way.reads) - at_hand <= there and not set(way.makes) <= there:
-                    high = always + size(live | set(way.makes)) + way.scratch - credit(way.operation.over)
-                    now = tuple(sorted(there | (set(way.makes) - at_hand)))
+        for table in (graph.recipes, graph.mask_only):
+            for recipe in table.values():
+                if set(recipe.reads) - always_live <= there and not set(recipe.makes) <= there:
+                    high = (
+                        always
+                        + size(live | set(recipe.makes))
+                        + recipe.workspace
+                        - credit(recipe.operation.inplace_candidates)
+                    )
+                    now = tuple(sorted(there | (set(recipe.makes) - always_live)))
                     heapq.heappush(queue, (max(peak, high), ran, now))
         for storage in there:
             heapq.heappush(queue, (peak, ran, tuple(sorted(there - {storage}))))

@@ -18,7 +18,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, no
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.early_recompute import early_recompute
-from roundpipe_fx.passes.hoist_host_syncs import hoist_decisions
+from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rng import replay_rng
@@ -89,7 +89,7 @@ def test_random_models_have_the_bits_of_aot_eager(chain: list, stages: int, reco
 
 
 def _staged(model: nn.Module, *inputs: Any, stages: int = 2) -> JointGraph:
-    joint = hoist_decisions(annotate(expand_masks(capture_joint(model, *inputs)), CPU))
+    joint = hoist_host_syncs(annotate(expand_masks(capture_joint(model, *inputs)), CPU))
     joint, segments = cut_segments(joint)
     joint, _ = cut_stages(joint, segments, min(stages, len(segments)), lambda size: size * 1e-9)
     return joint
@@ -138,10 +138,10 @@ def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
     saved = [node for node in saved_values(joint) if node.op != "placeholder"]
     for node in saved:
         maker = node.args[0] if node.name not in names and isinstance(node.args[0], torch.fx.Node) else node
-        assert node.name in names or Mark.HOISTED in maker.meta, node
+        assert node.name in names or Mark.MUST_SAVE in maker.meta, node
     assert any(Mark.ORIGIN in node.meta for node in joint.computed())
     for node in joint.computed():  # nothing that is hoisted runs again
-        assert not (Mark.ORIGIN in node.meta and Mark.HOISTED in node.meta)
+        assert not (Mark.ORIGIN in node.meta and Mark.MUST_SAVE in node.meta)
 
 
 def test_none_repeats_only_views() -> None:

@@ -14,10 +14,10 @@ from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, em
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.rng import replay_rng
-from roundpipe_fx.remat.arrange import MOST_THRIFT
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
-from roundpipe_fx.remat.schedule import Choice, remat_schedule, simulate
+from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
+from roundpipe_fx.remat.schedule import RematChoice, remat_schedule, simulate
 from roundpipe_fx.remat.search import search
 from tests.capturing import example_inputs, run_joint
 from tests.remat.graphs import CPU, mlp, operations_of, staged
@@ -42,8 +42,8 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
         if data.draw(st.booleans()):
             earlier = [s for s in storages if graph.segment_of[s] <= segment]
             held[segment] = frozenset(s for s in earlier if data.draw(st.booleans()))
-    thrift = {segment: data.draw(st.integers(0, MOST_THRIFT + 1)) for segment in range(segments)}
-    schedule = make_schedule(Blocks(graph), Choice(kept, held, thrift))
+    remat_level = {segment: data.draw(st.integers(0, MAX_REMAT_LEVEL + 1)) for segment in range(segments)}
+    schedule = make_schedule(Blocks(graph), RematChoice(kept, held, remat_level))
     choices = early_choices(graph, schedule)
     level = {stage: data.draw(st.integers(0, len(own) - 1)) for stage, own in choices.items()}
     schedule = early_at(schedule, choices, level)
@@ -88,7 +88,7 @@ def test_nested_recomputation_runs_a_segment_more_than_once() -> None:
     times: dict[int, int] = {}
     for _, steps in lowest.schedule.backward:
         for step in steps:
-            if step.way is not None:
+            if step.recipe is not None:
                 times[step.operation.index] = times.get(step.operation.index, 0) + 1
     assert max(times.values()) >= 2
     assert [c.peak.bytes for c in candidates] == sorted((c.peak.bytes for c in candidates), reverse=True)
@@ -97,12 +97,12 @@ def test_nested_recomputation_runs_a_segment_more_than_once() -> None:
 
 def test_a_dropouts_mask_is_drawn_without_its_input() -> None:
     graph = operations_of(mlp(), torch.randn(8, 16))
-    assert graph.alone
-    schedule = make_schedule(Blocks(graph), Choice(frozenset(graph.crossing)))
+    assert graph.mask_only
+    schedule = make_schedule(Blocks(graph), RematChoice(frozenset(graph.live_across)))
     steps = [step for _, block in schedule.backward for step in block]
-    masks = [step for step in steps if step.stand_in is not None]
+    masks = [step for step in steps if step.rng_shape_source is not None]
     # The layers before the dropouts are not run again: nothing but the masks needed them. The last one is, since the
     # loss squares what comes out.
     assert len(masks) == 3
-    repeated = [str(step.operation.node.target) for step in steps if step.way is not None]
+    repeated = [str(step.operation.node.target) for step in steps if step.recipe is not None]
     assert repeated.count("aten.addmm.default") == 4 + 1

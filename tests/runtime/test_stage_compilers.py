@@ -8,7 +8,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.ir.joint_graph import Phase
-from roundpipe_fx.torch_private import WatchedMemory, watch_memory
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
@@ -56,8 +56,8 @@ def test_inductor_keeps_to_a_budget() -> None:
         for parameter, gradient in step.gradients.items():
             torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
     model.zero_grad()
-    seen: list[WatchedMemory] = []
-    watch_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
+    seen: list[ProfiledMemory] = []
+    profile_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
     assert 0 < seen[-1].peak <= first.peak_bytes
     assert compiled.plan.assumed["workspace of compiled stages"] > 0
     assert compiled.plan.recompute_seconds > first.recompute_seconds > 0
@@ -96,8 +96,8 @@ def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
     assert "workspace of compiled stages" in str(compiled.plan)
     assert compiled.plan.recompute_seconds > 0
     model.zero_grad()
-    seen: list[WatchedMemory] = []
-    watch_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
+    seen: list[ProfiledMemory] = []
+    profile_memory(lambda: compiled(**batch).backward(), "cpu", seen.append)
     assert budget - _BESIDE < seen[-1].peak <= compiled.plan.peak_bytes <= budget
 
 
@@ -118,8 +118,8 @@ def test_watched_steps_may_have_buffers_and_a_loss_outside() -> None:
     # What is learned is what the compiler wastes, not what updates and the loss hold: those are planned for anyway.
     assert _BESIDE <= compiled.plan.assumed["workspace of compiled stages"] < 1.1 * _BESIDE
     model.zero_grad()
-    seen: list[WatchedMemory] = []
-    watch_memory(step, "cpu", seen.append)
+    seen: list[ProfiledMemory] = []
+    profile_memory(step, "cpu", seen.append)
     assert 0 < seen[-1].peak <= budget
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from roundpipe_fx.schedules import Schedule, StageGraph, Step, StepCosts
+from roundpipe_fx.schedules import Schedule, StageAction, StageGraph, StepCosts
 
 
-def ends_on_paper(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> dict[tuple[Step, int], float]:
+def ends_on_paper(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> dict[tuple[StageAction, int], float]:
     """When each step of each microbatch ends; what never can is absent."""
-    ends: dict[tuple[Step, int], float] = {}
-    where: dict[tuple[Step, int], int] = {}
+    ends: dict[tuple[StageAction, int], float] = {}
+    where: dict[tuple[StageAction, int], int] = {}
     orders = [schedule.actions(device) for device in range(schedule.devices)]
     for device, order in enumerate(orders):
         where.update(((action.step, action.microbatch), device) for action in order)
@@ -35,10 +35,10 @@ def ends_on_paper(schedule: Schedule, graph: StageGraph, costs: StepCosts) -> di
 
 
 def _travel(
-    seconds: Mapping[tuple[Step, Step], float],
-    source: tuple[Step, int],
-    reader: Step,
-    where: Mapping[tuple[Step, int], int],
+    seconds: Mapping[tuple[StageAction, StageAction], float],
+    source: tuple[StageAction, int],
+    reader: StageAction,
+    where: Mapping[tuple[StageAction, int], int],
     device: int,
 ) -> float:
     return seconds.get((source[0], reader), 0.0) if where[source] != device else 0.0

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.schedules import (
     Action,
+    ActionKind,
     Held,
-    Kind,
     Schedule,
+    StageAction,
     StageGraph,
-    Step,
     StepCosts,
     chain,
     gpipe,
@@ -27,7 +27,7 @@ from roundpipe_fx.schedules import (
 )
 from tests.schedules.paper import ends_on_paper
 
-_F = Kind.FORWARD
+_F = ActionKind.FORWARD
 
 
 def costs_of(graph: StageGraph, **seconds: float) -> StepCosts:
@@ -135,7 +135,7 @@ def test_round_robin_waits_only_at_the_ends(devices: int) -> None:
 def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
     devices, microbatches = 4, 12
     graph = chain(devices)
-    held = tuple(Held(10, (_F, stage), ((Kind.BACKWARD, stage),)) for stage in range(devices))
+    held = tuple(Held(10, (_F, stage), ((ActionKind.BACKWARD, stage),)) for stage in range(devices))
     peaks = {step: (10 if step[0] is _F else 3) for step in graph.steps}
     costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held, peak_bytes=peaks)
     assert simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs).peak_bytes == (43, 33, 23, 13)
@@ -145,7 +145,7 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
 def test_a_smaller_last_group_holds_no_more_than_a_whole_one() -> None:
     devices, stages = 4, 8
     graph = chain(stages)
-    held = tuple(Held(10, (_F, stage), ((Kind.BACKWARD, stage),)) for stage in range(stages))
+    held = tuple(Held(10, (_F, stage), ((ActionKind.BACKWARD, stage),)) for stage in range(stages))
     costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held)
     peaks = {
         count: max(simulate_time(interleaved(devices, stages, count), graph, costs).peak_bytes) for count in (9, 12)
@@ -173,10 +173,11 @@ def test_no_timing_needs_more_than_the_predicted_peaks(devices, microbatches, wh
     """Whatever the steps take, what a device holds while it runs an action is within its peak."""
     graph = chain(devices)
     schedule = which(devices, devices, microbatches)
-    held = [Held(data.draw(st.integers(1, 9)), (_F, s), ((Kind.BACKWARD, s),)) for s in range(devices)]
+    held = [Held(data.draw(st.integers(1, 9)), (_F, s), ((ActionKind.BACKWARD, s),)) for s in range(devices)]
     held += [Held(data.draw(st.integers(1, 9)), (_F, s), ((_F, s + 1),)) for s in range(devices - 1)]
     held += [
-        Held(data.draw(st.integers(1, 9)), (Kind.BACKWARD, s + 1), ((Kind.BACKWARD, s),)) for s in range(devices - 1)
+        Held(data.draw(st.integers(1, 9)), (ActionKind.BACKWARD, s + 1), ((ActionKind.BACKWARD, s),))
+        for s in range(devices - 1)
     ]
     peaks = set()
     for _ in range(3):
@@ -212,8 +213,8 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     costs = StepCosts(
         dict.fromkeys(graph.steps, 1.0),
         held=(Held(2, (_F, 0), (), lasts=True),),
-        base_bytes={(Kind.BACKWARD, 0): {0: 100}},
-        brought_bytes={(Kind.BACKWARD, 0): 5},
+        base_bytes={(ActionKind.BACKWARD, 0): {0: 100}},
+        brought_bytes={(ActionKind.BACKWARD, 0): 5},
     )
     assert simulate_time(gpipe(1, 1, 3), graph, costs).peak_bytes == (100 + 3 * 5 + 3 * 2,)
 
@@ -221,8 +222,13 @@ def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
 def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradients() -> None:
     """A parameter once (number 0 and 1), what belongs to a microbatch as often as there are microbatches (2)."""
     graph = chain(2)
-    reads = {(_F, 0): {0: 100, 2: 3}, (_F, 1): {1: 50}, (Kind.BACKWARD, 0): {0: 100}, (Kind.BACKWARD, 1): {1: 50, 2: 3}}
-    gradients = {(Kind.BACKWARD, 0): {0: 100}, (Kind.BACKWARD, 1): {1: 50}}
+    reads = {
+        (_F, 0): {0: 100, 2: 3},
+        (_F, 1): {1: 50},
+        (ActionKind.BACKWARD, 0): {0: 100},
+        (ActionKind.BACKWARD, 1): {1: 50, 2: 3},
+    }
+    gradients = {(ActionKind.BACKWARD, 0): {0: 100}, (ActionKind.BACKWARD, 1): {1: 50}}
     seconds = dict.fromkeys(graph.steps, 1.0)
 
     def peaks(*away: int) -> tuple[int, ...]:
@@ -252,7 +258,7 @@ def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(hal
         costs = StepCosts(
             dict.fromkeys(graph.steps, 1.0),
             held=(Held(7, (_F, 1), (), lasts=True),),
-            brought_bytes={(Kind.BACKWARD, 1): 5},
+            brought_bytes={(ActionKind.BACKWARD, 1): 5},
             away=frozenset({away}),
         )
         schedule = gpipe(2, 2, 3)
@@ -316,7 +322,7 @@ def test_a_skipping_value_travels_directly() -> None:
     reads[_F, 2] = ((_F, 1), (_F, 0))
     full = with_transfers(one_f_one_b(3, 3, 1), StageGraph(reads))
     assert "S:F0.0>1 S:F0.0>2" in " ".join(map(str, full[0]))
-    assert not any(action.of is _F and action.stage == 0 for action in full[1] if action.kind is Kind.SEND)
+    assert not any(action.of is _F and action.stage == 0 for action in full[1] if action.kind is ActionKind.SEND)
     assert str(full[2][0]) == "V:F1.0<1" and str(full[2][1]) == "V:F0.0<0"
 
 
@@ -340,25 +346,25 @@ def test_an_action_prints_and_reads_back() -> None:
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])
 def test_interleaved_with_any_number_of_stages(devices: int) -> None:
     for stages in range(devices, 4 * devices + 1):
-        reads: dict[Step, tuple[Step, ...]] = {}
+        reads: dict[StageAction, tuple[StageAction, ...]] = {}
         for stage in range(stages):
-            reads[Kind.FORWARD, stage] = ((Kind.FORWARD, stage - 1),) if stage else ()
-            later = ((Kind.BACKWARD, stage + 1),) if stage < stages - 1 else ()
-            reads[Kind.BACKWARD, stage] = ((Kind.FORWARD, stage), *later)
+            reads[ActionKind.FORWARD, stage] = ((ActionKind.FORWARD, stage - 1),) if stage else ()
+            later = ((ActionKind.BACKWARD, stage + 1),) if stage < stages - 1 else ()
+            reads[ActionKind.BACKWARD, stage] = ((ActionKind.FORWARD, stage), *later)
         for microbatches in range(1, 10):
             validate(interleaved(devices, stages, microbatches), StageGraph(reads), microbatches, devices)
 
 
 def test_microbatches_that_differ_need_their_own_bytes() -> None:
-    graph = StageGraph({(Kind.FORWARD, 0): (), (Kind.BACKWARD, 0): ((Kind.FORWARD, 0),)})
+    graph = StageGraph({(ActionKind.FORWARD, 0): (), (ActionKind.BACKWARD, 0): ((ActionKind.FORWARD, 0),)})
 
     def costs(held: int, peak: int) -> StepCosts:
         return StepCosts(
             dict.fromkeys(graph.steps, 1.0),
-            held=(Held(held, (Kind.FORWARD, 0), ((Kind.BACKWARD, 0),)),),
-            peak_bytes={(Kind.FORWARD, 0): held, (Kind.BACKWARD, 0): peak},
-            first_peak_bytes={(Kind.BACKWARD, 0): peak + 1},
-            base_bytes={(Kind.BACKWARD, 0): {0: 1000}},
+            held=(Held(held, (ActionKind.FORWARD, 0), ((ActionKind.BACKWARD, 0),)),),
+            peak_bytes={(ActionKind.FORWARD, 0): held, (ActionKind.BACKWARD, 0): peak},
+            first_peak_bytes={(ActionKind.BACKWARD, 0): peak + 1},
+            base_bytes={(ActionKind.BACKWARD, 0): {0: 1000}},
         )
 
     small, large = costs(10, 5), costs(100, 50)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import WatchedMemory, rng_states, size_hint, watch_memory
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, rng_states, size_hint
 
 __all__ = ["Layout", "Trial", "run_apart", "try_alone", "try_apart"]
 
@@ -168,8 +168,8 @@ def _run_on(
             try:
                 if device.type != "cpu":  # the first time handles and kernels are loaded
                     node.target(*args, **kwargs)  # type: ignore[operator]
-                seen: list[WatchedMemory] = []
-                result = watch_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
+                seen: list[ProfiledMemory] = []
+                result = profile_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
             finally:
                 restore()
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:

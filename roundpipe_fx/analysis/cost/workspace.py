@@ -4,7 +4,7 @@ Convolutions reorder their operands, attention keeps sums for each thread, an op
 first. None of this is in a graph, and all of it is in memory. It is measured: the operator is run once, alone, on
 made-up operands, and what the allocator hands out meanwhile is noted. Operators that do the same on the same shapes
 are run once. Operators that are not PyTorch's own are not run for this: what they do may depend on data, or reach
-beyond this process. Steps show what they need (:class:`roundpipe_fx.api.assumptions.Assumptions`), and what stages hold
+beyond this process. Steps show what they need (:class:`roundpipe_fx.api.learned.Learned`), and what stages hold
 beyond their plan that a compiler has ordered and fused as it likes.
 """
 

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from roundpipe_fx import torch_private
 
-__all__ = ["LingeringHooks"]
+__all__ = ["PersistentHooks"]
 
 
 class _Local(threading.local):
@@ -34,7 +34,7 @@ class _Local(threading.local):
 _local = _Local()
 
 
-class LingeringHooks:
+class PersistentHooks:
     """A pair of hooks of one thread, on the stack from :meth:`push` until some time after :meth:`leave`.
 
     Args:
@@ -57,7 +57,7 @@ class LingeringHooks:
 
     def _push(self) -> None:
         top = _top()
-        self._beneath = top._beneath if isinstance(top, LingeringHooks) else top
+        self._beneath = top._beneath if isinstance(top, PersistentHooks) else top
         torch_private.push_saved_tensor_hooks(self._pack, self._unpack)
 
     def leave(self) -> None:
@@ -102,12 +102,12 @@ def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
     return tensor
 
 
-def _top() -> LingeringHooks | tuple[Callable[..., Any], Callable[..., Any]] | None:
+def _top() -> PersistentHooks | tuple[Callable[..., Any], Callable[..., Any]] | None:
     hooks = torch_private.top_saved_tensor_hooks()
     if hooks is None:
         return None
     owner = getattr(hooks[0], "__self__", None)
-    return owner if isinstance(owner, LingeringHooks) else hooks
+    return owner if isinstance(owner, PersistentHooks) else hooks
 
 
 def _take_off_left() -> None:
@@ -116,7 +116,7 @@ def _take_off_left() -> None:
     if _local.busy or torch_private.in_backward():
         return
     with _busy():
-        while isinstance(top := _top(), LingeringHooks) and top._left:
+        while isinstance(top := _top(), PersistentHooks) and top._left:
             torch_private.pop_saved_tensor_hooks()
 
 
@@ -140,7 +140,7 @@ def _guard_other_hooks() -> None:
     def end_beneath_lingering(self: saved_tensors_hooks, *args: object) -> None:
         lingering = []
         with _busy():
-            while isinstance(top := _top(), LingeringHooks):
+            while isinstance(top := _top(), PersistentHooks):
                 torch_private.pop_saved_tensor_hooks()
                 lingering.append(top)
             try:

@@ -30,7 +30,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_fx import torch_private
-from roundpipe_fx.compat.checkpointing.persistent_hooks import LingeringHooks
+from roundpipe_fx.compat.checkpointing.persistent_hooks import PersistentHooks
 from roundpipe_fx.compat.checkpointing.tape import Tape, View
 from roundpipe_fx.ir.recompute_marks import annotated_scope
 
@@ -112,7 +112,7 @@ class gradient_checkpoint_scope:
         self._ended = False
         self._tape = Tape(_refer, _when_dead(weakref.ref(self)))
         self._handles: weakref.WeakSet[_Handle] = weakref.WeakSet()
-        self._hooks = LingeringHooks(_pack, _unpack)
+        self._hooks = PersistentHooks(_pack, _unpack)
         self._recorder = _Recorder(self._tape)
         self._hooks.push()
         _local.scopes.append(self)

@@ -47,7 +47,7 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _TapeEntry:
     """One operation.
 
     Attributes:
@@ -90,7 +90,7 @@ class Tape:
     ) -> None:
         self._refer = refer
         self._on_death = on_death
-        self._steps: list[_Step] = []
+        self._steps: list[_TapeEntry] = []
         self._inputs: dict[int, _Input] = {}
         self._numbers: dict[int, int] = {}
         """Numbers of living storages: those made here, and those from outside that were read."""
@@ -151,7 +151,7 @@ class Tape:
                 if number in self._versions:
                     self._versions[number] = tensor._version + 1  # autograd counts when the operation returns
             reads = frozenset(view.number for view in views if isinstance(view, View))
-            self._steps.append(_Step(operator, views, spec, reads, frozenset(numbers), tuple(places), states))
+            self._steps.append(_TapeEntry(operator, views, spec, reads, frozenset(numbers), tuple(places), states))
         return result
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -203,7 +203,7 @@ class Tape:
         read = {number for step in self._steps for number in step.reads}
         self._inputs = {number: entry for number, entry in self._inputs.items() if number in read}
 
-    def _leading_to(self, wanted: Collection[int]) -> list[_Step]:
+    def _leading_to(self, wanted: Collection[int]) -> list[_TapeEntry]:
         needed = set(wanted)
         found = []
         for step in reversed(self._steps):
@@ -231,7 +231,7 @@ class Tape:
                     del live[done]
         return {number: live[number] for number in wanted}
 
-    def _run_again(self, step: _Step, live: dict[int, torch.UntypedStorage]) -> None:
+    def _run_again(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
         for number in step.reads - live.keys():
             live[number] = self._input_storage(number)
         leaves = [leaf.of(live[leaf.number]) if isinstance(leaf, View) else leaf for leaf in step.leaves]

@@ -20,8 +20,8 @@ from roundpipe_fx.remat.sequences.sequence import (
     ForwardEnable,
     ForwardNograd,
     Loss,
-    Operation,
     Sequence,
+    SequenceOperation,
 )
 
 __all__ = ["Kept", "Rerun", "nest", "run"]
@@ -67,10 +67,10 @@ class _Reader:
         self._loss = loss
         self._position = 0
 
-    def _next(self) -> Operation | None:
+    def _next(self) -> SequenceOperation | None:
         return self._operations[self._position] if self._position < len(self._operations) else None
 
-    def _take(self, expected: Operation) -> None:
+    def _take(self, expected: SequenceOperation) -> None:
         if self._next() != expected:
             raise ValueError(
                 f"operation {self._position} of the sequence is {self._next() or 'missing'} where a persistent "

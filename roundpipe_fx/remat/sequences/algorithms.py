@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from roundpipe_fx.remat.chain import Chain as PlannerChain
-from roundpipe_fx.remat.chain import Decision, Link, LinkOption, solve_chain
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, solve_chain
+from roundpipe_fx.remat.chain import SegmentChain as SegmentChain
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.remat.sequences.sequence import (
     Backward,
@@ -24,8 +24,8 @@ from roundpipe_fx.remat.sequences.sequence import (
     ForwardEnable,
     ForwardNograd,
     Loss,
-    Operation,
     Sequence,
+    SequenceOperation,
 )
 
 __all__ = ["ALGORITHMS", "every_segment", "make_sequence", "no_checkpoint", "periodic", "persistent"]
@@ -55,34 +55,34 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     raise ValueError(f"no persistent sequence of this chain of {chain.length} layers fits {limit} bytes.")
 
 
-def _for_planner(chain: Chain) -> PlannerChain:
+def _for_planner(chain: Chain) -> SegmentChain:
     """The chain as the planner takes it: the loss is one more link, and gradients that come in are standing."""
     n = chain.length
-    links = []
+    stages = []
     for i in range(n):
         kept = chain.saved[i + 1]
         forward = kept + chain.forward_temporary[i]
         backward = kept + chain.boundary[i] + chain.backward_temporary[i]
-        links.append(
-            Link(
+        stages.append(
+            ChainStage(
                 chain.forward[i],
                 chain.boundary[i + 1] + chain.forward_temporary[i],
-                (LinkOption(kept, 0.0, forward, backward),),
-                (LinkOption(0, chain.forward[i], 0, max(forward, backward)),),
+                (ChainStageOption(kept, 0.0, forward, backward),),
+                (ChainStageOption(0, chain.forward[i], 0, max(forward, backward)),),
                 chain.boundary[i + 1],
             )
         )
-    loss = LinkOption(0, 0.0, 0, chain.boundary[n] + chain.backward_temporary[n])
-    links.append(Link(0.0, 0, (loss,), (loss,)))
-    crossing = np.zeros((n + 1, n + 1), dtype=np.int64)
+    loss = ChainStageOption(0, 0.0, 0, chain.boundary[n] + chain.backward_temporary[n])
+    stages.append(ChainStage(0.0, 0, (loss,), (loss,)))
+    live_across = np.zeros((n + 1, n + 1), dtype=np.int64)
     for i in range(n + 1):
-        crossing[i, i + 1 :] = chain.boundary[i + 1 :]
-    return PlannerChain(tuple(links), crossing)
+        live_across[i, i + 1 :] = chain.boundary[i + 1 :]
+    return SegmentChain(tuple(stages), live_across)
 
 
-def _operations(decisions: list[Decision], n: int) -> list[Operation]:
+def _operations(decisions: list[Decision], n: int) -> list[SequenceOperation]:
     """Operations of decisions, which come in the order in which a program meets them."""
-    found: list[Operation] = []
+    found: list[SequenceOperation] = []
     coming = iter(decisions)
     pending: list[tuple[int, int] | Backward] = [(0, n)]
     while pending:
@@ -91,18 +91,18 @@ def _operations(decisions: list[Decision], n: int) -> list[Operation]:
             found.append(item)
             continue
         decision = next(coming)
-        link, last = decision.link, item[1]
-        if link == n:
+        stage, last = decision.stage, item[1]
+        if stage == n:
             found.append(Loss())
-        elif decision.bare is not None:
-            found += [ForwardEnable(link), Backward(link)]
+        elif decision.unsaved_option is not None:
+            found += [ForwardEnable(stage), Backward(stage)]
         elif decision.option is not None:
-            found.append(ForwardEnable(link))
-            pending += [Backward(link), (link + 1, last)]
+            found.append(ForwardEnable(stage))
+            pending += [Backward(stage), (stage + 1, last)]
         else:
-            found.append(ForwardCheck(link))
-            found += [ForwardNograd(index) for index in range(link + 1, decision.until)]
-            pending += [(link, decision.until - 1), (decision.until, last)]
+            found.append(ForwardCheck(stage))
+            found += [ForwardNograd(index) for index in range(stage + 1, decision.until)]
+            pending += [(stage, decision.until - 1), (decision.until, last)]
     return found
 
 
@@ -126,7 +126,7 @@ def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequen
 
 def _in_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
     """The first ``count`` segments of a size run again, the rest is kept."""
-    found: list[Operation] = []
+    found: list[SequenceOperation] = []
     starts = [size * k for k in range(count)]
     for start in starts:
         found += [ForwardCheck(start), *(ForwardNograd(i) for i in range(start + 1, start + size))]

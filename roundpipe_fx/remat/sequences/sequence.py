@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from roundpipe_fx.remat.sequences.chain import Chain
 
-__all__ = ["Backward", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Operation", "Sequence"]
+__all__ = ["Backward", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss", "Sequence", "SequenceOperation"]
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class Backward:
         return f"B_{self.index}"
 
 
-Operation = ForwardEnable | ForwardNograd | ForwardCheck | Loss | Backward
+SequenceOperation = ForwardEnable | ForwardNograd | ForwardCheck | Loss | Backward
 
 _SHOWN = 400
 
 
 @dataclass(frozen=True)
-class Sequence(collections.abc.Sequence[Operation]):
+class Sequence(collections.abc.Sequence[SequenceOperation]):
     """Operations in order. Prints; is counted, sliced and iterated like a tuple.
 
     Attributes:
@@ -74,7 +74,7 @@ class Sequence(collections.abc.Sequence[Operation]):
         limit: bytes that it was made for; ``None``: no limit.
     """
 
-    operations: tuple[Operation, ...]
+    operations: tuple[SequenceOperation, ...]
     algorithm: str = field(default="", compare=False)
     limit: int | None = field(default=None, compare=False)
 
@@ -84,7 +84,7 @@ class Sequence(collections.abc.Sequence[Operation]):
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         return self.operations[index]
 
-    def __iter__(self) -> Iterator[Operation]:
+    def __iter__(self) -> Iterator[SequenceOperation]:
         return iter(self.operations)
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ class Sequence(collections.abc.Sequence[Operation]):
 _Item = tuple[str, int]
 
 
-def _apply(operation: Operation, chain: Chain, live: dict[_Item, int], what: str) -> tuple[int, list[_Item]]:
+def _apply(operation: SequenceOperation, chain: Chain, live: dict[_Item, int], what: str) -> tuple[int, list[_Item]]:
     """Add what an operation makes; its temporary, and what it drops afterwards."""
     n = chain.length
     index = n if isinstance(operation, Loss) else operation.index

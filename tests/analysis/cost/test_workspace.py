@@ -54,13 +54,13 @@ def test_what_is_measured_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> No
     from roundpipe_fx.analysis.cost import trial
 
     ran = []
-    watch = trial.watch_memory
+    watch = trial.profile_memory
 
     def watched(run, device_type, seen):
         ran.append(watch(run, device_type, seen))
         return ran[-1]
 
-    monkeypatch.setattr(trial, "watch_memory", watched)
+    monkeypatch.setattr(trial, "profile_memory", watched)
     state = torch.get_rng_state()
     workspace_of(node_of(aten.bernoulli.p, ((61, 32), torch.float32), arguments=(0.5,)))
     (drawn,) = ran

@@ -76,6 +76,6 @@ def test_random_trees_of_regions_have_the_same_bits(tree: list[Any], setting: di
     step, compiled = compiled_step(Tree(tree, plain=False), batch, **setting)
     assert_bitwise(step, reference)
     loss = compiled(**batch)
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
-    assert asked.total == 0
+    assert syncs.total == 0

@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection
 
 import torch
 
-__all__ = ["Sums"]
+__all__ = ["GradientAccumulator"]
 
 
-class Sums:
+class GradientAccumulator:
     """Sums by identity of the tensor whose gradient they are. One that is nobody else's is added to in place.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sums:
         self._own -= found.keys()
         return found
 
-    def move(self, to: Sums, home: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def move(self, to: GradientAccumulator, home: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Add all to others, so that each is gone before the next is brought.
 
         Args:

@@ -17,12 +17,12 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.codegen import Program
 from roundpipe_fx.ir.joint_graph import tensor_values
 from roundpipe_fx.runtime.stage_compiler import Boxed
-from roundpipe_fx.torch_private import WatchedMemory, memory_is_watched, watch_memory
+from roundpipe_fx.torch_private import ProfiledMemory, memory_is_profiled, profile_memory
 
-__all__ = ["WatchedStep"]
+__all__ = ["ProfiledStep"]
 
 
-class WatchedStep:
+class ProfiledStep:
     """Tells the peak of a step, in two parts that run one after the other.
 
     Args:
@@ -54,25 +54,25 @@ class WatchedStep:
     def forward(self, run: Boxed) -> Boxed:
         """The forward program, watched."""
 
-        def see(memory: WatchedMemory) -> None:
+        def see(memory: ProfiledMemory) -> None:
             dropped = [value for node in self._dropped for value in tensor_values(node)]
             self._left = memory.left - tensor_bytes(dropped) + self._outside
             self._see(memory.peak)
 
-        return self._watched(run, lambda _: see)
+        return self._profiled(run, lambda _: see)
 
     def backward(self, run: Boxed) -> Boxed:
         """The backward program, watched."""
 
-        def seer(arguments: list[Any]) -> Callable[[WatchedMemory], None]:
+        def seer(arguments: list[Any]) -> Callable[[ProfiledMemory], None]:
             arrived = (arguments[place] for place in self._arriving)
             arriving = sum(value.untyped_storage().nbytes() for value in arrived if isinstance(value, torch.Tensor))
             left = self._left
             return lambda memory: None if left is None else self._see(left + arriving + memory.peak)
 
-        return self._watched(run, seer)
+        return self._profiled(run, seer)
 
-    def _watched(self, run: Boxed, seer: Callable[[list[Any]], Callable[[WatchedMemory], None]]) -> Boxed:
+    def _profiled(self, run: Boxed, seer: Callable[[list[Any]], Callable[[ProfiledMemory], None]]) -> Boxed:
         runs = 0
         largest: list[int] | None = None
 
@@ -81,10 +81,10 @@ class WatchedStep:
             runs += 1
             sizes = [size for size in arguments if isinstance(size, int)]
             grown = largest is None or any(size > known for size, known in zip(sizes, largest, strict=True))
-            if runs == 1 or not grown or memory_is_watched():
+            if runs == 1 or not grown or memory_is_profiled():
                 return run(arguments)
             largest = sizes if largest is None else list(map(max, sizes, largest))
-            return watch_memory(lambda: run(arguments), self._device_type, seer(arguments))
+            return profile_memory(lambda: run(arguments), self._device_type, seer(arguments))
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call

@@ -1,4 +1,4 @@
-"""Assumptions: what a plan takes for granted about run time, and what steps have shown.
+"""Learned: what a plan takes for granted about run time, and what steps have shown.
 
 Sizes that depend on data (how many tokens an expert gets) are known only when a step runs. The first plan takes their
 upper bounds; the first step shows real sizes; the next plan takes those with headroom. A step that exceeds what was
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.runtime.step_calls import StepCalls
 
-__all__ = ["Assumptions"]
+__all__ = ["Learned"]
 
 _FIRST_HEADROOM = 0.02
 _MOST_HEADROOM = 0.5
@@ -29,7 +29,7 @@ _noting = threading.Lock()
 
 
 @dataclass
-class Assumptions:
+class Learned:
     """Shared by the compilations of one model and the steps that they run.
 
     Attributes:

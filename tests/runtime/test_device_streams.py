@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from roundpipe_fx.gradient_sums import add_to
-from roundpipe_fx.runtime import lanes, streams, worker
+from roundpipe_fx.runtime import device_streams, streams, worker
 from roundpipe_fx.runtime.pipeline_program import (
     Gradient,
     PipelineProgram,
@@ -28,7 +28,7 @@ from roundpipe_fx.runtime.pipeline_program import (
 )
 from roundpipe_fx.runtime.pipeline_run import run_pipeline
 from roundpipe_fx.runtime.random_streams import RandomStream
-from roundpipe_fx.schedules import Kind, Schedule, StageGraph, Step, one_f_one_b, with_recompute
+from roundpipe_fx.schedules import ActionKind, Schedule, StageAction, StageGraph, one_f_one_b, with_recompute
 
 MODE = FakeTensorMode()
 _lock = threading.RLock()
@@ -170,7 +170,7 @@ class _Torch:
 def ledger(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
     accelerator = Accelerator()
     found = Ledger(accelerator)
-    for module in (lanes, streams, worker):
+    for module in (device_streams, streams, worker):
         monkeypatch.setattr(module, "torch", _Torch(accelerator))
     monkeypatch.setattr(
         torch.Tensor, "to", lambda self, device, non_blocking=False: found.to(self, device, non_blocking)
@@ -189,10 +189,12 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
     Every other stage adds its parameter's gradient to its sum itself; the first stage's parameter has a second part.
     """
     primal, value = (lambda index: Source("primal", index)), (lambda index: Source("value", index))
-    reads: dict[Step, tuple[Step, ...]] = {}
-    steps: dict[Step, StepCode] = {}
+    reads: dict[StageAction, tuple[StageAction, ...]] = {}
+    steps: dict[StageAction, StepCode] = {}
 
-    def add(step: Step, inputs: list[Source], output: int, before: list[Step], sums: bool = False) -> None:
+    def add(
+        step: StageAction, inputs: list[Source], output: int, before: list[StageAction], sums: bool = False
+    ) -> None:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             device = arguments[0].device
             assert ledger.accelerator.current_device_index() == device.index  # whose generator is drawn from
@@ -213,18 +215,29 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
         steps[step] = StepCode(call, tuple(inputs), (output, 100 + output)[: 1 + sums], elsewhere)
 
     for stage in range(stages):
-        before = [(Kind.FORWARD, stage - 1)] if stage else []
-        skip = [(Kind.FORWARD, 0)] if stage == stages - 1 and stage > 1 else []
+        before = [(ActionKind.FORWARD, stage - 1)] if stage else []
+        skip = [(ActionKind.FORWARD, 0)] if stage == stages - 1 and stage > 1 else []
         sources = [value(stage - 1)] if stage else [primal(0)]
-        add((Kind.FORWARD, stage), [*sources, primal(stage + 1), *([value(0)] if skip else [])], stage, before + skip)
-        add((Kind.RECOMPUTE, stage), [value(stage)], 100 + stage, [(Kind.FORWARD, stage)])
+        add(
+            (ActionKind.FORWARD, stage),
+            [*sources, primal(stage + 1), *([value(0)] if skip else [])],
+            stage,
+            before + skip,
+        )
+        add((ActionKind.RECOMPUTE, stage), [value(stage)], 100 + stage, [(ActionKind.FORWARD, stage)])
     for stage in reversed(range(stages)):
         last = stage == stages - 1
-        own: list[Step] = [(Kind.RECOMPUTE, stage), *([] if last else [(Kind.BACKWARD, stage + 1)])]
+        own: list[StageAction] = [(ActionKind.RECOMPUTE, stage), *([] if last else [(ActionKind.BACKWARD, stage + 1)])]
         gradient = Source("tangent", 0) if last else value(200 + stage + 1)
         inputs = [value(100 + stage), gradient, primal(stage + 1)]
         sums = stage % 2 == 1
-        add((Kind.BACKWARD, stage), [*inputs, *([Source("sum", stage + 1)] if sums else [])], 200 + stage, own, sums)
+        add(
+            (ActionKind.BACKWARD, stage),
+            [*inputs, *([Source("sum", stage + 1)] if sums else [])],
+            200 + stage,
+            own,
+            sums,
+        )
     return PipelineProgram(
         steps,
         StageGraph(reads),
@@ -293,7 +306,7 @@ def test_what_a_forward_has_left_is_read_by_another_worker(ledger: Ledger, devic
         run("0:\n1: R1.0 R0.0 B1.0 B0.0", left)
     finally:
         workers.close()
-    other = workers.lanes[1]
+    other = workers.all_device_streams[1]
     for value in made.values():
         reader = other.compute if value.device == other.device else ledger.accelerator.default[value.device]
         assert reader in ledger.told[id(value)]
@@ -311,7 +324,7 @@ def test_an_updated_buffer_is_read_once_it_has_been_made(ledger: Ledger, devices
         arguments.clear()
         return (ledger.make(buffer.device, stream),)
 
-    forward: Step = (Kind.FORWARD, 0)
+    forward: StageAction = (ActionKind.FORWARD, 0)
     code = StepCode(call, (Source("primal", 0),), (0,), lambda device: call)
     program = PipelineProgram({forward: code}, StageGraph({forward: ()}), (Source("value", 0),), (), (), {0: 0})
     schedule = Schedule.parse("F0.0 F0.2\nF0.1 F0.3")
@@ -341,7 +354,7 @@ def test_the_caller_waits_for_what_a_failed_step_has_issued(ledger: Ledger) -> N
     def fail(arguments: list[Any]) -> tuple[Any, ...]:
         raise ArithmeticError("in the second stage")
 
-    step: Step = (Kind.FORWARD, 1)
+    step: StageAction = (ActionKind.FORWARD, 1)
     steps = {**program.steps, step: dataclasses.replace(program.steps[step], call=fail)}
     program = dataclasses.replace(program, steps=steps)
     workers = worker.Workers([home])
@@ -357,7 +370,7 @@ def test_the_caller_waits_for_what_a_failed_step_has_issued(ledger: Ledger) -> N
             )
     finally:
         workers.close()
-    compute = workers.lanes[0].compute
+    compute = workers.all_device_streams[0].compute
     assert compute.clock[compute] > 0
     assert caller.clock[compute] == compute.clock[compute]
 
@@ -382,9 +395,11 @@ def test_copies_of_parameters_are_held_until_their_last_reader(ledger: Ledger, m
             }
             assert not later & {id(value) for value in values}
     held: list[int] = []
-    drop = lanes.AcceleratorLane.drop
+    drop = device_streams.AcceleratorDeviceStreams.drop
     monkeypatch.setattr(
-        lanes.AcceleratorLane, "drop", lambda lane, value: (drop(lane, value), held.append(len(lane._copies)))[0]
+        device_streams.AcceleratorDeviceStreams,
+        "drop",
+        lambda device_streams, value: (drop(device_streams, value), held.append(len(device_streams._copies)))[0],
     )
     workers = worker.Workers([home, torch.device("cuda", 1)])
     try:

@@ -1,4 +1,4 @@
-"""The segments of a graph as the links of a chain, and what the chain's decisions mean for the graph.
+"""The segments of a graph as the stages of a chain, and what the chain's decisions mean for the graph.
 
 A segment's options are the vertices of its frontier, the leanest in several variants of thrift. Behind each option
 stands what it keeps.
@@ -15,56 +15,63 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
-from roundpipe_fx.remat.arrange import MOST_THRIFT
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain import Chain, Decision, Link, LinkOption
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.frontier import Known, Saving, frontier
 from roundpipe_fx.remat.progress import progress
+from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.regions import within_regions
-from roundpipe_fx.remat.schedule import Choice, just_in_time, peak_of_forward
+from roundpipe_fx.remat.schedule import RematChoice, just_in_time, peak_of_forward
 
-__all__ = ["Keeping", "chain_of", "choice_of", "crossing_storages"]
+__all__ = ["SaveOption", "chain_of", "remat_choice_of", "storages_live_across"]
 
 
 @dataclass(frozen=True)
-class Keeping:
+class SaveOption:
     """What stands behind an option of the chain.
 
     Attributes:
         saved: storages that it keeps.
-        thrift: of the segment's backward.
+        remat_level: of the segment's backward.
     """
 
     saved: frozenset[int]
-    thrift: int
+    remat_level: int
 
 
-def choice_of(graph: OperationGraph, keepings: list[list[Keeping]], decisions: list[Decision]) -> Choice:
-    """What the decisions about a chain keep and hold; ``keepings``: by segment, what stands behind its options."""
+def remat_choice_of(
+    graph: OperationGraph, save_options: list[list[SaveOption]], decisions: list[Decision]
+) -> RematChoice:
+    """What the decisions about a chain keep and hold; ``save_options``: by segment, what stands behind its options."""
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
-    thrift: dict[int, int] = {}
+    remat_level: dict[int, int] = {}
     for decision in decisions:
         target = kept if decision.before is None else held[decision.before]
-        if decision.bare is not None:
-            thrift[decision.link] = decision.bare
+        if decision.unsaved_option is not None:
+            remat_level[decision.stage] = decision.unsaved_option
         elif decision.option is not None:
-            keeping = keepings[decision.link][decision.option]
-            target |= keeping.saved
-            thrift[decision.link] = keeping.thrift
+            save_option = save_options[decision.stage][decision.option]
+            target |= save_option.saved
+            remat_level[decision.stage] = save_option.remat_level
         if decision.until < graph.segments:
-            target |= crossing_storages(graph, decision.link, decision.until)
-    return Choice(frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()}, thrift)
+            target |= storages_live_across(graph, decision.stage, decision.until)
+    return RematChoice(
+        frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items()}, remat_level
+    )
 
 
-def crossing_storages(graph: OperationGraph, first: int, until: int) -> set[int]:
+def storages_live_across(graph: OperationGraph, first: int, until: int) -> set[int]:
     """Storages made by segments ``first`` up to ``until`` that ``until`` or a later one reads."""
     return {
-        storage for segment in range(first, until) for storage, last in graph.crossers.get(segment, ()) if last >= until
+        storage
+        for segment in range(first, until)
+        for storage, last in graph.live_across_from.get(segment, ())
+        if last >= until
     }
 
 
-def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
+def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     """The chain of segments, and by segment what stands behind its options."""
     graph = blocks.graph
     made: dict[int, set[int]] = defaultdict(set)
@@ -73,41 +80,41 @@ def chain_of(blocks: Blocks) -> tuple[Chain, list[list[Keeping]]]:
     forward = defaultdict(list)
     for operation in graph.forward:
         forward[operation.segment].append(operation)
-    hoisted = np.cumsum([_bytes(graph, made[i] & graph.always_kept) for i in range(graph.segments)])
-    outputs = _bytes(graph, graph.outputs - graph.always_kept)
-    links = []
-    keepings: list[list[Keeping]] = []
+    hoisted = np.cumsum([_bytes(graph, made[i] & graph.must_save) for i in range(graph.segments)])
+    outputs = _bytes(graph, graph.outputs - graph.must_save)
+    stages = []
+    save_options: list[list[SaveOption]] = []
     known: Known = {}
-    available: set[int] = set(graph.at_hand)
+    available: set[int] = set(graph.always_live)
     frontiers: list[list[Saving]] = []
     for segment in progress(range(graph.segments), "what each segment may keep"):
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
         available |= made[segment]
     frontiers = within_regions(graph, frontiers)
-    available = set(graph.at_hand)
+    available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
-        leaving = crossing_storages(graph, segment, segment + 1)
-        found: list[tuple[Keeping, LinkOption]] = []
+        leaving = storages_live_across(graph, segment, segment + 1)
+        found: list[tuple[SaveOption, ChainStageOption]] = []
         for index, saving in enumerate(savings):
             # Thrift matters where least is kept: there what a backward makes again decides the peak.
-            thrift = MOST_THRIFT if index == len(savings) - 1 else 0
-            found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], thrift)
+            remat_level = MAX_REMAT_LEVEL if index == len(savings) - 1 else 0
+            found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
         found = _worthwhile(found)
-        bare = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MOST_THRIFT)
-        keepings.append([keeping for keeping, _ in found])
-        links.append(
-            Link(
+        unsaved_options = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MAX_REMAT_LEVEL)
+        save_options.append([save_option for save_option, _ in found])
+        stages.append(
+            ChainStage(
                 sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
                 peak_of_forward(graph, forward[segment], leaving),
                 tuple(option for _, option in found),
-                tuple(option for _, option in bare),
+                tuple(option for _, option in unsaved_options),
                 int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
                 int(hoisted[segment]),
             )
         )
         available |= made[segment]
-    return Chain(tuple(links), _crossing_bytes(graph)), keepings
+    return SegmentChain(tuple(stages), _crossing_bytes(graph)), save_options
 
 
 def _options(
@@ -118,23 +125,23 @@ def _options(
     leaving: Collection[int],
     forward: Sequence[Operation],
     most: int,
-) -> list[tuple[Keeping, LinkOption]]:
+) -> list[tuple[SaveOption, ChainStageOption]]:
     """Ways to keep ``saved``: one for each level of thrift, up to ``most``."""
     graph = blocks.graph
     lasting = saved.union(leaving)
     held, running = _bytes(graph, lasting), peak_of_forward(graph, forward, lasting)
     return [
-        (Keeping(saved, thrift), LinkOption(held, seconds, running, peak))
-        for thrift, (peak, seconds) in enumerate(blocks.costs(segment, saved, available, most))
+        (SaveOption(saved, remat_level), ChainStageOption(held, seconds, running, peak))
+        for remat_level, (peak, seconds) in enumerate(blocks.costs(segment, saved, available, most))
     ]
 
 
-def _worthwhile(options: list[tuple[Keeping, LinkOption]]) -> list[tuple[Keeping, LinkOption]]:
+def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
     """Those than which no other is as good in what it holds, its peak and its seconds; the first stays first."""
-    best: list[tuple[Keeping, LinkOption]] = []
-    for keeping, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
+    best: list[tuple[SaveOption, ChainStageOption]] = []
+    for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
         if not any(o.held <= option.held and o.backward <= option.backward for _, o in best):
-            best.append((keeping, option))
+            best.append((save_option, option))
     return best
 
 
@@ -143,10 +150,10 @@ def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
 
 
 def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
-    """``[i, k]``: bytes of :func:`crossing_storages`."""
+    """``[i, k]``: bytes of :func:`storages_live_across`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)
-    for made, storages in graph.crossers.items():
+    for made, storages in graph.live_across_from.items():
         for storage, last in storages:
             table[: made + 1, made + 1 : last + 1] += graph.sizes[storage]
     return table

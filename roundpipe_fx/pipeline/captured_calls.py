@@ -10,16 +10,16 @@ import torch
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
-from roundpipe_fx.pipeline.settings import Likeness
+from roundpipe_fx.pipeline.settings import StepCompileState
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
-from roundpipe_fx.runtime.pipelined_calls import take
-from roundpipe_fx.schedules import Kind
+from roundpipe_fx.runtime.pipelined_calls import capture_call
+from roundpipe_fx.schedules import ActionKind
 
-__all__ = ["Taken", "check_unchanged", "take_all"]
+__all__ = ["CapturedCalls", "capture_calls", "check_unchanged"]
 
 
 @dataclass(frozen=True)
-class Taken:
+class CapturedCalls:
     """Microbatches, ready to run.
 
     Attributes:
@@ -35,36 +35,38 @@ class Taken:
     primals: list[list[Any]]
 
 
-def take_all(calls: Sequence[Callable[[], Any]], likeness: Likeness, in_halves: bool) -> Taken:
+def capture_calls(
+    calls: Sequence[Callable[[], Any]], compile_state: StepCompileState, forwards_before_backwards: bool
+) -> CapturedCalls:
     """Take each microbatch; those of other shapes are cut like the first.
 
     Args:
         calls: call the compiled model, one a microbatch.
-        likeness: shared with what compiles it.
-        in_halves: whether all forwards are to run before all backwards.
+        compile_state: shared with what compiles it.
+        forwards_before_backwards: whether all forwards are to run before all backwards.
 
     Raises:
         ValueError: they were cut into different stages all the same.
     """
     graphs: list[PipelinedGraph] = []
     primals = []
-    likeness.structure, likeness.in_halves = None, in_halves
+    compile_state.structure, compile_state.forwards_before_backwards = None, forwards_before_backwards
     with torch_private.dynamo_flags():
         for call in calls:
-            graph, arguments = take(call)
+            graph, arguments = capture_call(call)
             graphs.append(graph)
             primals.append(arguments)
-            likeness.structure = graphs[0].pipeline.structure
+            compile_state.structure = graphs[0].pipeline.structure
             _check_alike(graphs[0], graph)
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
-    return Taken(calls, graphs, programs, primals)
+    return CapturedCalls(calls, graphs, programs, primals)
 
 
-def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:
+def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:
     """All microbatches are taken before the first one runs: none may change in Python what a later one computes.
 
     Args:
-        taken: the microbatches.
+        captured: the microbatches.
         index: of one of them.
         graph: what it is compiled to now that those before it have been answered.
         arguments: what it is given now.
@@ -72,10 +74,10 @@ def check_unchanged(taken: Taken, index: int, graph: PipelinedGraph, arguments: 
     Raises:
         RuntimeError: it would compute something else.
     """
-    before, own = taken.graphs[index], taken.primals[index]
+    before, own = captured.graphs[index], captured.primals[index]
     # Of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them.
-    known = any(graph is other for other in taken.graphs)
-    same = known or any(_work(graph) == _work(other) for other in taken.graphs)
+    known = any(graph is other for other in captured.graphs)
+    same = known or any(_work(graph) == _work(other) for other in captured.graphs)
     inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
     for places, others, alike in inputs:
         if len(places) == len(others):  # where one graph is for one size alone, it has no inputs for sizes
@@ -132,7 +134,7 @@ def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:
     if other is first:
         return
     # In a backward a stage may have nothing to do for one shape: a sum over a single row is none.
-    own, others = ({s for s in g.main.steps if s[0] is Kind.FORWARD} for g in (first, other))
+    own, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
     if own != others:
         raise ValueError(
             "microbatches of different shapes were cut into different stages, so no schedule fits both: use a batch "

@@ -8,13 +8,13 @@ from torch import nn
 from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.gradient_sums import SUMMING, add_copy_to, add_product_to
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
-from roundpipe_fx.passes.redundant_views import drop_repeated_views
+from roundpipe_fx.passes.redundant_views import remove_redundant_views
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages
-from roundpipe_fx.passes.sum_gradients import sum_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.remat.save_policy import recompute_rest, save_all
 from tests.capturing import capture_joint, example_inputs, run_joint
@@ -26,7 +26,7 @@ CPU = DEVICES["cpu"]
 
 
 def _joint(model: nn.Module, *args: object, split: bool = False, **kwargs: object) -> JointGraph:
-    joint, segments = cut_segments(annotate(drop_repeated_views(capture_joint(model, *args, **kwargs)), CPU))
+    joint, segments = cut_segments(annotate(remove_redundant_views(capture_joint(model, *args, **kwargs)), CPU))
     joint, _ = cut_stages(joint, segments, min(2, len(segments)), lambda size: 0.0)
     joint = apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
     return split_backward(joint) if split else joint
@@ -48,7 +48,7 @@ def test_sums_begin_with_the_gradients_and_grow_by_them(name: str, split: bool) 
     inputs = example_inputs(joint)
     torch.manual_seed(0)
     before = run_joint(joint, inputs)
-    joint = sum_gradients(joint, CPU)
+    joint = accumulate_gradients(joint, CPU)
     assert joint.sums and len(joint.inputs) == len(inputs) + len(joint.sums)
     torch.manual_seed(0)
     first = run_joint(joint, [*inputs, *[None] * len(joint.sums)])
@@ -72,7 +72,7 @@ def test_sums_begin_with_the_gradients_and_grow_by_them(name: str, split: bool) 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_every_parameters_gradient_is_added_where_it_is_made(split: bool) -> None:
-    joint = sum_gradients(_joint(Blocks(), torch.randn(4, 16), split=split), CPU)
+    joint = accumulate_gradients(_joint(Blocks(), torch.randn(4, 16), split=split), CPU)
     names = {name for name, _ in Blocks().named_parameters()}
     assert _summed(joint) == names
     for node in joint.computed():
@@ -102,7 +102,7 @@ def test_what_others_hold_or_what_is_part_of_something_is_copied() -> None:
     joint = _joint(model, torch.randn(3, 4))
     inputs = example_inputs(joint)
     before = run_joint(joint, inputs)
-    joint = sum_gradients(joint, CPU)
+    joint = accumulate_gradients(joint, CPU)
     names = {name for name, _ in model.named_parameters()}
     assert _summed(joint) == names
     assert _summed(joint, add_copy_to) == names - {"layer.weight", "layer.bias"}
@@ -115,7 +115,7 @@ def test_what_others_hold_or_what_is_part_of_something_is_copied() -> None:
 
 
 def test_gradients_of_inputs_are_not_added_up() -> None:
-    joint = sum_gradients(_joint(Blocks(), torch.randn(4, 16, requires_grad=True)), CPU)
+    joint = accumulate_gradients(_joint(Blocks(), torch.randn(4, 16, requires_grad=True)), CPU)
     assert len(_summed(joint)) == len(list(Blocks().parameters()))
     assert sum(isinstance(node, torch.fx.Node) for node in joint.gradients) == len(_summed(joint)) + 1
 
@@ -123,7 +123,7 @@ def test_gradients_of_inputs_are_not_added_up() -> None:
 def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
     make, make_batch, _ = GOLDEN["tied_transformer"]
     for stages in (1, 2):
-        joint = annotate(split_tied_gradients(drop_repeated_views(capture_joint(make(), **make_batch()))), CPU)
+        joint = annotate(split_tied_gradients(remove_redundant_views(capture_joint(make(), **make_batch()))), CPU)
         assert len(joint.parts) == 1
         joint, segments = cut_segments(joint)
         joint, _ = cut_stages(joint, segments, stages, lambda size: 0.0)
@@ -133,7 +133,7 @@ def test_parts_that_one_module_makes_are_added_to_one_sum() -> None:
         before = run_joint(joint, inputs)
         first, owner = joint.num_forward_outputs, joint.parts[0]
         wanted = before[first + owner] + before[-1]
-        joint = sum_gradients(joint, CPU)
+        joint = accumulate_gradients(joint, CPU)
         assert len(joint.parts) == stages - 1
         torch.manual_seed(0)
         after = run_joint(joint, [*inputs, *[None] * len(joint.sums)])
@@ -171,7 +171,7 @@ def joint(
     mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
     return (exp,), (None, mm_4)
 """
-    made = after(sum_gradients, before, CPU, name="sum_gradients")
+    made = after(accumulate_gradients, before, CPU, name="accumulate_gradients")
     expecttest.assert_expected_inline(
         made,
         """\
@@ -224,7 +224,7 @@ def joint(
     mm_4: float32[8, 8] = aten.mm.default(t_2, tanh_backward)
     return (exp,), (None, mm_4)
 """
-    made = after(sum_gradients, before, CPU, False, name="sum_gradients")
+    made = after(accumulate_gradients, before, CPU, False, name="accumulate_gradients")
     expecttest.assert_expected_inline(
         made,
         """\

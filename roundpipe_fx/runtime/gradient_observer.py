@@ -7,10 +7,10 @@ from typing import Any
 
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
-__all__ = ["noting_gradients"]
+__all__ = ["gradient_observer"]
 
 
-def noting_gradients(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
+def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
     """A backward program that tells of what it is given.
 
     Args:

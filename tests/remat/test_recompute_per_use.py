@@ -9,7 +9,7 @@ from torch import nn
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.lean import lean_sequence
+from roundpipe_fx.remat.recompute_per_use import recompute_per_use
 from roundpipe_fx.remat.schedule import just_in_time
 from tests.hugging_face import gpt2, language_batch
 from tests.remat.graphs import operations_of
@@ -29,7 +29,7 @@ def _mlp_of_gpt2() -> tuple[OperationGraph, int, frozenset[int]]:
     graph = operations_of(_Loss(), *language_batch(8, 32).values())
     _, segment, *_ = (i for i, block in graph.backward.items() if any("tanh" in op.node.name for op in block))
     earlier = {storage for storage in graph.makers if graph.segment_of[storage] < segment}
-    return graph, segment, graph.at_hand | earlier
+    return graph, segment, graph.always_live | earlier
 
 
 def test_the_backward_of_gelu_needs_four_wide_values_at_a_time() -> None:
@@ -44,9 +44,9 @@ def test_the_backward_of_gelu_needs_four_wide_values_at_a_time() -> None:
 def test_what_fits_is_not_made_again() -> None:
     graph, segment, available = _mlp_of_gpt2()
     steps = just_in_time(graph, segment, available)
-    readers = [position for position, step in enumerate(steps) if step.way is None]
-    sequence = lean_sequence(steps, [readers], lambda sequence: 1, below=2)
+    readers = [position for position, step in enumerate(steps) if step.recipe is None]
+    sequence = recompute_per_use(steps, [readers], lambda sequence: 1, below=2)
     assert sequence is not None and sorted(sequence) == list(range(len(steps)))  # if memory does not matter
-    longest = lean_sequence(steps, [readers], lambda sequence: -len(sequence), below=0)
+    longest = recompute_per_use(steps, [readers], lambda sequence: -len(sequence), below=0)
     assert longest is not None and len(longest) > 1.5 * len(steps)  # if nothing else does
-    assert lean_sequence(steps, [readers], lambda sequence: 1, below=1) is None
+    assert recompute_per_use(steps, [readers], lambda sequence: 1, below=1) is None

@@ -10,13 +10,13 @@ from torch import fx
 
 from roundpipe_fx.torch_private import data_dependent_symbol
 
-__all__ = ["SeeSize", "sizes_seer"]
+__all__ = ["ObserveSize", "size_observer"]
 
-SeeSize = Callable[[str, int], None]
+ObserveSize = Callable[[str, int], None]
 """Told the name of a size, or of an operator, and how large it was or how many bytes it took."""
 
 
-def sizes_seer(nodes: Sequence[Any], see: SeeSize) -> Callable[[Sequence[Any]], None] | None:
+def size_observer(nodes: Sequence[Any], see: ObserveSize) -> Callable[[Sequence[Any]], None] | None:
     """What notes the data-dependent sizes among results; ``None`` if there are none.
 
     Args:

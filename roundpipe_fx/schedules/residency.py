@@ -15,10 +15,10 @@ from itertools import pairwise, zip_longest
 
 import numpy as np
 
-__all__ = ["Visit", "device_visits", "present", "visits_of"]
+__all__ = ["ResidencyWindow", "residency_windows", "resident", "window_ranges"]
 
 
-def visits_of(stages: Sequence[int] | np.ndarray) -> list[range]:
+def window_ranges(stages: Sequence[int] | np.ndarray) -> list[range]:
     """The visits of a device: places of their actions.
 
     Args:
@@ -31,7 +31,7 @@ def visits_of(stages: Sequence[int] | np.ndarray) -> list[range]:
     return [range(start, end) for start, end in pairwise(bounds)]
 
 
-def present(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
+def resident(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
     """What a device has during each visit.
 
     Args:
@@ -42,31 +42,31 @@ def present(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
 
 
 @dataclass(frozen=True)
-class Visit:
+class ResidencyWindow:
     """A visit in bytes.
 
     Attributes:
         places: of its actions.
-        present: of tensors that are there during it.
+        resident: of tensors that are there during it.
         first: of those, what nothing before it has brought: what the first visit reads.
         brought: what is brought during it.
         gradients: what it leaves, by number of the parameter.
     """
 
     places: range
-    present: int
+    resident: int
     first: int
     brought: int
     gradients: Mapping[int, int]
 
 
-def device_visits(
+def residency_windows(
     stages: np.ndarray,
     codes: np.ndarray,
     reads: Sequence[Mapping[int, int]],
     gradients: Sequence[Mapping[int, int]],
     turn: int = 0,
-) -> list[Visit]:
+) -> list[ResidencyWindow]:
     """The visits of a device.
 
     Args:
@@ -76,17 +76,17 @@ def device_visits(
         gradients: likewise of the gradients that it adds to.
         turn: the action before which everything is let go: that with which the backward half of a step begins.
     """
-    found: list[Visit] = []
+    found: list[ResidencyWindow] = []
     for start, end in ((0, turn), (turn, len(stages))):
-        places = [range(own.start + start, own.stop + start) for own in visits_of(stages[start:end])]
+        places = [range(own.start + start, own.stop + start) for own in window_ranges(stages[start:end])]
         steps = [np.unique(codes[own.start : own.stop]).tolist() for own in places]
         sizes = {number: size for own in steps for code in own for number, size in reads[code].items()}
         needed = [{number for code in own for number in reads[code]} for own in steps]
         before: set[int] = set()
-        for own, codes_of, there in zip(places, steps, present(needed), strict=True):
+        for own, codes_of, there in zip(places, steps, resident(needed), strict=True):
             first = needed[0] if own is places[0] else set()
             left = {owner: size for code in codes_of for owner, size in gradients[code].items()}
             size = [sum(sizes[number] for number in part) for part in (there, first, there - before - first)]
-            found.append(Visit(own, size[0], size[1], size[2], left))
+            found.append(ResidencyWindow(own, size[0], size[1], size[2], left))
             before = there
     return found

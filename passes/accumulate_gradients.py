@@ -1,4 +1,4 @@
-"""sum_gradients: a stage module of a pipeline adds parameters' gradients to their sums as soon as it has made them.
+"""accumulate_gradients: a pipeline's stage module adds parameters' gradients to their sums once they are computed.
 
 The sums over earlier microbatches become inputs of the graph, and what it returns are the new sums. The first
 microbatch's gradient becomes the sum, which is written over from then on; if it is part of a larger tensor or somebody
@@ -16,14 +16,14 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.model import CostModel
-from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageNumbers
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.gradient_sums import add_copy_to, add_product_to, add_to
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
 
-__all__ = ["sum_gradients"]
+__all__ = ["accumulate_gradients"]
 
 
-def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) -> JointGraph:
+def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) -> JointGraph:
     """Add gradients of parameters to their sums; parts that one module makes are added to one sum.
 
     Args:
@@ -31,7 +31,7 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
         costs: of the additions.
         in_place: whether stages run eagerly; a stage compiler is given additions that make a new sum.
     """
-    numbers, holders, position = StorageNumbers(), _Holders(list), {}
+    numbers, holders, position = StorageIds(), _Holders(list), {}
     for place, node in enumerate(joint.graph.nodes):
         position[node] = place
         if node.op == "placeholder" or node.meta.get(Mark.PHASE) is Phase.FORWARD:
@@ -43,7 +43,7 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
     primals = joint.primals
     results: dict[int, list[Any]] = defaultdict(list)
-    found: list[_Found] = []
+    found: list[_Addition] = []
     owners, gradients = joint.gradient_owners, joint.gradients
     for owner, gradient in zip(owners, gradients, strict=True):
         if owner is None:
@@ -52,12 +52,12 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
         if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
         elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
-            found.append(_Found(owner, gradient, gradient, add_copy_to))
+            found.append(_Addition(owner, gradient, gradient, add_copy_to))
         else:
             readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
             product = gradient.target is torch.ops.aten.mm.default and not readers
             last_reader = max([gradient, *readers], key=position.__getitem__)
-            found.append(_Found(owner, gradient, last_reader, add_product_to if product else add_to))
+            found.append(_Addition(owner, gradient, last_reader, add_product_to if product else add_to))
     labels = dict(joint.labels)
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
@@ -82,7 +82,7 @@ def sum_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) ->
 
 
 @dataclasses.dataclass(frozen=True)
-class _Found:
+class _Addition:
     """A gradient that is to be added.
 
     Attributes:
@@ -98,7 +98,7 @@ class _Found:
     target: Callable[..., torch.Tensor]
 
 
-def _added(joint: JointGraph, total: fx.Node, own: _Found, costs: CostModel, in_place: bool) -> fx.Node:
+def _added(joint: JointGraph, total: fx.Node, own: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
     gradient, value = own.gradient, total.meta["val"]
     operands = gradient.args if own.target is add_product_to else (gradient,)
     made = joint.graph.create_node("call_function", own.target, (total, *operands), name="added")

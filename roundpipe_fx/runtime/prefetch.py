@@ -1,6 +1,6 @@
 """Visiting: an offloaded model's tensors, on a device for as long as its visits need them.
 
-What a visit is says :mod:`roundpipe_fx.schedules.visits`.
+What a visit is says :mod:`roundpipe_fx.schedules.residency`.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from roundpipe_fx.runtime.pipeline_program import Instruction
-from roundpipe_fx.schedules.visits import present, visits_of
+from roundpipe_fx.schedules.residency import resident, window_ranges
 
-__all__ = ["Turn", "turns_of"]
+__all__ = ["PrefetchStep", "prefetch_steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PrefetchStep:
     """What happens between two visits.
 
     Attributes:
@@ -32,9 +32,9 @@ class Turn:
     ahead: tuple[torch.Tensor, ...]
 
 
-def turns_of(
+def prefetch_steps_of(
     instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]], on_host: Collection[int]
-) -> Mapping[int, Turn]:
+) -> Mapping[int, PrefetchStep]:
     """The turns of a device by the place of the instruction before which they are; the last one is after all.
 
     Args:
@@ -42,12 +42,12 @@ def turns_of(
         primals: inputs of the forward, for each microbatch.
         on_host: identities of the tensors that are visited with.
     """
-    visits = visits_of([instruction.action.stage for instruction in instructions])
+    windows = window_ranges([instruction.action.stage for instruction in instructions])
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first
     reads: list[set[int]] = []
-    for visit in visits:
+    for window in windows:
         own: set[int] = set()
-        for instruction in (instructions[place] for place in visit):
+        for instruction in (instructions[place] for place in window):
             values = primals[instruction.action.microbatch]
             for source in instruction.code.inputs:
                 if source.kind == "primal" and id(values[source.index]) in on_host:
@@ -59,12 +59,12 @@ def turns_of(
     def of(keys: Collection[int]) -> tuple[torch.Tensor, ...]:
         return tuple(tensors[key] for key in sorted(keys, key=order.__getitem__))
 
-    turns: dict[int, Turn] = {}
+    prefetch_steps: dict[int, PrefetchStep] = {}
     before: set[int] = set()
-    for index, (visit, there) in enumerate(zip(visits, present(reads), strict=True)):
+    for index, (window, there) in enumerate(zip(windows, resident(reads), strict=True)):
         new = there - before
         first = set() if index else reads[0]
-        turns[visit.start] = Turn(of(before - there), of(first), of(new - first))
+        prefetch_steps[window.start] = PrefetchStep(of(before - there), of(first), of(new - first))
         before = there
-    turns[len(instructions)] = Turn(of(before), (), ())
-    return turns
+    prefetch_steps[len(instructions)] = PrefetchStep(of(before), (), ())
+    return prefetch_steps

@@ -2,7 +2,8 @@
 
 :mod:`roundpipe_fx.remat.order` puts the steps into an order with a low peak. Beyond that a sequence can be
 *thriftier*: what was made again and is alive at the peak without being read there is dropped, and made once more before
-its next reader (as XLA's rematerialization pass does). The thriftiest may be one of :mod:`roundpipe_fx.remat.lean`.
+its next reader (as XLA's rematerialization pass does). The last one may come from
+:mod:`roundpipe_fx.remat.recompute_per_use`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from dataclasses import replace
 from typing import Any
 
 from roundpipe_fx.analysis.liveness import Event, peak_of
-from roundpipe_fx.analysis.operations import OperationGraph, Step
-from roundpipe_fx.remat.lean import lean_sequence
+from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
 from roundpipe_fx.remat.order import order_events
+from roundpipe_fx.remat.recompute_per_use import recompute_per_use
 from roundpipe_fx.remat.schedule import backward_events
 
-__all__ = ["MOST_THRIFT", "Arranger"]
+__all__ = ["MAX_REMAT_LEVEL", "PeakReducer"]
 
-MOST_THRIFT = 4
+MAX_REMAT_LEVEL = 4
 """So often, and once more for a lean sequence, a sequence is followed by a thriftier one."""
 _TRIES = 8
 """How many droppings are looked at for one that lowers the peak."""
@@ -27,11 +28,11 @@ _LONGEST = 12
 """What takes more steps than this to make once more is not dropped."""
 
 
-class Arranger:
+class PeakReducer:
     """Arranges the steps of one block. A sequence lists positions of steps; a step that runs twice is listed twice."""
 
     def __init__(
-        self, graph: OperationGraph, steps: Sequence[Step], before: Collection[int], lasting: Collection[int]
+        self, graph: OperationGraph, steps: Sequence[PlannedOp], before: Collection[int], lasting: Collection[int]
     ) -> None:
         self._graph = graph
         self._steps = steps
@@ -55,8 +56,8 @@ class Arranger:
             (
                 tuple(map(number, event.reads)),
                 tuple((number(s), sizes[s], s in self._lasting) for s in event.makes),
-                tuple(map(number, event.over)),
-                event.scratch,
+                tuple(map(number, event.inplace_candidates)),
+                event.workspace,
                 step.seconds,
             )
             for event, step in zip(events, self._steps, strict=True)
@@ -68,28 +69,28 @@ class Arranger:
         sequence = self._ordered(list(range(len(self._steps))))
         found = [(sequence, self._peak(sequence))]
         for _ in range(_TRIES):
-            thriftier = self._thriftier(sequence) if len(found) <= most else None
-            if thriftier is None:
+            next_level = self._next_level(sequence) if len(found) <= most else None
+            if next_level is None:
                 break
             # Not put into a better order each time: planning has to be quick.
-            sequence = thriftier
+            sequence = next_level
             peak = self._peak(sequence)
             if peak < found[-1][1]:
                 found.append((sequence, peak))
-        leanest = self._lean(found[-1][1]) if most else None
+        leanest = self._recompute_per_use(found[-1][1]) if most else None
         return found if leanest is None else [*found, (leanest, self._peak(leanest))]
 
-    def _lean(self, below: int) -> list[int] | None:
+    def _recompute_per_use(self, below: int) -> list[int] | None:
         """A lean sequence, if its peak is below one that is known."""
         steps = self._steps
-        readers = [position for position, step in enumerate(steps) if step.way is None]
-        again = {storage for step in steps if step.way is not None for storage in step.makes}
+        readers = [position for position, step in enumerate(steps) if step.recipe is None]
+        again = {storage for step in steps if step.recipe is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
         # What is made again for a reader is there only while it runs.
         events = [
             replace(
                 event,
-                scratch=sum(sizes[storage] for storage in steps[position].reads if storage in again),
+                workspace=sum(sizes[storage] for storage in steps[position].reads if storage in again),
                 reads=[storage for storage in steps[position].reads if storage not in again],
             )
             for event, position in zip(events, readers, strict=True)
@@ -97,7 +98,7 @@ class Arranger:
         known = peak_of(events, sizes, self._before, self._lasting).bytes
         order = order_events(events, sizes, self._before, self._lasting, known)
         orders = [readers] if order is None else [readers, [readers[position] for position in order]]
-        return lean_sequence(steps, orders, self._peak, below)
+        return recompute_per_use(steps, orders, self._peak, below)
 
     def as_they_come(self) -> list[tuple[list[int], int]]:
         """The steps as they are."""
@@ -126,7 +127,7 @@ class Arranger:
         order = order_events(events, sizes, self._before, self._lasting, self._peak(sequence))
         return sequence if order is None else [sequence[position] for position in order]
 
-    def _thriftier(self, sequence: list[int]) -> list[int] | None:
+    def _next_level(self, sequence: list[int]) -> list[int] | None:
         """A sequence in which something that is alive at the peak is dropped before it and made again after it."""
         events, sizes, copied = self._events(sequence)
         peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
@@ -163,7 +164,7 @@ class Arranger:
         makers: dict[int, tuple[int, int]] = {}
         for place in range(position):
             step = self._steps[sequence[place]]
-            if step.way is not None:
+            if step.recipe is not None:
                 makers.update({s: (sequence[place], i) for s, i in zip(step.makes, events[place].makes, strict=True)})
         found: list[int] = []
 

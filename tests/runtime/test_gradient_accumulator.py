@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from torch import fx, nn
 
 import roundpipe_fx
-from roundpipe_fx.runtime.sums import Sums
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from tests.comparison import Step
 from tests.golden_models import TiedTransformer
 from tests.pipeline.steps import SCHEDULES, Blocks, assert_close, batch_of, left_behind, pipelined_step, squares
 
 
 def test_what_is_somebody_elses_is_not_written_over() -> None:
-    sums, first, second = Sums(), torch.ones(2), torch.full((2,), 2.0)
+    sums, first, second = GradientAccumulator(), torch.ones(2), torch.full((2,), 2.0)
     sums.add(0, first)
     sums.add(0, second)
     sums.add(0, second)
@@ -37,7 +37,7 @@ def test_what_is_somebody_elses_is_not_written_over() -> None:
     assert sums.take(2) is None
     sums.give(2, taken)
     assert sums.take(2) is taken
-    others = Sums()
+    others = GradientAccumulator()
     sums.move(others, lambda tensor: tensor)
     assert not sums.tensors and others.tensors.keys() == {0, 1}
 

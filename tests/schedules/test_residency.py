@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.schedules import Kind, Schedule, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules import ActionKind, Schedule, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules.residency import resident, window_ranges
 from roundpipe_fx.schedules.schedule import NUMBER
-from roundpipe_fx.schedules.visits import present, visits_of
 
 STAGES = 3
 
 
 def test_a_visit_is_a_run_of_actions_of_one_stage() -> None:
-    assert visits_of([]) == []
-    assert visits_of([4]) == [range(1)]
-    assert visits_of(np.array([0, 0, 1, 0, 2, 2])) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
+    assert window_ranges([]) == []
+    assert window_ranges([4]) == [range(1)]
+    assert window_ranges(np.array([0, 0, 1, 0, 2, 2])) == [range(2), range(2, 3), range(3, 4), range(4, 6)]
 
 
 def test_there_is_what_this_visit_and_the_next_one_read() -> None:
-    assert present([{1}, {2}, {1, 3}]) == [{1, 2}, {1, 2, 3}, {1, 3}]
+    assert resident([{1}, {2}, {1, 3}]) == [{1, 2}, {1, 2, 3}, {1, 3}]
 
 
 def stage_major(microbatches: int) -> Schedule:
     """One device that runs all microbatches through a stage before it turns to the next."""
-    rows = [(NUMBER[Kind.FORWARD], stage, batch) for stage in range(STAGES) for batch in range(microbatches)]
-    rows += [(NUMBER[Kind.BACKWARD], s, batch) for s in reversed(range(STAGES)) for batch in range(microbatches)]
+    rows = [(NUMBER[ActionKind.FORWARD], stage, batch) for stage in range(STAGES) for batch in range(microbatches)]
+    rows += [(NUMBER[ActionKind.BACKWARD], s, batch) for s in reversed(range(STAGES)) for batch in range(microbatches)]
     return Schedule("stage major", (np.array(rows, dtype=np.int32),))
 
 
@@ -37,14 +37,14 @@ def peak_on_foot(schedule: Schedule, costs: StepCosts) -> int:
     kinds = {number: kind for kind, number in NUMBER.items()}
     steps = [(kinds[kind], stage) for kind, stage, _ in order]
     starts = [place for place in range(len(order)) if not place or order[place][1] != order[place - 1][1]]
-    visits = [range(start, end) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
-    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in visit)) for visit in visits]
+    windows = [range(start, end) for start, end in zip(starts, [*starts[1:], len(order)], strict=True)]
+    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in window)) for window in windows]
     sizes = {number: size for own in costs.copied_bytes.values() for number, size in own.items()}
     peak, leaving = 0, 0
-    for visit, own, following in zip(visits, reads, [*reads[1:], set()], strict=True):
+    for window, own, following in zip(windows, reads, [*reads[1:], set()], strict=True):
         weights = sum(sizes[number] for number in own | following)
         sums: dict[int, int] = {}
-        for place in visit:
+        for place in window:
             peak = max(peak, weights + leaving + sum(sums.values()) + costs.peak_bytes[steps[place]])
             sums |= costs.base_bytes.get(steps[place], {})
             peak = max(peak, weights + leaving + sum(sums.values()))
@@ -57,8 +57,8 @@ def makespan_on_foot(schedule: Schedule, costs: StepCosts) -> float:
     order = schedule.orders[0].tolist()
     kinds = {number: kind for kind, number in NUMBER.items()}
     steps = [(kinds[kind], stage) for kind, stage, _ in order]
-    visits = visits_of([stage for _, stage, _ in order])
-    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in visit)) for visit in visits]
+    windows = window_ranges([stage for _, stage, _ in order])
+    reads = [set().union(*(costs.copied_bytes[steps[place]] for place in window)) for window in windows]
     sizes = {number: size for own in costs.copied_bytes.values() for number, size in own.items()}
 
     def seconds(numbers: set[int]) -> float:
@@ -66,14 +66,14 @@ def makespan_on_foot(schedule: Schedule, costs: StepCosts) -> float:
 
     work, came, left, sums = 0.0, seconds(reads[0]), 0.0, 0
     there = set(reads[0])
-    for index, visit in enumerate(visits):
-        following = reads[index + 1] if index + 1 < len(visits) else set()
+    for index, window in enumerate(windows):
+        following = reads[index + 1] if index + 1 < len(windows) else set()
         begins = max(work, came, left)
         left = max(left, work) + sums / costs.host_bandwidth
         came = max(came, work) + seconds(following - there)
         there = reads[index] | following
-        work = begins + sum(costs.seconds[steps[place]] for place in visit)
-        sums = sum(dict(kv for place in visit for kv in costs.base_bytes.get(steps[place], {}).items()).values())
+        work = begins + sum(costs.seconds[steps[place]] for place in window)
+        sums = sum(dict(kv for place in window for kv in costs.base_bytes.get(steps[place], {}).items()).values())
     return max(left, work) + sums / costs.host_bandwidth
 
 
@@ -82,8 +82,12 @@ def models(draw: st.DrawFn) -> StepCosts:
     """Three stages that read some of four tensors, and have gradients of what they read."""
     tensors = {number: draw(st.integers(1, 50)) for number in range(4)}
     reads = [draw(st.sets(st.sampled_from(sorted(tensors)), min_size=1)) for _ in range(STAGES)]
-    copied = {(kind, s): {n: tensors[n] for n in reads[s]} for kind in (Kind.FORWARD, Kind.BACKWARD) for s in range(3)}
-    base = {(Kind.BACKWARD, stage): copied[Kind.BACKWARD, stage] for stage in range(STAGES)}
+    copied = {
+        (kind, s): {n: tensors[n] for n in reads[s]}
+        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+        for s in range(3)
+    }
+    base = {(ActionKind.BACKWARD, stage): copied[ActionKind.BACKWARD, stage] for stage in range(STAGES)}
     return StepCosts(
         {step: draw(st.integers(1, 9)) for step in copied},
         peak_bytes={step: draw(st.integers(0, 20)) + sum(base.get(step, {}).values()) for step in copied},
@@ -104,11 +108,11 @@ def test_bytes_and_seconds_are_those_of_a_walk(costs: StepCosts, microbatches: i
 
 
 def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
-    steps = [(kind, stage) for kind in (Kind.FORWARD, Kind.BACKWARD) for stage in range(2)]
+    steps = [(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)]
     costs = StepCosts(
         dict.fromkeys(steps, 1.0),
         copied_bytes={(kind, stage): {stage: 100} for kind, stage in steps},
-        base_bytes={(Kind.BACKWARD, stage): {stage: 100} for stage in range(2)},
+        base_bytes={(ActionKind.BACKWARD, stage): {stage: 100} for stage in range(2)},
         on_host=frozenset({0, 1}),
         host_bandwidth=100.0,
     )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
-__all__ = ["Rounds", "fit_rounds", "is_spread", "slot_seconds"]
+__all__ = ["RoundPipePartition", "balance_roundpipe_stages", "is_spread", "slot_seconds"]
 
 _DISPATCHED = 400
 _FUSED = 12
@@ -26,7 +26,7 @@ _SLOTS_A_DEVICE = 5
 
 
 @dataclass(frozen=True)
-class Rounds:
+class RoundPipePartition:
     """How the segments are divided.
 
     Attributes:
@@ -45,13 +45,13 @@ class Rounds:
         return len(self.forward) + 1 + len(self.backward)
 
 
-def fit_rounds(
+def balance_roundpipe_stages(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     recompute: bool,
     devices: int,
     microbatches: int,
-) -> Rounds:
+) -> RoundPipePartition:
     """A division whose step is short.
 
     Args:
@@ -76,7 +76,7 @@ def fit_rounds(
 
 
 def slot_seconds(
-    tried: Rounds, forward: Sequence[float], backward: Sequence[float], again: Sequence[float]
+    tried: RoundPipePartition, forward: Sequence[float], backward: Sequence[float], again: Sequence[float]
 ) -> list[float]:
     """Seconds of each slot, for one microbatch.
 
@@ -94,7 +94,7 @@ def slot_seconds(
     ]
 
 
-def is_spread(tried: Rounds, slots: list[float], devices: int) -> bool:
+def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bool:
     """Whether no slot is most of the model: one a device at least, and the fused one no longer than the others.
 
     Else what fits no device would be handed to one as a whole, and the fused slot keeps what others recompute.
@@ -106,7 +106,7 @@ def is_spread(tried: Rounds, slots: list[float], devices: int) -> bool:
     return tried.slots >= devices and slots[fused] <= max(others, default=0.0)
 
 
-def _divisions(forward: list[float], again: list[float], devices: int) -> Iterator[Rounds]:
+def _divisions(forward: list[float], again: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
     most = _SLOTS_A_DEVICE * devices
 
@@ -120,10 +120,10 @@ def _divisions(forward: list[float], again: list[float], devices: int) -> Iterat
 
     for first in range(count - 1, max(-1, count - 1 - _FUSED), -1):
         if not first:
-            yield Rounds((), (0, count - 1), ())
+            yield RoundPipePartition((), (0, count - 1), ())
         for ahead_slots in range(1, min(first, most) + 1):
             for back_slots in range(1, min(first, most - ahead_slots) + 1):
-                yield Rounds(ahead(first, ahead_slots), (first, count - 1), back(first, back_slots))
+                yield RoundPipePartition(ahead(first, ahead_slots), (first, count - 1), back(first, back_slots))
 
 
 def _estimate(slots: list[float], devices: int, microbatches: int) -> float:

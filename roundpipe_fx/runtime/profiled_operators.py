@@ -13,12 +13,12 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import depends_on_data
 from roundpipe_fx.ir.joint_graph import tensor_values
-from roundpipe_fx.torch_private import boxed_codegen, graph_module, profiler_runs, watch_memory
+from roundpipe_fx.torch_private import boxed_codegen, graph_module, profile_memory, profiler_runs
 
-__all__ = ["watch_operators"]
+__all__ = ["profile_operators"]
 
 
-def watch_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -> fx.GraphModule:
+def profile_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -> fx.GraphModule:
     """A stage module that tells what such operators allocate for themselves; the same one if it has none.
 
     Args:
@@ -31,19 +31,19 @@ def watch_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -> 
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.nodes:
         if depends_on_data(node):
-            node.target = _watched(node.target, tensor_values(node), see)
+            node.target = _profiled(node.target, tensor_values(node), see)
     graph.set_codegen(boxed_codegen())
     return graph_module(module, graph, module._get_name())
 
 
-def _watched(target: Any, values: list[Any], see: Callable[[str, int], None]) -> Callable[..., Any]:
+def _profiled(target: Any, values: list[Any], see: Callable[[str, int], None]) -> Callable[..., Any]:
     name = str(target)
     device_type = values[0].device.type if values else "cpu"
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if profiler_runs():
             return target(*args, **kwargs)
-        return watch_memory(
+        return profile_memory(
             lambda: target(*args, **kwargs), device_type, lambda memory: see(name, memory.peak - memory.left)
         )
 

@@ -18,7 +18,7 @@ import torch
 from roundpipe_fx.runtime.copies import copied, copied_together
 from roundpipe_fx.runtime.streams import on_stream
 
-__all__ = ["HostLane", "Lane", "Message", "lane_of"]
+__all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,18 +36,18 @@ class Message:
     arrived: Any = None
 
 
-class Lane(Protocol):
+class DeviceStreams(Protocol):
     """What a worker asks of its device."""
 
     device: torch.device
 
-    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
+    def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Called in the caller's thread before a step: what he has issued comes first."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around all that the worker does for a step."""
 
-    def local(self, value: Any) -> Any:
+    def to_device(self, value: Any) -> Any:
         """A tensor of the caller's, on this device."""
 
     def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
@@ -56,7 +56,7 @@ class Lane(Protocol):
     def drop(self, value: Any) -> None:
         """Nothing on this device reads a tensor of the caller's any more in this step."""
 
-    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
         """Start sending values."""
 
     def receive(self, message: Message) -> tuple[Any, ...]:
@@ -65,7 +65,7 @@ class Lane(Protocol):
     def mark(self) -> Any:
         """This moment, for :meth:`seconds`."""
 
-    def home(self, value: Any) -> Any:
+    def to_caller(self, value: Any) -> Any:
         """A result, on the caller's device."""
 
     def ready(self) -> Any:
@@ -80,20 +80,20 @@ class Lane(Protocol):
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
         """Let copies of tensors of the host go and begin to copy others; what was begun before may be read now."""
 
-    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Begin to copy gradients to the host, where they are once :meth:`settle` has returned."""
+    def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Begin to copy gradients to the host, where they are once :meth:`synchronize_copies` has returned."""
 
-    def settle(self) -> None:
+    def synchronize_copies(self) -> None:
         """Wait until nothing is copied from or to the host any more."""
 
 
-class HostLane:
+class HostDeviceStreams:
     """A worker on the CPU."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
+    def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Nothing to wait for."""
 
     @contextlib.contextmanager
@@ -101,7 +101,7 @@ class HostLane:
         """Around all that the worker does for a step."""
         yield
 
-    def local(self, value: Any) -> Any:
+    def to_device(self, value: Any) -> Any:
         """A tensor of the caller's: itself."""
         return value
 
@@ -112,7 +112,7 @@ class HostLane:
     def drop(self, value: Any) -> None:
         """Nothing was copied."""
 
-    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
         """Values as they are."""
         return Message(numbers, tuple(values))
 
@@ -124,7 +124,7 @@ class HostLane:
         """This moment, in seconds."""
         return time.perf_counter()
 
-    def home(self, value: Any) -> Any:
+    def to_caller(self, value: Any) -> Any:
         """A result: itself."""
         return value
 
@@ -140,15 +140,15 @@ class HostLane:
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
         """Tensors of the host are where they are read."""
 
-    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of gradients."""
         return [gradient.clone() for gradient in gradients]
 
-    def settle(self) -> None:
+    def synchronize_copies(self) -> None:
         """Nothing to wait for."""
 
 
-class AcceleratorLane:
+class AcceleratorDeviceStreams:
     """A worker on an accelerator: one compute stream, a copy stream for what goes out and one for what comes in."""
 
     def __init__(self, device: torch.device) -> None:
@@ -156,17 +156,17 @@ class AcceleratorLane:
         self.compute = torch.Stream(device)
         self.outgoing = torch.Stream(device)
         self.incoming = torch.Stream(device)
-        self._home = device
+        self._caller_device = device
         self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
         self._leaving: list[torch.Tensor] = []
         self._brought: Any = None
         self._left: Any = None
 
-    def prepare(self, home: torch.device, devices: Collection[torch.device]) -> None:
+    def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Note the caller's streams, on his own and the workers' devices: streams are of a thread, his must tell."""
-        self._home = home
-        self._callers = {device: torch.accelerator.current_stream(device) for device in (home, *devices)}
+        self._caller_device = caller_device
+        self._callers = {device: torch.accelerator.current_stream(device) for device in (caller_device, *devices)}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -180,7 +180,7 @@ class AcceleratorLane:
             finally:
                 self._copies.clear()
 
-    def local(self, value: Any) -> Any:
+    def to_device(self, value: Any) -> Any:
         """A tensor of the caller's on this device: itself, or a copy that is held until :meth:`drop`."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
@@ -222,9 +222,9 @@ class AcceleratorLane:
         """Let the copy of a tensor go."""
         self._copies.pop(id(value), None)
 
-    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: Lane) -> Message:
+    def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
         """Copy values on the copy streams; several workers of one device share its memory."""
-        assert isinstance(to, AcceleratorLane)
+        assert isinstance(to, AcceleratorDeviceStreams)
         ready = self.compute.record_event()
         if to.device == self.device:
             return Message(numbers, tuple(values), (ready, self.compute))
@@ -253,9 +253,9 @@ class AcceleratorLane:
         event.record(self.compute)
         return event
 
-    def home(self, value: Any) -> Any:
+    def to_caller(self, value: Any) -> Any:
         """A result on the caller's device, ready for his stream."""
-        home = self._callers[self._home]
+        home = self._callers[self._caller_device]
         if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
             return value
         with on_stream(home), on_stream(self.compute):
@@ -270,7 +270,7 @@ class AcceleratorLane:
         if value.device == self.device:
             value.record_stream(self.compute)
         self.compute.wait_event(ready)
-        self._callers[self._home].wait_event(ready)
+        self._callers[self._caller_device].wait_event(ready)
 
     def finish(self) -> None:
         """Called in the caller's thread: its stream waits for the compute stream."""
@@ -293,7 +293,7 @@ class AcceleratorLane:
                 self._copies[id(value)] = (value, value.detach().to(self.device, non_blocking=True))
         self._brought = self.incoming.record_event()
 
-    def leave(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """They are held until the next call, by which time they have been copied while the device worked."""
         if self._leaving:
             self.compute.wait_event(self._left)
@@ -308,7 +308,7 @@ class AcceleratorLane:
         self._leaving.extend(gradients)
         return copies
 
-    def settle(self) -> None:
+    def synchronize_copies(self) -> None:
         """Called in the caller's thread, after a step: the host waits for both copy streams."""
         self.incoming.synchronize()
         self.outgoing.synchronize()
@@ -320,6 +320,6 @@ def _is_on(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device == device
 
 
-def lane_of(device: torch.device) -> Lane:
+def device_streams_of(device: torch.device) -> DeviceStreams:
     """The lane of a device."""
-    return HostLane() if device.type == "cpu" else AcceleratorLane(device)
+    return HostDeviceStreams() if device.type == "cpu" else AcceleratorDeviceStreams(device)

@@ -13,10 +13,10 @@ from typing import Any
 from roundpipe_fx.runtime.mailbox import Stopped
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 
-__all__ = ["States"]
+__all__ = ["BufferVersions"]
 
 
-class States:
+class BufferVersions:
     """The states of one run."""
 
     def __init__(self, programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> None:

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from roundpipe_fx.analysis.operations import Step
+from roundpipe_fx.analysis.operations import PlannedOp
 
-__all__ = ["lean_sequence"]
+__all__ = ["recompute_per_use"]
 
 _LONGEST = 400
 """Of blocks that take more steps than this when everything is made again, no lean sequence is looked for."""
 
 
-def lean_sequence(
-    steps: Sequence[Step], orders: Sequence[Sequence[int]], peak: Callable[[Sequence[int]], int], below: int
+def recompute_per_use(
+    steps: Sequence[PlannedOp], orders: Sequence[Sequence[int]], peak: Callable[[Sequence[int]], int], below: int
 ) -> list[int] | None:
     """A lean sequence of steps, listed by position; a step that runs twice is listed twice.
 
@@ -31,7 +31,7 @@ def lean_sequence(
     Returns:
         the sequence; ``None`` if its peak would not be lower than the one that is known.
     """
-    maker = {storage: position for position, step in enumerate(steps) if step.way for storage in step.makes}
+    maker = {storage: position for position, step in enumerate(steps) if step.recipe for storage in step.makes}
     expanded = [found for order in orders if (found := _expanded(steps, maker, order)) is not None]
     lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
     if lowest >= below:
@@ -46,7 +46,7 @@ def lean_sequence(
     return sequence
 
 
-def _expanded(steps: Sequence[Step], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
+def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
     """Everything made again for each of its readers; ``None``: that takes too many steps."""
     found: list[int] = []
     for reader in readers:
@@ -56,7 +56,7 @@ def _expanded(steps: Sequence[Step], maker: dict[int, int], readers: Sequence[in
     return found
 
 
-def _made_for(steps: Sequence[Step], maker: dict[int, int], reader: int) -> list[int]:
+def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
     """Positions of what is made again for one reader, in order."""
     found: list[int] = []
     pending = [(reader, False)]
@@ -83,13 +83,13 @@ def _at_most(sequence: Sequence[int], place: int, times: int) -> list[int]:
     return found
 
 
-def _without_unread(steps: Sequence[Step], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
+def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
     """The sequence without what is made and not read before it is made once more."""
     wanted: set[int] = set()
     found = []
     for place in reversed(sequence):
         step = steps[place]
-        if step.way is not None:
+        if step.recipe is not None:
             if wanted.isdisjoint(step.makes):
                 continue
             wanted.difference_update(step.makes)

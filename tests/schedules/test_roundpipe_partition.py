@@ -7,10 +7,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.schedules import Kind, StepCosts, chain, one_f_one_b, round_robin, rounds, simulate_time, validate
-from roundpipe_fx.schedules.fit_rounds import Rounds, fit_rounds, is_spread, slot_seconds
+from roundpipe_fx.schedules import (
+    ActionKind,
+    StepCosts,
+    chain,
+    one_f_one_b,
+    round_robin,
+    rounds,
+    simulate_time,
+    validate,
+)
 from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
+from roundpipe_fx.schedules.roundpipe_partition import (
+    RoundPipePartition,
+    balance_roundpipe_stages,
+    is_spread,
+    slot_seconds,
+)
 
 DEVICES, MICROBATCHES = 2, 4
 
@@ -18,7 +32,7 @@ DEVICES, MICROBATCHES = 2, 4
 def makespan(
     forward: Sequence[float],
     backward: Sequence[float],
-    tried: Rounds,
+    tried: RoundPipePartition,
     devices: int = DEVICES,
     microbatches: int = MICROBATCHES,
 ) -> float:
@@ -27,10 +41,10 @@ def makespan(
     again = [f + b for f, b in zip(forward, backward, strict=True)]
     slots = slot_seconds(tried, forward, backward, again)
     first, last = tried.fused
-    seconds = {(Kind.FORWARD, slot): slots[slot] for slot in range(fused)}
-    seconds |= {(Kind.BACKWARD, slot): slots[slot] for slot in range(fused + 1, tried.slots)}
-    seconds[Kind.FORWARD, fused] = sum(forward[first : last + 1])
-    seconds[Kind.BACKWARD, fused] = slots[fused] - seconds[Kind.FORWARD, fused]
+    seconds = {(ActionKind.FORWARD, slot): slots[slot] for slot in range(fused)}
+    seconds |= {(ActionKind.BACKWARD, slot): slots[slot] for slot in range(fused + 1, tried.slots)}
+    seconds[ActionKind.FORWARD, fused] = sum(forward[first : last + 1])
+    seconds[ActionKind.BACKWARD, fused] = slots[fused] - seconds[ActionKind.FORWARD, fused]
     schedule = round_robin(devices, fused, tried.slots, microbatches, slots)
     validate(schedule, rounds(fused, tried.slots), microbatches, devices)
     found = simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds)).makespan
@@ -38,10 +52,10 @@ def makespan(
     return found
 
 
-def every_division(count: int) -> Iterator[Rounds]:
+def every_division(count: int) -> Iterator[RoundPipePartition]:
     for first in range(count):
         for ahead, back in itertools.product(runs(first), runs(first)):
-            yield Rounds(ahead, (first, count - 1), back[::-1])
+            yield RoundPipePartition(ahead, (first, count - 1), back[::-1])
 
 
 def runs(count: int) -> list[tuple[tuple[int, int], ...]]:
@@ -59,7 +73,7 @@ def runs(count: int) -> list[tuple[tuple[int, int], ...]]:
 def test_near_the_best_of_all_divisions(costs: list[tuple[int, int]]) -> None:
     """Slots of one kind are balanced among each other, so the best of all may be missed; never by much."""
     forward, backward = [float(f) for f, _ in costs], [float(b) for _, b in costs]
-    found = fit_rounds(forward, backward, True, DEVICES, MICROBATCHES)
+    found = balance_roundpipe_stages(forward, backward, True, DEVICES, MICROBATCHES)
     again = [f + b for f, b in zip(forward, backward, strict=True)]
     least = min(
         makespan(forward, backward, tried)
@@ -76,12 +90,14 @@ def test_near_the_best_of_all_divisions(costs: list[tuple[int, int]]) -> None:
 def test_a_heavy_head_costs_less_than_by_the_best_bound_stages() -> None:
     devices, microbatches = 4, 16
     forward, backward = [1.0] * 8 + [4.0], [2.0] * 8 + [8.0]
-    found = fit_rounds(forward, backward, True, devices, microbatches)
+    found = balance_roundpipe_stages(forward, backward, True, devices, microbatches)
     whole = [2 * f + b for f, b in zip(forward, backward, strict=True)]
     stages = even_runs(whole, devices)
     graph = chain(devices)
-    seconds = {(Kind.FORWARD, i): sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)}
-    seconds |= {(Kind.BACKWARD, i): sum(whole[a : b + 1]) - sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)}
+    seconds = {(ActionKind.FORWARD, i): sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)}
+    seconds |= {
+        (ActionKind.BACKWARD, i): sum(whole[a : b + 1]) - sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)
+    }
     bound = simulate_time(one_f_one_b(devices, devices, microbatches), graph, StepCosts(seconds)).makespan
     assert bound >= 16.0 * microbatches  # the head's stage is never idle but at the ends
     assert makespan(forward, backward, found, devices, microbatches) <= bound / 1.3

@@ -3,7 +3,7 @@
 A slot is one visit: all microbatches run through it, one after another, while the next slot's weights are on their way.
 Fewer slots bring less and wait less; more slots have less of the model on the device at one time. Slots are balanced by
 what they compute for all microbatches together with what has to be brought for them, the forward's and the backward's
-independently of each other as in :mod:`roundpipe_fx.schedules.fit_rounds`.
+independently of each other as in :mod:`roundpipe_fx.schedules.roundpipe_partition`.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.schedules.fit_rounds import Rounds, slot_seconds
 from roundpipe_fx.schedules.partition import even_runs
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, slot_seconds
 
-__all__ = ["Weights", "fit_visits", "visit_bytes"]
+__all__ = ["Weights", "balance_offloaded_stages", "residency_bytes"]
 
 _FUSED = 12
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -45,7 +45,7 @@ class Weights:
         return sum(self.bytes[tensor] for tensor in tensors)
 
 
-def fit_visits(
+def balance_offloaded_stages(
     forward_seconds: Sequence[float],
     backward_seconds: Sequence[float],
     recompute: bool,
@@ -53,7 +53,7 @@ def fit_visits(
     microbatches: int,
     weights: Weights,
     limit: int | None,
-) -> Rounds:
+) -> RoundPipePartition:
     """The division whose step is shortest among those with little enough of the model on a device.
 
     Args:
@@ -75,7 +75,7 @@ def fit_visits(
     found = []
     for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
         slots = slot_seconds(tried, forward, list(backward_seconds), again)
-        size = visit_bytes(tried, devices, weights, training)
+        size = residency_bytes(tried, devices, weights, training)
         found.append(
             (_seconds(tried, slots, devices, microbatches, weights, training), size, tried.slots, index, tried)
         )
@@ -85,7 +85,7 @@ def fit_visits(
     return min(found, key=lambda own: (own[1], own[2], own[0]))[-1]
 
 
-def visit_bytes(rounds: Rounds, devices: int, weights: Weights, training: bool = True) -> int:
+def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:
     """Most bytes of weights and their gradients that a device has at one time, with slots handed out in turn."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
@@ -98,12 +98,17 @@ def visit_bytes(rounds: Rounds, devices: int, weights: Weights, training: bool =
     return most
 
 
-def _reads(rounds: Rounds, weights: Weights) -> list[frozenset[int]]:
+def _reads(rounds: RoundPipePartition, weights: Weights) -> list[frozenset[int]]:
     return [weights.of(*own) for own in (*rounds.forward, rounds.fused, *rounds.backward)]
 
 
 def _seconds(
-    rounds: Rounds, slots: Sequence[float], devices: int, microbatches: int, weights: Weights, training: bool
+    rounds: RoundPipePartition,
+    slots: Sequence[float],
+    devices: int,
+    microbatches: int,
+    weights: Weights,
+    training: bool,
 ) -> float:
     """Seconds of a step: each slot takes as long as it computes, or as what comes and goes meanwhile."""
     reads = _reads(rounds, weights)
@@ -118,7 +123,7 @@ def _seconds(
     return weights.size(reads[0]) / weights.bandwidth + total / devices + (devices - 1) * longest
 
 
-def _divisions(forward: list[float], backward: list[float], devices: int) -> Iterator[Rounds]:
+def _divisions(forward: list[float], backward: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
 
     @functools.cache
@@ -131,10 +136,10 @@ def _divisions(forward: list[float], backward: list[float], devices: int) -> Ite
             return ()
         return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward[:first][::-1], slots))
 
-    yield Rounds((), (0, count - 1), ())  # a single slot
+    yield RoundPipePartition((), (0, count - 1), ())  # a single slot
     for first in range(count - 1, max(0, count - 1 - _FUSED), -1):
         counts = sorted({own for own in _COUNTS if own < first} | {first})
         for slots in counts:
             for slots_back in counts if backward else [0]:
                 if slots + 1 + slots_back >= devices:
-                    yield Rounds(ahead(first, slots), (first, count - 1), back(first, slots_back))
+                    yield RoundPipePartition(ahead(first, slots), (first, count - 1), back(first, slots_back))

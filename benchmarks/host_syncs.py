@@ -1,6 +1,6 @@
 """Operations that synchronize or decide, run in the backward: roundpipe_fx beside ``torch.utils.checkpoint``.
 
-python -m benchmarks.questions
+python -m benchmarks.host_syncs
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def chain(layer: Callable[[], nn.Module], depth: int = 3) -> nn.Sequential:
 
 
 def asked_in_backward(loss: torch.Tensor) -> str:
-    with roundpipe_fx.count_questions() as asked:
+    with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
-    return ", ".join(f"{count} {name.removeprefix('aten.')}" for name, count in asked.by_operator.items()) or "0"
+    return ", ".join(f"{count} {name.removeprefix('aten.')}" for name, count in syncs.by_operator.items()) or "0"
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         compiled(x).square().mean().backward()
         ours = asked_in_backward(compiled(x).square().mean())
         rows.append({"3 layers with": name, "eager": eager, "checkpoint per layer": checkpointed, "roundpipe_fx": ours})
-    report("questions", "questions asked in the backward (target: 0)", rows)
+    report("host_syncs", "host synchronizations in the backward (target: 0)", rows)
 
 
 if __name__ == "__main__":

@@ -12,17 +12,17 @@ from torch.utils._pytree import tree_leaves
 from roundpipe_fx.analysis.host_sync import why_host_sync
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 
-__all__ = ["count_questions"]
+__all__ = ["count_host_syncs"]
 
 
-class count_questions(TorchDispatchMode):
+class count_host_syncs(TorchDispatchMode):
     """Counts the operations that ask the device a question while a piece of code runs.
 
     ::
 
-        with roundpipe_fx.count_questions() as asked:
+        with roundpipe_fx.count_host_syncs() as syncs:
             loss.backward()
-        print(asked.total, asked.by_operator)
+        print(syncs.total, syncs.by_operator)
 
     Counted are operators that return a size or a number known only from data (``nonzero``, ``unique``, ``item``),
     indexing by a boolean mask, copies from an accelerator to the host, selections that return indices (``topk``,
@@ -53,12 +53,12 @@ class count_questions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload) and _asks(func, args, kwargs, result):
+        if isinstance(func, torch._ops.OpOverload) and _is_host_sync(func, args, kwargs, result):
             self.by_operator[str(func.overloadpacket)] += 1
         return result
 
 
-def _asks(func: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> bool:
+def _is_host_sync(func: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> bool:
     operands, results = (
         [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)] for tree in ((args, kwargs), result)
     )
