@@ -146,7 +146,7 @@ class JointGraph:
 
     @property
     def sums(self) -> list[fx.Node]:
-        """Graph inputs that carry what earlier microbatches' gradients add up to (accumulate_gradients)."""
+        """Graph inputs that carry accumulated gradients of earlier microbatches (accumulate_gradients)."""
         return [node for node in self.inputs if is_sum(node)]
 
     @property
@@ -171,14 +171,14 @@ class JointGraph:
     def gradient_owners(self) -> list[int | None]:
         """For each of :attr:`gradients` the number of its input; ``None`` where there is no gradient.
 
-        The gradient of an input is the sum of all that are its own.
+        The gradient of an input is the sum of all its contributions.
         """
         described = gradient_inputs(self.module, self.num_forward_outputs)
         return [*described[: len(self.gradients) - len(self.parts)], *self.parts]
 
     @property
     def updates(self) -> dict[int, int]:
-        """Inputs that the caller updates in place: number of the input by number of the output with its new value."""
+        """Inputs that the caller updates in place: number of the input, by number of the output with its new value."""
         return input_mutations(self.module)
 
     def computed(self) -> Iterator[fx.Node]:
@@ -190,7 +190,7 @@ class JointGraph:
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
     def copy(self) -> JointGraph:
-        """The same graph, node by node, to be rewritten on its own."""
+        """A copy of the graph, which can be rewritten independently."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         output = graph.output(graph.graph_copy(self.graph, copies))
@@ -205,13 +205,13 @@ class JointGraph:
         )
 
     def drop_unread(self) -> None:
-        """Erase what nobody reads, but for what draws random numbers or has another effect."""
+        """Erase nodes without users, except those that draw random numbers or have another effect."""
         for node in reversed(self.graph.nodes):
             if not node.users and not has_side_effect(node) and not is_seeded(node):
                 self.graph.erase_node(node)
 
     def label(self, node: fx.Node) -> str:
-        """A name for people: the model's own for a graph input, the node's otherwise."""
+        """A readable name: the model's name for a graph input, else the node's name."""
         return self.labels.get(node, node.name)
 
 
@@ -237,7 +237,7 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 
 def storages(node: fx.Node) -> list[int]:
-    """Identities of the storages behind the values of ``node``; equal identities mean aliases."""
+    """Identities of the storages of a node's values; equal identities mean aliases."""
     return [_storage_id(value) for value in tensor_values(node) if value.layout is torch.strided]
 
 
@@ -251,7 +251,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` is a graph input that carries what earlier microbatches' gradients add up to."""
+    """Whether ``node`` is a graph input that carries an accumulated gradient of earlier microbatches."""
     return node.op == "placeholder" and str(node.target).startswith("sums")
 
 
@@ -261,15 +261,15 @@ def is_symbolic_scalar(node: fx.Node) -> bool:
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether ``node`` produces a boolean or byte tensor: as an index it asks how many positions it selects."""
+    """Whether ``node`` produces a boolean or byte tensor, whose use as an index is a host synchronization."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all values of ``node`` share the storage of one of its inputs: running it again costs nothing.
+    """Whether all values of ``node`` share storages of its inputs, so that running it again costs nothing.
 
-    Taking one tensor out of a tuple (``getitem``) is a view only if the tuple itself was one (``split``).
+    An item of a tuple (``getitem``) is a view only if the tuple is one (``split``).
     """
     if node.op != "call_function":
         return False
@@ -284,7 +284,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """What a node's value is a view of, through any number of views; the node itself if it is no view."""
+    """The base of a view, through any number of views; the node itself if it is not a view."""
     while is_view(node):
         own = set(storages(node))
         sources = [source for source in input_nodes(node) if tensor_values(source)]
@@ -299,14 +299,14 @@ def is_seeded(node: fx.Node) -> bool:
 
 @functools.cache
 def has_tag(target: Any, tag: torch.Tag) -> bool:
-    """Whether a node's target is an operator with a tag. Asked once: reading tags takes long."""
+    """Whether a node's target is an operator with a tag. Cached, because reading tags is slow."""
     return isinstance(target, torch._ops.OpOverload) and tag in target.tags
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether the node does more than make its value (assertions, printing); drawing random numbers is not meant.
+    """Whether a node has an effect besides its value (assertions, printing). Drawing random numbers does not count.
 
-    FX asks this of a node's arguments too, which is slow; for a functional graph the operator decides.
+    FX's own check looks at a node's arguments too, which is slow; in a functional graph the operator decides.
     """
     if node.op in ("placeholder", "output"):
         return True
@@ -323,14 +323,14 @@ def _target_has_side_effect(target: Any, example: fx.Node) -> bool:
 
 
 def node_outputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that carry the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
+    """The nodes of the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
     if isinstance(node.meta.get("val"), (tuple, list)):
         return [user for user in node.users if user.target is operator.getitem]
     return [node]
 
 
 def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
-    """Path of the model's module in whose ``forward`` the node was made, ``""`` if unknown or the root.
+    """Path of the module in whose ``forward`` the node was traced; ``""`` if it is unknown or the root.
 
     Args:
         node: a forward or backward node.
@@ -343,13 +343,13 @@ def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
 
 
 def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
-    """Paths of all modules that were running when the node was made, outermost first."""
+    """Paths of all modules in whose ``forward`` the node was traced, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [clean(path) for path, _ in stack.values()]
 
 
 def saved_values(joint: JointGraph) -> list[fx.Node]:
-    """What the forward must hand to the backward, in order: forward values and graph inputs that the backward reads."""
+    """Values that the forward must pass to the backward, in order: forward values and graph inputs that it reads."""
     later = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
     tangents = set(joint.tangents)
     returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}
