@@ -1,7 +1,7 @@
-"""Settled draws: random numbers that a branch was to depend on, and whose branch was known without them.
+"""Resolved random branches: random numbers of branches whose outcome is known without them.
 
-Nothing reads such a number, but what is drawn after it depends on its having been drawn. AOTAutograd drops what nothing
-reads, so in Dynamo's graph an operator without a result reads it until the passes begin.
+Such a number has no users, but later random numbers depend on its having been drawn. AOTAutograd drops values without
+users, so in Dynamo's graph an operator without a result reads the number until the passes begin.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ def _(number: torch.Tensor) -> None:
 
 
 _RESOLVED = torch.ops.roundpipe_fx.resolved_random_branch.default
-fx.node.has_side_effect(_RESOLVED)  # it is there not to be dropped
+fx.node.has_side_effect(_RESOLVED)  # so that it is not dropped
 
 
 def keep_resolved_random_branches(module: fx.GraphModule) -> None:
-    """Let AOTAutograd keep what was drawn for branches that were known."""
+    """Make AOTAutograd keep the random numbers of resolved branches. The graph is changed in place."""
     draws = [draw for node in module.graph.nodes if (draw := resolved_random_branch(node)) is not None]
     for draw in draws:
         with module.graph.inserting_after(draw):
@@ -40,7 +40,7 @@ def keep_resolved_random_branches(module: fx.GraphModule) -> None:
 
 
 def release_resolved_random_branches(joint: JointGraph) -> JointGraph:
-    """Drop the readers; from here on draws stay by themselves."""
+    """Remove the operators of :func:`keep_resolved_random_branches`; passes keep random operations without users."""
     for node in joint.graph.find_nodes(op="call_function", target=_RESOLVED):
         joint.graph.erase_node(node)
     return joint
