@@ -1,7 +1,7 @@
-"""The one place that touches private torch APIs.
+"""The only place that uses private torch APIs.
 
-Tried with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so a torch
-release that moves something is answered here.
+Tested with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so changes of a
+torch release are handled here.
 """
 
 from __future__ import annotations
