@@ -1,11 +1,11 @@
 """The joint graph: one functional ATen FX graph that holds a model's forward and its backward.
 
-This is the view that every pass reads and writes. It is AOTAutograd's joint graph — inputs *primals* then
-*tangents*, outputs forward outputs then gradients — with the few facts a pass needs about it. Being functional (no
-operation mutates its inputs), it can be cut anywhere.
+This is what every pass reads and writes: AOTAutograd's joint graph (its inputs are *primals*, then *tangents*; its
+outputs are the forward's outputs, then gradients), with the facts that a pass needs about it. Because the graph is
+functional (no operation mutates its inputs), it can be cut anywhere.
 
-What passes decide about a node is kept in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing else.
-An inference graph is the same thing without tangents and gradients.
+Decisions of passes about a node are stored in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing
+else. An inference graph is a joint graph without tangents and gradients.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ class Phase(enum.StrEnum):
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
-    """In the backward, but independent of the incoming gradients: may start before they arrive."""
+    """In the backward, but independent of the incoming gradients, so it may start before they arrive."""
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """In the backward, and leads to gradients of parameters only: may run any time later (split_backward)."""
+    """In the backward, and contributes to gradients of parameters only, so it may run later (split_backward)."""
 
 
 class Mark:
-    """Keys of ``node.meta`` that passes write, one line a key; the pass that owns a key is named."""
+    """Keys of ``node.meta`` that passes write. The pass that writes a key is named in parentheses."""
 
     PHASE = "rpfx_phase"
     """:class:`Phase` (annotate; apply_remat_schedule, early_recompute and split_backward for what they add or move)."""
     BYTES = "rpfx_bytes"
     """Bytes of new storage the node allocates; views and aliases have 0 (annotate)."""
     WORKSPACE = "rpfx_workspace"
-    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none (workspaces)."""
+    """Bytes that the node's kernel allocates and frees before it returns; absent if there are none (workspaces)."""
     SECONDS = "rpfx_seconds"
     """Modelled seconds of running the node once (annotate)."""
     FLOPS = "rpfx_flops"
@@ -72,7 +72,7 @@ class Mark:
     MUST_SAVE = "rpfx_must_save"
     """Why the node must not run twice, as text; absent if it may (hoist_host_syncs)."""
     MUST_RECOMPUTE = "rpfx_must_recompute"
-    """Why the value must not be kept from forward to backward, as text; absent if it may (recompute_regions)."""
+    """Why the value must not be saved from forward to backward, as text; absent if it may (recompute_regions)."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to (segments)."""
     STAGE = "rpfx_stage"
@@ -80,12 +80,12 @@ class Mark:
     ORIGIN = "rpfx_origin"
     """Name of the forward node that a recomputed node repeats (apply_remat_schedule)."""
     STRIDED = "rpfx_strided"
-    """True on an incoming gradient whose strides matter even if it is zeros that nobody made (layouts)."""
+    """True on an incoming gradient whose strides matter even if it is missing and replaced by zeros (layouts)."""
     BROUGHT = "rpfx_brought"
-    """True on an incoming gradient that a step has brought although the model returns a number too (outside_loss)."""
+    """True on an incoming gradient that a step has passed although the model also returns a scalar (outside_loss)."""
     LOSS_TIMES = "rpfx_loss_times"
-    """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
-    until the backward is over (outside_loss)."""
+    """On an incoming gradient, as multiples of the output's bytes: the peak of a loss outside the model, and what of it
+    stays allocated until the backward is over (outside_loss)."""
     REPLAYED = "rpfx_replayed"
     """True on a seeded operation that runs again from its saved generator state (rng)."""
 
@@ -96,12 +96,12 @@ class JointGraph:
 
     Attributes:
         module: the functional ATen graph. Passes own it and rewrite it in place.
-        num_forward_outputs: how many of the outputs, counted from the first, belong to the forward.
-        labels: readable name by graph input, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
+        num_forward_outputs: number of leading outputs that belong to the forward.
+        labels: readable names of graph inputs, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
         parameters: graph inputs that are parameters or buffers of the model.
-        mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
-            statistics). Their value at backward time is not the one the forward read.
-        parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
+        mutated_inputs: graph inputs that the caller updates in place from an output after the forward (batch-norm
+            statistics). In the backward their value differs from the one that the forward read.
+        parts: for each gradient beyond those that were captured, the number of the input that it contributes to
             (tied_gradients, accumulate_gradients).
     """
 
@@ -129,10 +129,10 @@ class JointGraph:
 
     @property
     def expected_tangents(self) -> list[fx.Node]:
-        """Incoming gradients that a step is expected to bring, or whose zeros are made in full.
+        """Incoming gradients that a step is expected to pass, or that are replaced by full zeros if missing.
 
-        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest, unless steps
-        have shown that somebody does.
+        If a model returns a loss (a scalar that is differentiated), its other outputs are assumed not to be
+        differentiated, unless steps have shown that they are.
         """
         tangents = self.tangents
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
@@ -161,9 +161,10 @@ class JointGraph:
 
     @property
     def gradients(self) -> list[Any]:
-        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts.
+        """What the backward returns: a gradient for each input, ``None`` where there is none, then further
+        contributions.
 
-        Tokens that order effects are inputs without a gradient, and are returned by a backward that has effects.
+        Tokens that order effects are inputs without a gradient; a backward that has effects returns them too.
         """
         return self.outputs[self.num_forward_outputs :]
 
