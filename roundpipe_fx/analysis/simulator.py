@@ -354,6 +354,7 @@ def _simulate_calls(
     calls, held = [], Counter[tuple[str, tuple[str, ...], bool]]()
     found_before = set(summed)
     for index, (name, reads, (start, end)) in enumerate(run.calls):
+        # What dies in this call: values that come in, have no later reader, and belong to neither caller nor schedule.
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
         own = gradients.get(name, {})  # another call may have computed them
@@ -362,6 +363,7 @@ def _simulate_calls(
         for storage in outlive:
             by = tuple(run.calls[reader][0] for reader in readers.get(storage, ()))
             held[name, by, storage in lasting] += sizes[storage]
+        # Beyond what is allocated when the call begins, of which these values are a part.
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own.keys()).bytes - before
         grown = sum(sizes[storage] for storage in own)

@@ -243,6 +243,7 @@ class _PipelineRun:
                 self._prefetch(device, device_streams, prefetch_steps[place])
             batch = instruction.action.microbatch
             own = values[batch]
+            # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
             for step in instruction.receives:
                 message = self._mailboxes[device].take(step, batch)
                 own.update(zip(message.numbers, device_streams.receive(message), strict=True))
@@ -250,6 +251,8 @@ class _PipelineRun:
             code = instruction.code
             if self._inherits:
                 _inherit(device_streams, own, code.inputs)
+            # A dying value leaves the dictionary, so that the argument list, which the stage clears, holds the last
+            # reference and the value is freed inside the stage.
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
@@ -264,6 +267,7 @@ class _PipelineRun:
                 results = call(arguments)
             if code.see is not None:
                 code.see(results)
+            # Host tensors are freed between residency windows instead.
             for value in unread:
                 if id(value) not in self._on_host:
                     device_streams.drop(value)
@@ -330,6 +334,7 @@ class _PipelineRun:
 
     def finished(self) -> Finished:
         """The results, once every worker has finished."""
+        # A parameter used by stages on several devices has a gradient on each of them.
         total = GradientAccumulator()
         for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
             sums.move(total, device_streams.to_caller)

@@ -169,6 +169,7 @@ def peaks_of(
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
     callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
     made_here = 0  # bytes of outputs that the caller's device computes itself; it gets the others too
+    # Values that outlive their stage action: on the device of their maker, then on every other device that reads them.
     for which, held in ((place, held) for place, kind in enumerate(kinds) for held in kind.held):
         maker = number[held.maker]
         for device, at, batches in places.of(maker):
@@ -190,6 +191,7 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
+    # Gradients of inputs: from the first action of their microbatch that contributes to them, to the end of the step.
     of_inputs = [_by_owner(kind.input_gradient_bytes) for kind in kinds]
     for which, by_owner in enumerate(of_inputs):
         for device, change in enumerate(changes):
@@ -215,6 +217,8 @@ def peaks_of(
         kind_at = kind_of[order[:, 2]]
         turn = _turn(order, schedule)
         firsts = []
+        # Gradients of parameters: from the first action that adds to them. Those of an offloaded model leave after each
+        # residency window, and so begin again in the next one. Such first actions have peaks of their own, too.
         for part in [window.places for window in windows[device]] or [range(len(own))]:
             present, first = np.unique(own[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
@@ -227,20 +231,24 @@ def peaks_of(
         first = np.concatenate(firsts)
         _add_windows(change, windows[device])
         outside = 0
+        # Between forwards and backwards: outputs of other devices arrive at the caller's, where the loss is computed.
         if device == callers and (costs.away or schedule.forwards_before_backwards):
             change[turn] += outputs - made_here
         if schedule.forwards_before_backwards and device == callers:
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
+        # Copies of the caller's tensors live for the whole step.
         if costs.on_host is not None and device == callers:
             change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
         elif device in costs.away:
             change[0] += _copies(order, own, steps, costs)
+        # The peak while an action runs: what is held then, plus what the action itself allocates.
         levels = np.cumsum(change)
         level = levels[: len(own)]
         needed = peak[kind_at, own]
         needed[first] = first_peak[kind_at[first], own[first]]
+        # At the end of the step the caller's device holds all gradients, and concatenates those of inputs.
         brings_all = costs.away and device not in costs.away and costs.on_host is None
         at_end = 0
         if brings_all:

@@ -167,6 +167,7 @@ def _run(
         if travels:
             arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
         latest = arrival.max(axis=1)  # NaN if a source has not run yet
+        # Buffers as updated by the previous microbatch; the first microbatch reads the caller's.
         if carried.size:
             before = np.where(batch[:, None] > 0, carried[own], -1)
             latest = np.maximum(latest, end_of[before, batch[:, None] - 1].max(axis=1))
