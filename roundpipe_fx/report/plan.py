@@ -56,22 +56,22 @@ class PlannedValue:
 class PlannedStage:
     """A stage, and what happens to its values.
 
-        Attributes:
-            index: position in the pipeline.
-            modules: the user's modules in it, first and last.
-            segments: indices of its first and last segment.
-            forward_seconds: modelled seconds of the forward.
-        recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
-        backward_seconds: modelled seconds of the backward, without recomputation.
-        early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
-            gradients arrive.
-        entry_bytes: bytes of computed values that are live across its beginning.
-        saved: values saved from forward to backward, without hoisted ones and generator states.
-        hoisted: values saved because their operation must not run twice.
-        recomputed: values recomputed in the backward.
-        replayed: random operations that run again from a saved generator state.
-        passing: values of the forward that the backward does not read.
-            same_as: an earlier stage that does the same work on the same shapes, if there is one.
+    Attributes:
+        index: position in the pipeline.
+        modules: the user's modules in it, first and last.
+        segments: indices of its first and last segment.
+        forward_seconds: modelled seconds of the forward.
+    recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
+    backward_seconds: modelled seconds of the backward, without recomputation.
+    early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
+        gradients arrive.
+    entry_bytes: bytes of computed values that are live across its beginning.
+    saved: values saved from forward to backward, without hoisted ones and generator states.
+    hoisted: values saved because their operation must not run twice.
+    recomputed: values recomputed in the backward.
+    replayed: random operations that run again from a saved generator state.
+    passing: values of the forward that the backward does not read.
+        same_as: an earlier stage that does the same work on the same shapes, if there is one.
     """
 
     index: int
@@ -94,18 +94,18 @@ class PlannedStage:
 class PlannedPipeline:
     """How a step is pipelined.
 
-        Attributes:
-            schedule: name of the schedule.
-            devices: the device of each worker.
-            microbatches: number of microbatches of a whole batch.
-            checkpoint: which microbatches are recomputed; empty if a byte budget decides.
-            makespan: modelled seconds of a step.
-                bubble: modelled share of the devices' time that they spend waiting.
-            peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
-                in flight, gradients, temporaries.
-            order: the actions of every device with the transfers between them, one line per device.
-            brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
-            loss_reduction: how the microbatches' losses are combined to the batch's loss.
+    Attributes:
+        schedule: name of the schedule.
+        devices: the device of each worker.
+        microbatches: number of microbatches of a whole batch.
+        checkpoint: which microbatches are recomputed; empty if a byte budget decides.
+        makespan: modelled seconds of a step.
+            bubble: modelled share of the devices' time that they spend waiting.
+        peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
+            in flight, gradients, temporaries.
+        order: the actions of every device with the transfers between them, one line per device.
+        brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
+        loss_reduction: how the microbatches' losses are combined to the batch's loss.
     """
 
     schedule: str
