@@ -375,7 +375,7 @@ def _settled(model: Any, net: nn.Module, peak: StoragePeak, step: Callable[[Stor
     Sizes that depend on data are taken to be little larger than seen so far. A step that has larger ones runs all the
     same, and the plan is made anew before the next one.
     """
-    while model._state_of_roundpipe_fx.assumptions.stale:
+    while model._state_of_roundpipe_fx.learned.stale:
         state = copy.deepcopy(net.state_dict())
         peak = StoragePeak()
         step(peak)

@@ -138,7 +138,7 @@ def test_compiling_a_model_anew_leaves_others_of_its_class_alone() -> None:
     for _ in range(3):
         for model in (first, second):
             model(x).backward()
-        second._state_of_roundpipe_fx.assumptions.stale = True
+        second._state_of_roundpipe_fx.learned.stale = True
     assert (len(first.plans), len(second.plans)) == (1, 3)
 
 
