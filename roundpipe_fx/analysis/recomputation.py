@@ -107,10 +107,7 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
     """
     with joint.graph.inserting_before(before):
         picked = selection(original) if form is Form.GATHER else None
-        if picked is not None:
-            copy = _gathering(joint.graph, picked, original)
-        else:
-            copy = joint.graph.node_copy(original)
+        copy = joint.graph.node_copy(original) if picked is None else _gathering(joint.graph, picked, original)
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
     if _updates_statistics_alone(original):
         source, weight, bias, _, _, in_training, momentum, epsilon = original.args

@@ -1,12 +1,10 @@
 """Ordered gather: values of a selection again, lying in memory as the selection's own kernel lets them lie.
 
-``sort`` returns values in the order of its operand's dimensions in memory, ``gather`` always in the order of dimensions.
-Which one it is decides how the next kernel goes through them, and so how a sum is rounded. Emitted programs call this.
+``sort`` returns values that lie in memory like its operand; the result of ``gather`` is always contiguous. How an
+operand lies decides how the next kernel goes through it, and so how a sum is rounded. Emitted programs call this.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 
@@ -15,7 +13,7 @@ from roundpipe_fx.torch_private import size_hint
 __all__ = ["gather_in_order", "memory_order"]
 
 
-def gather_in_order(source: torch.Tensor, dim: int, indices: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+def gather_in_order(source: torch.Tensor, dim: int, indices: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
     """``gather`` with a result that is dense in memory in an order of its dimensions.
 
     Args:
