@@ -18,6 +18,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
+from roundpipe_fx.ir.ordered_gather import gather_in_order, memory_order
 
 __all__ = ["Form", "Snapshots", "is_mask_only", "repetition", "rng_shape_source_of", "selection", "state_bytes"]
 
@@ -47,7 +48,8 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     """For the values of a hoisted selection: its source, its dimension and its indices.
 
     Returns:
-        ``None`` if ``values`` is not a selection's, or the indices are not in the graph.
+        ``None`` if ``values`` is not a selection's, if the indices are not in the graph, or if gathered values would
+        have another layout.
     """
     if values.target is not operator.getitem or values.args[1] != 0:
         return None
@@ -55,7 +57,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     if maker.target not in _SELECTIONS or Mark.MUST_SAVE not in maker.meta:
         return None
     indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
-    if not indices:
+    if not indices or memory_order(values.meta["val"]) is None:
         return None
     place = _SELECTIONS[maker.target]
     dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
@@ -112,10 +114,7 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
     """
     with joint.graph.inserting_before(before):
         picked = selection(original) if form is Form.GATHER else None
-        if picked is not None:
-            copy = joint.graph.call_function(aten.gather.default, picked)
-        else:
-            copy = joint.graph.node_copy(original)
+        copy = joint.graph.node_copy(original) if picked is None else _gathering(joint.graph, picked, original)
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
     if _updates_statistics_alone(original):
         source, weight, bias, _, _, in_training, momentum, epsilon = original.args
@@ -124,6 +123,14 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
         copy.meta["val"] = tuple(original.meta["val"][:3])
     copy.meta[Mark.ORIGIN] = original.name
     return copy
+
+
+def _gathering(graph: fx.Graph, picked: tuple[fx.Node, int, fx.Node], values: fx.Node) -> fx.Node:
+    order = memory_order(values.meta["val"])
+    assert order is not None
+    if order == tuple(range(len(order))):
+        return graph.call_function(aten.gather.default, picked)
+    return graph.call_function(gather_in_order, (*picked, order))
 
 
 def _updates_statistics_alone(node: fx.Node) -> bool:
