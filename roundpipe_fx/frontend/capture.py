@@ -105,6 +105,7 @@ def joint_graph_of(
             if is_parameter:
                 parameters.add(node)
     mutated = frozenset(torch_private.mutated_inputs(module))
+    torch_private.note_counts(module)
     return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "InputSize",
@@ -16,6 +19,8 @@ __all__ = [
     "bounds_of_data",
     "data_dependent_symbol",
     "input_sizes",
+    "note_count",
+    "note_counts",
     "number_hint",
     "shape_env_of",
     "size_binding",
@@ -60,7 +65,7 @@ def size_hint(size: Any) -> int:
     values = {}
     for symbol in expression.free_symbols:
         assumed, backed = getattr(shape_env, _ASSUMED, {}).get(str(symbol)), _backed_hint(shape_env, symbol)
-        most = _upper_bound(shape_env, symbol) if backed is None else None
+        most = _most(shape_env, symbol) if backed is None else None
         if assumed is not None:
             values[symbol] = assumed if most is None else min(assumed, most)  # with headroom, it may exceed the bound
         else:
@@ -83,6 +88,68 @@ def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
     bounds = shape_env.var_to_range.get(symbol)
     upper = int(bounds.upper) if bounds is not None and bounds.upper.is_Integer else None
     return upper if upper is not None and upper < _LARGEST_BOUND else None
+
+
+def _most(shape_env: Any, symbol: Any) -> int | None:
+    """The largest value of a data-dependent symbol, as far as it is known."""
+    counted = getattr(shape_env, _COUNTED, {}).get(str(symbol))
+    most = _upper_bound(shape_env, symbol)
+    if most is not None or counted is None:
+        return most
+    return math.prod(map(size_hint, counted))
+
+
+_COUNTED = "roundpipe_fx_counted_shapes"
+"""By data-dependent symbol, the shape of what it counts elements of."""
+
+
+def note_count(count: Any, shape: Sequence[Any]) -> None:
+    """Let :func:`size_hint` know that a data-dependent size is at most the number of elements of a shape.
+
+    PyTorch notes an upper bound only if these sizes are plain numbers.
+
+    Args:
+        count: the size.
+        shape: of what it counts elements of, such as a mask.
+    """
+    symbol = data_dependent_symbol(count)
+    if symbol is not None:
+        shape_env = count.node.shape_env
+        if not hasattr(shape_env, _COUNTED):
+            setattr(shape_env, _COUNTED, {})
+        getattr(shape_env, _COUNTED)[symbol] = tuple(shape)
+
+
+def note_counts(joint: fx.GraphModule) -> None:
+    """The same for all results of a graph whose sizes count elements of an operand."""
+    for node in joint.graph.nodes:
+        shape = _counted_shape(node) if node.meta.get("unbacked_bindings") else None
+        if shape is None:
+            continue
+        known = {str(size) for source in node.all_input_nodes for size in _sizes(source.meta.get("val"))}
+        for size in _sizes(node.meta.get("val")):
+            if str(size) not in known:
+                note_count(size, shape)
+
+
+def _sizes(value: Any) -> list[Any]:
+    return [size for item in tree_leaves(value) if isinstance(item, torch.Tensor) for size in item.shape]
+
+
+def _counted_shape(node: fx.Node) -> Sequence[Any] | None:
+    """The shape of what the result's size counts elements of; ``None`` for other operators."""
+    aten = torch.ops.aten
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.nonzero, aten._unique2, aten.unique_consecutive, aten.unique_dim):
+        return node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if packet is aten.masked_select:
+        shapes = [operand.meta["val"].shape for operand in node.args]  # type: ignore[union-attr]
+        pairs = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+        return [max(pair, key=size_hint) for pair in pairs]  # broadcast
+    if packet is aten.index:
+        indices = [index.meta["val"] for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+        return next((index.shape for index in indices if index.dtype in (torch.bool, torch.uint8)), None)
+    return None
 
 
 _ASSUMED = "roundpipe_fx_assumed_sizes"
