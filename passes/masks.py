@@ -17,7 +17,7 @@ from torch import fx
 
 from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
 from roundpipe_fx.ir.joint_graph import JointGraph, is_mask
-from roundpipe_fx.torch_private import size_binding
+from roundpipe_fx.torch_private import note_count, size_binding
 
 __all__ = ["expand_masks"]
 
@@ -164,6 +164,7 @@ def _count_of(mask: torch.Tensor, user: fx.Node) -> Any:
         count = shape_env.create_unbacked_symint()
     torch._check(count >= 0)
     torch._check(count <= mask.numel())
+    note_count(count, mask.shape)
     return count
 
 

@@ -18,7 +18,7 @@ from benchmarks.fuzz.reduce import reduced, script
 from benchmarks.fuzz.workers import run_all
 
 _PATIENCE = 120.0
-"""Seconds for one way of one case."""
+"""Seconds of a processor for one way of one case."""
 
 
 def case_of(seed: int, number: int, most: int = 60, ways: int = 3) -> Case:

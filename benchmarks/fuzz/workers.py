@@ -9,10 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
+
 __all__ = ["run_all"]
 
 _CASES_A_PROCESS = 60
 """Then a new one: what compilers keep adds up."""
+_BESIDE_OTHERS = 10
+"""How many times slower a process may be on a machine that does other things as well."""
 
 
 def _work(connection: Any, task: Callable[[Any, Callable[[str], None]], Any]) -> None:
@@ -40,14 +44,32 @@ class _Worker:
         self.process.start()
         theirs.close()
         self.item: Any = None
-        self.at = "starting"
-        self.since = 0.0
         self.ran = 0
+        self.hear("starting")
 
     def begin(self, item: Any) -> None:
-        self.item, self.at, self.since = item, "starting", time.monotonic()
+        self.item = item
         self.ran += 1
+        self.hear("starting")
         self.connection.send(item)
+
+    def hear(self, at: str) -> None:
+        """It has said what it is at."""
+        self.at, self._since, self._spent = at, time.monotonic(), self._seconds()
+
+    def _seconds(self) -> float:
+        """Seconds of processors' time so far."""
+        try:
+            times = psutil.Process(self.process.pid).cpu_times()
+        except psutil.NoSuchProcess:
+            return 0.0
+        return times.user + times.system
+
+    def hangs(self, patience: float) -> bool:
+        """Whether it has computed for so many seconds without a word, or for many times as long has not come to it."""
+        if self._seconds() - self._spent > patience:
+            return True
+        return time.monotonic() - self._since > _BESIDE_OTHERS * patience
 
     def end(self) -> None:
         with contextlib.suppress(OSError):
@@ -67,7 +89,7 @@ def run_all(
         items: what to run; taken as workers are free.
         task: ``(item, say) -> result``, importable by name.
         jobs: how many processes.
-        patience: seconds without a word from a worker.
+        patience: seconds of a processor's time without a word from a worker.
     """
     idle: list[_Worker] = []
     busy: list[_Worker] = []
@@ -95,7 +117,7 @@ def _news(worker: _Worker, busy: list[_Worker], idle: list[_Worker], patience: f
         while worker.connection.poll():
             kind, value = worker.connection.recv()
             if kind == "at":
-                worker.at, worker.since = value, time.monotonic()
+                worker.hear(value)
                 continue
             busy.remove(worker)
             if worker.ran < _CASES_A_PROCESS:
@@ -109,7 +131,7 @@ def _news(worker: _Worker, busy: list[_Worker], idle: list[_Worker], patience: f
         worker.end()
         yield worker.item, None, f"the process died at: {worker.at}"
         return
-    if time.monotonic() - worker.since > patience:
+    if worker.hangs(patience):
         busy.remove(worker)
         worker.end()
         yield worker.item, None, f"hung at: {worker.at}"

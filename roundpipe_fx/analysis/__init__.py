@@ -1,1 +1,1 @@
-"""What can be said about a graph or a program without changing it: liveness, memory, costs, host synchronizations."""
+"""Analyses of graphs and programs, which they do not change: liveness, memory, costs, host synchronizations."""

@@ -1,13 +1,13 @@
-"""What CUDA's caching allocator counts for a request: its size rounded up, and what is not worth splitting off.
+"""A simulation of CUDA's caching allocator: the bytes that it counts for each request.
 
-The allocator keeps what it has freed and hands out the smallest piece that a request fits into. What is left over is
-split off, but from a piece for requests above 1 MiB only if it is more than 1 MiB. Else the whole piece is handed out,
-and ``memory_allocated`` counts it: sizes as they are requested would be exceeded by up to 1 MiB a tensor. Which pieces
-there are depends on all that was allocated before, so what is counted has to be followed in order.
+The allocator keeps freed blocks and returns the smallest one that a request fits into. The remainder is split off, but
+for requests above 1 MiB only if it is more than 1 MiB. Otherwise the whole block is handed out, and counted in
+``memory_allocated``: up to 1 MiB more per tensor than was requested. Which blocks exist depends on all previous
+requests, so these have to be followed in order.
 
-After PyTorch's ``c10/cuda/CUDACachingAllocator.cpp``, with its default settings. Each stream has pieces of its own;
-what two streams use is taken to be free for its own when the host frees it, which can be later. With
-``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` everything is split.
+Follows PyTorch's ``c10/cuda/CUDACachingAllocator.cpp`` with default settings. Each stream has its own blocks; a block
+that two streams use is assumed to be free for its own stream when the host frees it, though it can be later. With
+``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`` every remainder is split off.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 __all__ = ["ROUNDED_TO", "CachingAllocator", "allocator_of"]
 
 ROUNDED_TO = 512
-"""Bytes of which every size is a multiple."""
+"""Every size is rounded up to a multiple of this many bytes."""
 
 _MIB = 1 << 20
 _SMALL = _MIB
@@ -30,7 +30,7 @@ _SMALL_SEGMENT, _SEGMENT, _OWN_SEGMENT_FROM, _OWN_SEGMENT_ROUNDED_TO = 2 * _MIB,
 
 @dataclass
 class _Pool:
-    """Pieces of one kind, small or large, by (segment, offset), and the free ones by size."""
+    """The small or the large blocks: sizes by (segment, offset), and free blocks sorted by size."""
 
     is_small: bool
     sizes: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -56,26 +56,26 @@ class _Pool:
         return at < len(self.free) and self.free[at] == (size, place)
 
     def is_left(self, left: int) -> bool:
-        """Whether so many bytes are split off."""
+        """Whether a remainder of ``left`` bytes is split off."""
         return left >= ROUNDED_TO if self.is_small else left > _SMALL
 
 
 def allocator_of(device: torch.device) -> CachingAllocator | None:
-    """A fresh one for a CUDA device; ``None`` where nothing is counted but rounded sizes."""
+    """A new simulated allocator for a CUDA device; ``None`` where only rounded sizes count."""
     settings = ",".join(os.environ.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
     splits_all = "expandable_segments:true" in settings.lower().replace(" ", "")
     return None if device.type != "cuda" or splits_all else CachingAllocator()
 
 
 class CachingAllocator:
-    """Follows requests in order."""
+    """Follows requests in order; starts without any block."""
 
     def __init__(self) -> None:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._handed_out: dict[int, tuple[_Pool, tuple[int, int]]] = {}
 
     def take(self, name: int, size: int, stream: int = 0) -> int:
-        """Request so many bytes under a name, on a stream; how many the allocator counts for them."""
+        """Request ``size`` bytes under a name, on a stream; returns the bytes that the allocator counts for them."""
         if size == 0:
             return 0
         size = -(-size // ROUNDED_TO) * ROUNDED_TO
@@ -96,7 +96,7 @@ class CachingAllocator:
         return whole
 
     def give_back(self, name: int) -> None:
-        """Free what was requested under a name: it becomes one piece with its free neighbours."""
+        """Free the block requested under a name, and merge it with its free neighbours."""
         if name not in self._handed_out:
             return
         pool, place = self._handed_out.pop(name)
@@ -112,7 +112,7 @@ class CachingAllocator:
 
 
 def _segment_for(size: int) -> int:
-    """What is asked of the driver where nothing free is large enough."""
+    """Bytes of a new segment, where no free block is large enough."""
     if size <= _SMALL:
         return _SMALL_SEGMENT
     if size < _OWN_SEGMENT_FROM:

@@ -1,15 +1,14 @@
-"""Host syncs: which operations must run once a step. The one predicate of the compiler, the counter and eager scopes.
+"""Host syncs: operations that must run once per step. Compiler, counter and eager scopes share this predicate.
 
-An operation counts as a host sync here if the host has to wait for the device's answer, or if it makes a discrete
-decision out of data:
+An operation counts as a host sync if the host has to wait for the device, or if it makes a discrete decision from data:
 
 - tags ``dynamic_output_shape`` and ``data_dependent_output`` (``nonzero``, ``unique``, ``item``);
-- reading and writing by a mask; ``index`` carries the first tag always, and synchronizes for boolean or byte indices;
+- indexing by a mask; ``index`` always has the first tag, but synchronizes only for boolean or byte indices;
 - copies from an accelerator to the host;
 - *selections*: operators that return ``indices`` (``topk``, ``sort``, ``max`` along a dimension), ``argmax``,
-  ``multinomial``, ``searchsorted`` and their like. Their indices say where tokens go, and where gradients go: chosen
-  again from values that a kernel has rounded otherwise, they would be others than the forward used. Pooling is no
-  selection: its indices belong to its own kernels, which run again together;
+  ``multinomial``, ``searchsorted`` and similar ones. Their indices decide where tokens and gradients go; computed again
+  from values that were rounded differently, they could differ from those of the forward. Pooling is not a selection:
+  only its own kernels read its indices, and they run again together;
 - operators that the user registered (:func:`roundpipe_fx.register_sync_op`).
 """
 
@@ -38,7 +37,7 @@ _BY_INDEX = (
     aten._unsafe_index_put.default,
 )
 _MASKED_INSIDE = (aten.masked_scatter_backward.default,)
-"""Kernels that select by a mask inside, although their results have a known size."""
+"""Operators that index by a mask internally, although their results have a known size."""
 _SELECTING = (aten.argmax, aten.argmin, aten.multinomial, aten.searchsorted, aten.bucketize)
 
 
@@ -49,14 +48,17 @@ def why_host_sync(
     results: Iterable[torch.Tensor],
     registered: Collection[Any] = (),
 ) -> str | None:
-    """Why an operation must not be repeated, in a few words; ``None`` if it may be.
+    """Why an operation must not be repeated.
 
     Args:
-        operator: what is called.
+        operator: the operator.
         args: its positional arguments, nodes or tensors.
         operands: tensors that it reads, real or fake.
         results: tensors that it returns, real or fake.
         registered: operators that the user declared to force a host sync.
+
+    Returns:
+        the reason in a few words; ``None`` if the operation may be repeated.
     """
     if operator in registered or operator.overloadpacket in registered:
         return "registered by the user"

@@ -1,10 +1,10 @@
-"""In-place forms: how an operation can write its result over an operand that is not needed any more.
+"""In-place forms: how an operation can overwrite an operand that is no longer needed.
 
-Three forms: the in-place one (``mul_``) writes over the first operand; that with an output (``mul.out``) over any; and
-functions that write a part of the first operand (:mod:`roundpipe_fx.partial_writes`), where there is no such operator.
-The second is taken only where the device has a kernel for it; elsewhere it would compute beside and copy. Pointwise
-operations read and write place by place, so any operand will do; softmax and its backward along the last dimension go
-row by row on the CPU, reading a row before they write it.
+There are three: the in-place operator (``mul_``) overwrites the first operand; the out variant (``mul.out``) any
+operand; and functions write a part of the first operand (:mod:`roundpipe_fx.partial_writes`), where there is no such
+operator. The second is used only if the device has a kernel for it; otherwise it would compute a new result and copy.
+Pointwise operations read and write element by element, so they can overwrite any operand; softmax and its backward
+along the last dimension run row by row on the CPU, and read a row before they write it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["InPlaceForm", "in_place_forms", "operands_to_write_over"]
 
 aten = torch.ops.aten
 
-# Beside pointwise operations: those that change part of their first operand.
+# Operators other than pointwise ones that change a part of their first operand.
 _PARTIAL = (
     aten.copy,
     aten.index_put,
@@ -44,8 +44,8 @@ class InPlaceForm:
 
     Attributes:
         target: the operator, or a function.
-        operand: what is written over.
-        output: name of the argument that takes it; ``None``: it is the first one.
+        operand: the operand that is overwritten.
+        output: name of the argument that takes the operand; ``None``: it is the first argument.
     """
 
     target: torch._ops.OpOverload | Callable[..., torch.Tensor]
@@ -54,14 +54,19 @@ class InPlaceForm:
 
 
 def operands_to_write_over(node: fx.Node) -> list[fx.Node]:
-    """Operands that ``node`` could write its result over if they died here and were made beside it, best first."""
+    """Operands that ``node`` could overwrite if they die here and were allocated in the same scope, best first."""
     return [form.operand for form in in_place_forms(node)]
 
 
 def in_place_forms(
     node: fx.Node, dies: Callable[[fx.Node, fx.Node], bool] = lambda operand, node: True
 ) -> list[InPlaceForm]:
-    """Forms of an operation that write over operands of which nothing is left after it, best first."""
+    """In-place forms of an operation, best first.
+
+    Args:
+        node: the operation.
+        dies: whether an operand (first argument) is not needed after an operation (second argument).
+    """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or not is_tensor(node):
         return []
     in_place, with_output = _in_place_form(node), _form_with_output(node)
@@ -109,7 +114,7 @@ def _in_place_kernel(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
     return form if mutated and same else None
 
 
-# Row by row along the last dimension, tried on the CPU; the position of the dimension among the arguments.
+# Operators that run row by row along the last dimension on the CPU (found by trial), and the position of ``dim``.
 _BY_ROW = {
     aten._softmax.default: 1,
     aten._softmax_backward_data.default: 2,
@@ -119,7 +124,7 @@ _BY_ROW = {
 
 
 def _form_with_output(node: fx.Node) -> tuple[torch._ops.OpOverload, str] | None:
-    """The form of an operation that is given its output, and the name of that argument."""
+    """The out variant of an operation, and the name of its output argument."""
     target = node.target
     value = node.meta["val"]
     assert isinstance(target, torch._ops.OpOverload)
@@ -157,10 +162,10 @@ def _kernel_with_output(target: torch._ops.OpOverload, device: str) -> tuple[tor
 
 
 def _lies_uncertainly(result: fx.Node) -> bool:
-    """Whether strides of dimensions of one element may be others than were noted.
+    """Whether strides of dimensions of size 1 may differ from the recorded ones.
 
-    They change no place in memory, but some kernels (batch norm's) choose by them how to go through a tensor, and so
-    how to round. Where operands do not agree about them, fake kernels do not always tell the real ones.
+    They do not change addresses, but some kernels (batch norm) choose the order of their loops by them, and thereby the
+    rounding. Where operands disagree about them, fake kernels do not always compute the real ones.
     """
     value = result.meta["val"]
     if not any(isinstance(size, int) and size == 1 for size in value.shape):
@@ -177,7 +182,7 @@ def _same_layout(operand: fx.Node, result: fx.Node) -> bool:
     if left.layout is not torch.strided or left.dtype != right.dtype or left.device != right.device:
         return False
     if left.dtype.is_complex:
-        return False  # with an output given, kernels walk some layouts in another order, and round products otherwise
+        return False  # out variants traverse some layouts in another order, and round products differently
     # As text: comparing symbolic sizes would add guards.
     if str(tuple(left.shape)) != str(tuple(right.shape)) or str(left.stride()) != str(right.stride()):
         return False

@@ -1,7 +1,7 @@
-"""Liveness: how many bytes live at one time while events make and read storages.
+"""Liveness: bytes that are alive while events allocate and read storages.
 
-A storage lives from the event that makes it until the last event that reads it, or to the end if somebody holds it.
-The peak is taken before anything of an event's reads dies: results and operands live side by side.
+A storage lives from the event that allocates it until its last reader, or to the end if the caller holds it. During an
+event its operands and its results are alive.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 __all__ = ["Event", "LivePeak", "levels_of", "peak_of"]
 
 _WORKSPACE = -2
-"""Stands for what an event needs beside its results."""
+"""Stands for the workspace of an event, for an allocator."""
 
 
 @dataclass(slots=True)
 class Event:
-    """Something that runs.
+    """An operation that runs.
 
     Attributes:
-        what: for whoever reads the peak.
-        reads: storages.
-        makes: storages.
+        what: describes it to the reader of a peak.
+        reads: storages that it reads.
+        makes: storages that it allocates.
         inplace_candidates: storages that its result may overwrite: the first one that dies here and was made in the
             same reuse scope.
-        reuse_scope: where it runs.
-        workspace: bytes that it needs beside its results and that are free again when it ends.
+        reuse_scope: where it runs; a result overwrites only storages allocated in the same scope.
+        workspace: bytes that it allocates beside its results and frees before it ends.
         stream: number of the stream that it runs on.
     """
 
@@ -44,12 +44,12 @@ class Event:
 
 @dataclass(frozen=True)
 class LivePeak:
-    """The most bytes that live at one time.
+    """The peak of a sequence of events.
 
     Attributes:
-        bytes: how many.
-        position: of the event that runs then; -1: before the first.
-        live: storages alive then with their bytes, largest first, if they were asked for.
+        bytes: bytes alive at the peak.
+        position: position of the event that runs then; -1: before the first.
+        live: storages alive then with their bytes, largest first; empty unless requested.
     """
 
     bytes: int
@@ -69,14 +69,17 @@ def peak_of(
     """The peak of a sequence of events.
 
     Args:
-        events: what runs, in order.
+        events: operations in order.
         sizes: bytes by storage.
-        before: storages that live when the first event runs.
+        before: storages that are alive when the first event runs.
         lasting: storages that live to the end.
-        arriving: storages that somebody else makes, by position of the event before which he does.
-        list_live: whether to say what lives at the peak.
-        allocator: says what is counted for a size, and goes on from there; ``None``: the size itself. Not with
-            ``before``; what lives to the end is left with it.
+        arriving: storages that are allocated by others, by position of the event that follows.
+        list_live: whether to list the storages alive at the peak.
+        allocator: determines the bytes that count for a size, and keeps its state: storages in ``lasting`` stay
+            allocated. ``None``: the size itself. Not together with ``before``.
+
+    Returns:
+        the peak.
     """
     arriving = arriving or {}
     last = dict.fromkeys(before, -1)
@@ -91,7 +94,7 @@ def peak_of(
     for storage in lasting:
         if storage in last:
             last[storage] = len(events)
-    # By position; what is never read and what lives to the end lie in the last two places.
+    # By position. Lasting storages are at ``len(events)``; index -1, the last entry, holds those never read.
     dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
     for storage, position in last.items():
         dying[position].append(storage)
@@ -135,9 +138,9 @@ def levels_of(
     lasting: Collection[int] = (),
     arriving: Mapping[int, Collection[int]] | None = None,
 ) -> list[tuple[int, int]]:
-    """For each event the bytes that live while it runs, and when it is over; the arguments are those of ``peak_of``.
+    """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`peak_of`.
 
-    The largest of the first ones is the peak.
+    The largest of the former is the peak.
     """
     levels: list[tuple[int, int]] = []
     arriving = arriving or {}

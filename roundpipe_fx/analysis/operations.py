@@ -1,8 +1,8 @@
-"""Operations and storages: the joint graph as a planner of memory sees it.
+"""Operations and storages: the joint graph as the planner sees it.
 
-Views vanish: an *operation* is a node that computes, and what it reads and makes are *storages*, numbered. A storage
-is bytes that live from the operation that makes it to the last one that reads it, through any number of views.
-Parameters and other graph inputs are at hand everywhere and are no storages; incoming gradients are.
+Views are removed: an *operation* is a node that computes; it reads and makes *storages*, which are numbered. A storage
+is bytes that live from the operation that makes them to the last one that reads them, through any number of views.
+Parameters and other graph inputs are always available and do not count as storages; incoming gradients do.
 """
 
 from __future__ import annotations
@@ -43,15 +43,16 @@ class Operation:
     """A node that computes.
 
     Attributes:
-        index: position among the operations: the forward's in order, then the backward's, last segment first.
+        index: position among the operations: those of the forward in order, then those of the backward, last segment
+            first.
         node: the node.
         segment: its segment.
         stage: its stage.
         reads: storages that it reads, each once.
         makes: storages that it makes.
-        seconds: modelled.
-        inplace_candidates: storages that its result may be written over, those that die here.
-        workspace: bytes that its kernel needs for itself while it runs.
+        seconds: modelled seconds.
+        inplace_candidates: storages that its result may overwrite, if they die here.
+        workspace: bytes that its kernel allocates and frees while it runs.
     """
 
     index: int
@@ -67,16 +68,16 @@ class Operation:
 
 @dataclass(frozen=True, slots=True)
 class RecomputeRecipe:
-    """How a forward storage is made again.
+    """How a forward storage is recomputed.
 
     Attributes:
-        operation: the forward operation that is repeated.
-        node: the node that a repetition copies: the operation's, or for a gather the value's.
-        form: the same operation, a gather by saved indices, or a dropout that draws only its mask.
-        reads: storages that are needed for it.
-        makes: storages that it yields.
-        workspace: bytes that it makes beside these and that die at once, its kernel's own included.
-        seconds: modelled.
+        operation: the forward operation that runs again.
+        node: the node that is copied: that of the operation or, for a gather, that of the value.
+        form: the same operation, a gather by saved indices, or a dropout that computes only its mask.
+        reads: storages that it reads.
+        makes: storages that it makes.
+        workspace: bytes that it allocates beside these and frees at once, including its kernel's workspace.
+        seconds: modelled seconds.
     """
 
     operation: Operation
@@ -90,14 +91,14 @@ class RecomputeRecipe:
 
 @dataclass(frozen=True, slots=True)
 class PlannedOp:
-    """One operation of the backward.
+    """An operation that runs in the backward: one of the backward graph, or a recomputed one of the forward.
 
     Attributes:
-        operation: what runs; a forward operation if ``recipe`` says how it runs again.
-        recipe: ``None`` for an operation of the backward.
-        reads: storages; a forward storage stands for its latest copy, if it has been made again.
+        operation: the operation; of the forward if it is recomputed.
+        recipe: how it is recomputed; ``None`` for an operation of the backward.
+        reads: storages that it reads; a recomputed forward storage stands for its latest copy.
         stage: the stage in whose backward it runs.
-        rng_shape_source: for a dropout that draws only its mask, the gradient it is drawn for.
+        rng_shape_source: for a dropout that computes only its mask, the gradient whose shape the mask gets.
         early: whether it runs in its stage's recompute module, before the incoming gradients arrive.
     """
 
@@ -110,12 +111,12 @@ class PlannedOp:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Storages that it makes, or makes again."""
+        """Storages that it computes or recomputes."""
         return self.operation.makes if self.recipe is None else self.recipe.makes
 
     @property
     def seconds(self) -> float:
-        """Modelled seconds of recomputation: 0 for an operation of the backward."""
+        """Modelled seconds of recomputation; 0 for an operation of the backward."""
         return 0.0 if self.recipe is None else self.recipe.seconds
 
 
@@ -124,33 +125,33 @@ class OperationGraph:
     """All operations and storages of a joint graph with segments and stages.
 
     Attributes:
-        forward: the forward's operations, in order.
-        backward: the backward's by segment, each in order.
+        forward: operations of the forward, in order.
+        backward: operations of the backward by segment, each in order.
         sizes: bytes by storage.
         makers: index of the forward operation that makes a storage; absent for those of the backward and tangents.
-        makers_segment: by storage, the segment of its maker; for tangents the number of segments.
-        values: by forward storage, the node (no view, no tuple) that stands for it, where there is one.
-        must_save: forward storages that are kept whatever is chosen: hoisted ones.
-        must_recompute: forward storages that must not be kept from the forward on.
-        hold_at: by storage that is not kept, the last segment of its checkpoint, if that spans several: made again
-            before that one's backward, it serves all of them.
+        segment_of: by storage, the segment of its maker; for tangents the number of segments.
+        values: by forward storage, the node (not a view or a tuple) whose value it is, where there is one.
+        must_save: forward storages that are saved under every plan, because they are hoisted.
+        must_recompute: forward storages that must not be saved in the forward.
+        hold_at: by storage that is not saved, the last segment of its checkpoint, if that spans several: recomputed
+            before the backward of that segment, it is held for all of them.
         outputs: forward storages that the caller gets.
-        copied: forward storages that nobody reads but the caller, who copies them when the forward is over.
+        copied: forward storages that only the caller reads, which copies them when the forward is over.
         tangents: storages of incoming gradients.
-        held: those of them that the caller may hold; the others are single zeros, which nobody does.
-        loss: bytes that a loss takes that is computed outside.
-        loss_lasts: bytes of them that are there until the backward is over.
+        held: those of them that the caller may hold; the others are expanded scalar zeros.
+        loss: bytes of a loss that is computed outside the model.
+        loss_lasts: those of them that stay allocated until the backward is over.
         gradients: storages that the backward returns.
-        recipes: by forward storage, how it is made again; absent where it must not be.
-        mask_only: for masks of dropouts, the way that draws the mask without the dropout's input.
+        recipes: by forward storage, how it is recomputed; absent where it must not be.
+        mask_only: for masks of dropouts, the recipe that computes the mask without the dropout's input.
         rng_shape_sources: by mask and index of the operation that reads it, the gradient whose shape it can be drawn
             with.
-        states: bytes of the generator's state, by index of a seeded forward operation.
+        states: bytes of the saved generator state, by index of a seeded forward operation.
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
-        regions: storages made in parts of the model with a budget of their own, with that budget.
-        segments: how many segments there are.
-        step: what else the step holds, where it makes several calls; ``None``: nothing.
+        regions: storages made in parts of the model that have their own budget, with that budget.
+        segments: number of segments.
+        step: memory of other calls, where a step makes several; ``None``: there are none.
     """
 
     forward: tuple[Operation, ...]
@@ -181,12 +182,12 @@ class OperationGraph:
 
     @functools.cached_property
     def always_live(self) -> frozenset[int]:
-        """Forward storages that live until the backward whatever is chosen: hoisted ones and the caller's."""
+        """Forward storages that live until the backward under every plan: hoisted ones and outputs."""
         return self.must_save | self.outputs
 
     @functools.cached_property
     def forward_events(self) -> list[Event]:
-        """The forward's operations as events."""
+        """The operations of the forward as events."""
         return [
             Event(o, o.reads, o.makes, o.inplace_candidates, (o.stage, Phase.FORWARD), o.workspace)
             for o in self.forward
@@ -194,7 +195,7 @@ class OperationGraph:
 
     @functools.cached_property
     def live_across_from(self) -> dict[int, list[tuple[int, int]]]:
-        """By segment, the storages it makes that a later one reads, each with the last that does."""
+        """By segment, the storages that it makes and a later segment reads, each with the last segment that does."""
         found: dict[int, list[tuple[int, int]]] = {}
         for storage, last in self.last_segments.items():
             if last > self.segment_of[storage] and storage not in self.always_live:
@@ -203,7 +204,7 @@ class OperationGraph:
 
     @functools.cached_property
     def live_across(self) -> frozenset[int]:
-        """All that one segment makes and a later one reads."""
+        """All storages that one segment makes and a later one reads."""
         return frozenset(storage for storages in self.live_across_from.values() for storage, _ in storages)
 
     def is_forward(self, storage: int) -> bool:
@@ -214,16 +215,16 @@ class OperationGraph:
 def read_operations(
     joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True, sums: bool = False
 ) -> OperationGraph:
-    """Read the operations off a graph with segments and stages.
+    """Read operations and storages from a graph with segments and stages.
 
     Args:
         joint: the graph; not changed.
-        segments: how many segments it has.
-        granularity: what the device's allocator rounds sizes up to, in bytes.
-        in_place: whether stages run eagerly, so that results may be written over operands that die.
-        sums: whether gradients of parameters are added to sums that are at hand, so that none of them stays.
+        segments: number of segments.
+        granularity: bytes that the device's allocator rounds sizes up to.
+        in_place: whether stages run eagerly, so that results may overwrite operands that die.
+        sums: whether gradients of parameters are added to accumulated gradients, so that they do not outlive the stage.
     """
-    # Compiled stages insist on strides, so for them zeros are made in full.
+    # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
     expected = joint.expected_tangents if in_place else joint.tangents
     reader = _Reader(joint, expected, granularity, in_place)
     forward_nodes = joint.in_phase(Phase.FORWARD)
@@ -274,7 +275,7 @@ def read_operations(
             hoisted.add(storage)
         else:
             workspace = operation.workspace
-            if operation.index in states:  # the generator's own state is put aside while it draws again
+            if operation.index in states:  # the generator's current state is saved during a replay
                 workspace += states[operation.index]
             recipes[storage] = RecomputeRecipe(
                 operation, operation.node, Form.SAME, operation.reads, operation.makes, workspace, operation.seconds
@@ -284,7 +285,7 @@ def read_operations(
                 mask_only[storage] = RecomputeRecipe(
                     operation, operation.node, Form.MASK, (), (storage,), workspace, operation.seconds
                 )
-    # The caller's outputs are at hand in any case.
+    # Outputs are alive in any case.
     must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
     return OperationGraph(
         tuple(forward),
@@ -322,7 +323,7 @@ def read_operations(
 
 
 def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
-    """By segment, its stage. A segment of which nothing is left (its values equal earlier ones) has that before it."""
+    """By segment, its stage; a segment without nodes (its values equal earlier ones) has the previous one's."""
     found = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
     for segment in range(segments):
         found.setdefault(segment, found.get(segment - 1, 0))
@@ -330,7 +331,7 @@ def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
 
 
 def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
-    """Storages of new values of inputs that are updated; what the caller gets as a result as well is not among them."""
+    """Storages of new values of updated inputs, except those that are outputs as well."""
     results: tuple[set[int], set[int]] = set(), set()
     for place, node in enumerate(joint.forward_outputs):
         if isinstance(node, fx.Node):
@@ -339,7 +340,7 @@ def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
 
 
 def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
-    """Runs of operations with one budget."""
+    """Storages of consecutive operations with the same region's budget, and that budget."""
     found = []
     for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
         storages = frozenset(storage for operation in run for storage in operation.makes)
@@ -351,10 +352,10 @@ def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | 
 def _hold_at(
     forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], must_recompute: Collection[int]
 ) -> dict[int, int]:
-    """Where to make again, and hold, what checkpoints of several segments make.
+    """Segments before whose backward the storages of a checkpoint of several segments are recomputed and held.
 
-    A storage belongs to the innermost checkpoint that holds its maker and all its readers. Only what the backward
-    reads, or what a checkpoint further inside begins with, is worth holding.
+    A storage belongs to the innermost checkpoint that contains its maker and all its readers. Only storages that the
+    backward reads, or that a nested checkpoint starts from, are worth holding.
     """
     spans: dict[int, tuple[int, int]] = {}
     owner: dict[int, tuple[int, ...]] = {}
@@ -391,7 +392,7 @@ def _last_segments(
 
 
 class _Reader:
-    """Reads operations off nodes, in order."""
+    """Reads operations from nodes, in order."""
 
     def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
         self._in_place = in_place
@@ -419,7 +420,7 @@ class _Reader:
             self._numbers.give(node, [OUTSIDE] * len(values))
 
     def read(self, node: fx.Node) -> Operation | None:
-        """Note what ``node`` yields; an operation if it computes."""
+        """Number the storages of ``node``; returns an operation if the node computes."""
         made = self._numbers.follow(node)
         self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
         if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):

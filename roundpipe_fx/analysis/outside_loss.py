@@ -1,19 +1,19 @@
-"""The loss outside: what a loss takes that the caller computes from a model's outputs.
+"""The loss outside the model: memory of a loss that the caller computes from a model's outputs.
 
-Between the forward and the backward runs code that nobody traced. Where a model returns no loss, its outputs are what
-the loss is computed from, and a plan leaves room for that.
+Code between the forward and the backward is not traced. If a model returns no loss, the loss is computed from its
+outputs, and a plan reserves memory for that.
 
-- A cross-entropy holds three times their bytes: the logarithms of the softmax, the gradient of these, and the gradient
-  of the outputs, which then comes in. It is the usual loss, and where outputs are large, the loss of a language model:
-  one that is given nothing but numbers of words.
-- The mean of a squared error that is written out, ``((output - target) ** 2).mean()``, holds five times their bytes:
-  the difference, the mean's gradient, and three intermediate results of the square's. The number that ``mse_loss``
-  returns stands in memory of the output's size, and is there until the backward is over. Models that are given numbers
-  of another kind may be trained so.
-- Where a model returns a number, that is taken to be the loss, and nothing is computed from the rest. Steps may show
-  otherwise: gradients of other outputs come in. Then the next plan leaves room for a loss of all of them. So it does
-  for several numbers, which somebody has to add up.
-- Under autocast losses compute with four bytes a number, whatever the outputs have.
+- A cross-entropy takes three times the bytes of the outputs: the logarithms of the softmax, their gradient, and the
+  gradient of the outputs, which is the incoming one. It is assumed for models that get integers only, as language
+  models do, whose outputs are large.
+- The mean of a squared error that is written out, ``((output - target) ** 2).mean()``, takes five times the bytes: the
+  difference, the gradient of the mean, and three intermediate results of the gradient of the square. The scalar that
+  ``mse_loss`` returns is a view of memory of the output's size, which stays allocated until the backward is over. It is
+  assumed for all other models.
+- If a model returns a loss, its other outputs are assumed not to be differentiated. If a step passes gradients of other
+  outputs, the next plan reserves memory for a loss of all outputs; likewise if a model returns several scalars, which
+  have to be added up.
+- Under autocast losses are computed with four bytes per number, whatever the dtype of the outputs.
 """
 
 from __future__ import annotations
@@ -29,21 +29,24 @@ __all__ = ["expect_loss", "lasting_bytes", "loss_bytes"]
 
 _CROSS_ENTROPY = (3, 0)
 _SQUARED_ERROR = (5, 1)
-"""How many times an output's bytes a loss takes at most, and until the backward is over."""
+"""Peak of a loss, and bytes that last until the backward is over, as multiples of an output's bytes."""
 _NUMBER = 8
-"""Bytes of the loss itself, and of how many labels there are."""
+"""Bytes of the loss itself, and of the number of labels."""
 
 
 def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collection[str] = ()) -> JointGraph:
-    """Note how much a loss outside may take of each output.
+    """Annotate incoming gradients with the memory that a loss outside the model may take for each output.
 
     Args:
         joint: a captured graph.
-        autocast: types of devices for which autocast is on.
-        brought: names of incoming gradients that steps have brought although there is a number to be the loss.
+        autocast: types of devices for which autocast is enabled.
+        brought: names of incoming gradients that steps have passed although the model returns a scalar.
+
+    Returns:
+        the graph.
     """
     given = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
-    # A model that has its own cross-entropy returns other things for another loss.
+    # A model that computes its own cross-entropy returns other outputs for a different kind of loss.
     words = bool(given) and not brought and not any(value.is_floating_point() for value in given)
     for node in joint.tangents:
         if node.name in brought:
@@ -56,18 +59,18 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collectio
 
 
 def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
-    """Bytes that a loss outside takes at most at one time, before the incoming gradients are counted.
+    """Peak bytes of a loss outside the model, without the incoming gradients.
 
     Args:
-        tangents: the incoming gradients that a step is expected to bring. If one alone is of a single number, that is
-            the loss, and nothing is left to do outside.
-        granularity: what the device's allocator rounds sizes up to, in bytes.
+        tangents: the incoming gradients that a step is expected to get. If exactly one of them is a scalar's, that is
+            the loss, and nothing is computed outside.
+        granularity: bytes that the device's allocator rounds sizes up to.
     """
     return _bytes(tangents, granularity, 0)
 
 
 def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
-    """Bytes of the loss and its gradient, which are there until the backward is over; the arguments are the same."""
+    """Bytes of a loss outside that stay allocated until the backward is over. Arguments as for :func:`loss_bytes`."""
     return _bytes(tangents, granularity, 1)
 
 

@@ -1,11 +1,11 @@
-"""How a forward value is made again: by the same operation, or in a form that asks less.
+"""How a forward value is recomputed: by the same operation, or in a form that needs fewer inputs.
 
-- Of a hoisted ``sort`` or ``topk`` only the indices are kept; the values are gathered by them.
-- The mask of a dropout depends on the generator's state and on the shape of what it is drawn for, not on its numbers.
-  Where only the mask is needed it is drawn for the incoming gradient, which is at hand, and what led to the dropout's
-  input need not run again.
-- A batch norm that used the batch's own statistics is made again without the running ones, which it only updates: by
-  then they are no more what they were, and would have to be copied before.
+- Of a hoisted ``sort`` or ``topk`` only the indices are saved; the values are gathered by them.
+- The mask of a dropout depends on the generator's state and on the shape of the dropout's input, not on its values.
+  Where only the mask is needed it is drawn with the shape of the incoming gradient, and the dropout's input need not be
+  recomputed.
+- A recomputed batch norm that used the batch's statistics does not read running statistics, which it only updates. They
+  have changed by then, and would have to be copied before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
+from roundpipe_fx.ir.ordered_gather import gather_in_order, memory_order
 
 __all__ = ["Form", "Snapshots", "is_mask_only", "repetition", "rng_shape_source_of", "selection", "state_bytes"]
 
@@ -36,7 +37,7 @@ _SELECTIONS = {
 
 
 class Form(enum.StrEnum):
-    """In which form a forward operation runs again."""
+    """The form in which a forward operation runs again."""
 
     SAME = "same"
     GATHER = "gather"
@@ -44,9 +45,11 @@ class Form(enum.StrEnum):
 
 
 def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
-    """For the values of a hoisted selection: what it selected from, along which dimension, and its indices.
+    """For the values of a hoisted selection: its source, its dimension and its indices.
 
-    ``None`` where ``values`` is something else, or where nobody kept the indices.
+    Returns:
+        ``None`` if ``values`` is not a selection's, if the indices are not in the graph, or if gathered values would
+        have another layout.
     """
     if values.target is not operator.getitem or values.args[1] != 0:
         return None
@@ -54,7 +57,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
     if maker.target not in _SELECTIONS or Mark.MUST_SAVE not in maker.meta:
         return None
     indices = [user for user in maker.users if user.target is operator.getitem and user.args[1] == 1]
-    if not indices:
+    if not indices or memory_order(values.meta["val"]) is None:
         return None
     place = _SELECTIONS[maker.target]
     dim = maker.args[place] if place is not None and len(maker.args) > place else maker.kwargs.get("dim", -1)
@@ -64,7 +67,7 @@ def selection(values: fx.Node) -> tuple[fx.Node, int, fx.Node] | None:
 
 
 def is_mask_only(mask: fx.Node) -> bool:
-    """Whether ``mask`` is a dropout's, and all that read it in the backward have a stand-in for the dropout's input."""
+    """Whether ``mask`` is a dropout's, and all its readers in the backward have a gradient of the input's shape."""
     if mask.target is not operator.getitem or mask.args[1] != 1:
         return False
     (maker,) = input_nodes(mask)
@@ -75,7 +78,7 @@ def is_mask_only(mask: fx.Node) -> bool:
 
 
 def rng_shape_source_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
-    """The gradient that can stand in for the input of the dropout that drew ``mask``; ``None`` if none can."""
+    """The gradient with the shape and layout of the input of the dropout that drew ``mask``; ``None`` if none has."""
     if reader.target not in (aten.native_dropout_backward.default, aten.mul.Tensor) or reader.args[1] is not mask:
         return None
     gradient = reader.args[0]
@@ -94,21 +97,24 @@ def rng_shape_source_of(mask: fx.Node, reader: fx.Node) -> fx.Node | None:
 
 
 def state_bytes(node: fx.Node) -> int:
-    """Bytes of the generator's state that replaying ``node`` saves."""
+    """Bytes of the generator state that is saved to replay ``node``."""
     return _STATE_BYTES.get(tensor_values(node)[0].device.type, 16)
 
 
 def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node) -> fx.Node:
-    """A copy of a forward node that reads what the original reads, inserted before a node.
+    """Insert a copy of a forward node, which reads what the original reads.
 
-    It is annotated like the original, which in another form than the same it must not stay.
+    Its annotations are copied from the original and have to be updated unless ``form`` is ``Form.SAME``.
+
+    Args:
+        joint: the graph.
+        original: the forward node.
+        form: the form of the copy.
+        before: the node before which the copy is inserted.
     """
     with joint.graph.inserting_before(before):
         picked = selection(original) if form is Form.GATHER else None
-        if picked is not None:
-            copy = joint.graph.call_function(aten.gather.default, picked)
-        else:
-            copy = joint.graph.node_copy(original)
+        copy = joint.graph.node_copy(original) if picked is None else _gathering(joint.graph, picked, original)
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
     if _updates_statistics_alone(original):
         source, weight, bias, _, _, in_training, momentum, epsilon = original.args
@@ -119,13 +125,21 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
     return copy
 
 
+def _gathering(graph: fx.Graph, picked: tuple[fx.Node, int, fx.Node], values: fx.Node) -> fx.Node:
+    order = memory_order(values.meta["val"])
+    assert order is not None
+    if order == tuple(range(len(order))):
+        return graph.call_function(aten.gather.default, picked)
+    return graph.call_function(gather_in_order, (*picked, order))
+
+
 def _updates_statistics_alone(node: fx.Node) -> bool:
-    """Whether a batch norm reads running statistics for nothing but their new values, which nobody else reads."""
+    """Whether a batch norm uses running statistics only to compute their new values, which only the output reads."""
     if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
         return False
     source, weight, running = (node.args[place] for place in (0, 1, 3))
     assert isinstance(source, fx.Node) and isinstance(running, fx.Node)
-    # The kernel computes in the type of the statistics that it is handed; without them, of the weight or the source.
+    # The kernel computes in the dtype of the running statistics or, without them, of the weight or the source.
     own = weight if isinstance(weight, fx.Node) else source
     new = [user for user in node.users if user.target is operator.getitem and user.args[1] in (3, 4)]
     return own.meta["val"].dtype is running.meta["val"].dtype and all(
@@ -134,7 +148,7 @@ def _updates_statistics_alone(node: fx.Node) -> bool:
 
 
 class Snapshots:
-    """Copies of inputs that the caller updates in place after the forward, taken at the forward's beginning."""
+    """Copies of inputs that the caller updates in place after the forward, made at the beginning of the forward."""
 
     def __init__(self, joint: JointGraph, costs: CostModel) -> None:
         self._joint = joint
@@ -142,7 +156,7 @@ class Snapshots:
         self._taken: dict[fx.Node, fx.Node] = {}
 
     def of(self, source: fx.Node) -> fx.Node:
-        """The copy of ``source``, made at the first asking."""
+        """The copy of ``source``, which is inserted at the first call."""
         if source not in self._taken:
             stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
             with self._joint.graph.inserting_before(next(self._joint.computed())):

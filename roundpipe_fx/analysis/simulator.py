@@ -1,16 +1,15 @@
-"""The simulator: peak bytes of emitted programs, by liveness over storages.
+"""The simulator: peak bytes of emitted programs, by liveness analysis of storages.
 
 It follows the forward and the backward program call by call and, inside each call, operation by operation, as the
-generated code runs them: a value dies at its last use, an in-place operation makes nothing, a view holds what it views.
-What lives at the same time is what the step allocates beyond what was there when it began: saved values, temporaries,
-new gradients, the forward's outputs and the incoming gradients, which the caller may hold until the backward is over,
-and what kernels need for themselves (:mod:`roundpipe_fx.analysis.cost.workspace`). New values of inputs that are
-updated (running statistics) die when the forward is over and the caller has copied them. Parameters and the user's
-inputs were there before. On CUDA what the allocator counts is followed
-(:mod:`roundpipe_fx.analysis.caching_allocator`).
+generated code runs them: a value is freed at its last use, an in-place operation allocates nothing, a view keeps its
+base alive. Counted is what the step allocates beyond what was allocated when it began: saved values, temporaries, new
+gradients, the forward's outputs and incoming gradients, which the caller may hold until the backward is over, and
+workspaces of kernels (:mod:`roundpipe_fx.analysis.cost.workspace`). New values of updated inputs (running statistics)
+are freed when the forward is over and the caller has copied them. Parameters and the user's inputs do not count. On
+CUDA the caching allocator is simulated (:mod:`roundpipe_fx.analysis.caching_allocator`).
 
-Not seen: what a stage compiler fuses away. Sizes that depend on data count
-with what is assumed for them (:func:`roundpipe_fx.torch_private.size_hint`).
+Fusion by a stage compiler is not modelled. Data-dependent sizes count with the values assumed for them
+(:func:`roundpipe_fx.torch_private.size_hint`).
 """
 
 from __future__ import annotations
@@ -48,8 +47,9 @@ __all__ = [
 ]
 
 _SHOWN = 8
+"""Number of live values that are listed at the peak."""
 _FIRST_INPUT = -3
-"""With the numbers below: what the forward is given, for an allocator."""
+"""This and lower numbers stand for the inputs of the forward, for an allocator."""
 
 
 _SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
@@ -57,7 +57,7 @@ _SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
 
 
 def allocation_granularity(device: torch.device) -> int:
-    """What sizes are rounded up to on a device, in bytes: 512 by CUDA's caching allocator, 1 on the CPU."""
+    """Bytes that a device's allocator rounds sizes up to: 512 for CUDA's caching allocator, 1 on the CPU."""
     return ROUNDED_TO if device.type == "cuda" else 1
 
 
@@ -66,9 +66,9 @@ class LiveValue:
     """A value that is alive at the peak.
 
     Attributes:
-        name: in the emitted code.
-        module: path of the user's module that made it.
-        bytes: of its storage.
+        name: name in the emitted code.
+        module: path of the user's module that computed it.
+        bytes: bytes of its storage.
     """
 
     name: str
@@ -77,19 +77,19 @@ class LiveValue:
 
 
 _CALLER = "the caller"
-"""What runs while the loss is computed outside."""
+"""Stands for the call that runs while the loss is computed outside the model."""
 
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """When a step holds the most bytes.
+    """The peak of a step.
 
     Attributes:
-        bytes: how many.
-        call: the stage module that runs then.
-        value: the value that is being made.
+        bytes: bytes allocated at the peak.
+        call: the stage module that runs at the peak.
+        value: the value that is being computed.
         module: path of the user's module that it belongs to.
-        live: the largest values alive then, largest first.
+        live: the largest values alive at the peak, largest first.
     """
 
     bytes: int
@@ -113,12 +113,15 @@ def simulate_programs(
     Args:
         forward: the forward program.
         backward: the backward program; ``None`` for inference.
-        tangents: incoming gradients that a step brings; others are a single zero.
-        granularity: what the device's allocator rounds sizes up to, in bytes.
-        allocator: a fresh one, if the device's counts more than that. Then the peak is the higher one of a first step
-            and a later one, which finds the pieces that the first has left.
-        owners: places of the inputs that get gradients, which were there before the others were.
-        updates: numbers of the results that the caller copies into inputs, and drops, when the forward is over.
+        tangents: incoming gradients that the step is expected to get; others are an expanded scalar zero.
+        granularity: bytes that the device's allocator rounds sizes up to.
+        allocator: a new simulated allocator, if the device has a caching one. The peak is then the higher one of a
+            first step and a later one, which finds the blocks that the first has left.
+        owners: positions of the inputs that get gradients, which were allocated before the other inputs.
+        updates: numbers of the results that the caller copies into inputs and frees when the forward is over.
+
+    Returns:
+        the peak, with what is alive then.
     """
     return peak_of_course(course_of(forward, backward, tangents, granularity, updates), allocator, owners)
 
@@ -126,7 +129,7 @@ def simulate_programs(
 def peak_of_course(
     course: Course, allocator: CachingAllocator | None = None, owners: Collection[int] = ()
 ) -> PeakMoment:
-    """The peak of one step; the arguments are those of :func:`simulate_programs`."""
+    """The peak of a step that has been followed. Arguments as for :func:`simulate_programs`."""
     run, lasting, arriving = course.run, course.lasting, course.arriving
     if allocator is not None:
         inputs = course.forward.inputs
@@ -151,12 +154,12 @@ def peak_of_course(
 
 
 def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
-    """What one call does to memory.
+    """The footprint of one call of a graph.
 
     Args:
-        course: of its programs.
-        owners: for each of the backward's results, the number of the input whose gradient it is.
-        beyond: bytes that the device's allocator counts beyond what is simulated here.
+        course: course of its programs.
+        owners: for each result of the backward, the number of the input that it is the gradient of.
+        beyond: bytes that the device's allocator counts in addition to those simulated here.
     """
     gradients: Counter[int] = Counter()
     for owner, node in zip(owners, course.backward.results if course.backward is not None else (), strict=False):
@@ -170,16 +173,16 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
 
 @dataclass(frozen=True)
 class Course:
-    """What happens when a forward and a backward program run, with a loss between them.
+    """The events of a forward and a backward program, with a loss between them.
 
     Attributes:
         forward: the forward program.
         backward: the backward program; ``None`` for inference.
-        run: with the events.
-        ends: how many of them the forward has; the next one is the loss.
+        run: the simulation, which has the events.
+        ends: number of events of the forward; the next one is the loss.
         lasting: storages that live to the end.
-        arriving: storages that others make, by position.
-        outputs: bytes of what the forward returns.
+        arriving: storages that are allocated outside the programs, by position of the event that follows.
+        outputs: bytes of the forward's outputs.
     """
 
     forward: Program
@@ -198,7 +201,7 @@ def course_of(
     granularity: int = 1,
     updates: Collection[int] = (),
 ) -> Course:
-    """Follow both programs once; the arguments are those of :func:`simulate_programs`."""
+    """Follow both programs once. Arguments as for :func:`simulate_programs`."""
     run = _CallSimulation(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
@@ -233,15 +236,15 @@ def course_of(
 
 @dataclass(frozen=True)
 class CallBytes:
-    """What a call of a stage module does to its device's memory, for one microbatch.
+    """Memory of a call of a stage module, for one microbatch.
 
     Attributes:
-        name: of the stage module.
-        peak: most bytes that it allocates at one time beyond those that are there when it begins, sums of earlier
-            microbatches' gradients among them.
-        first_peak: the same where there are no sums yet.
-        gradients: bytes of the gradients that it returns, by the number of the input whose they are.
-        brought: bytes of incoming gradients that it is the last to read.
+        name: name of the stage module.
+        peak: peak bytes that it allocates beyond those that are allocated when it begins, which include accumulated
+            gradients of earlier microbatches.
+        first_peak: the same for the first microbatch, which finds no accumulated gradients.
+        gradients: bytes of the gradients that it returns, keyed by the number of the input they belong to.
+        brought: bytes of incoming gradients whose last reader it is.
     """
 
     name: str
@@ -253,13 +256,13 @@ class CallBytes:
 
 @dataclass(frozen=True)
 class HeldBytes:
-    """What outlives the call that makes it.
+    """Bytes that outlive the call that allocates them.
 
     Attributes:
-        bytes: how many.
-        maker: name of the stage module that makes it.
-        readers: names of those that read it.
-        lasts: whether the caller gets and keeps it.
+        bytes: number of bytes.
+        maker: name of the stage module that allocates them.
+        readers: names of the stage modules that read them.
+        lasts: whether the caller gets and holds them.
     """
 
     bytes: int
@@ -276,11 +279,20 @@ def simulate_calls(
     granularity: int = 1,
     parameters: Collection[int] = (),
 ) -> tuple[list[CallBytes], list[HeldBytes]]:
-    """What each call of one microbatch's forward and backward does to memory, and what stays from one to another.
+    """Memory of each call of one microbatch's forward and backward, and of the values between calls.
 
-    Gradients are not held: those of parameters are added to those of earlier microbatches. The arguments are those of
-    :func:`simulate_programs`, ``owners``: for each of the backward's results, the number of the input that it is
-    the gradient of, or a part of it, if any; and ``parameters``: the numbers of those that all microbatches share.
+    Gradients do not count as values between calls: those of parameters are accumulated.
+
+    Args:
+        forward: the forward program.
+        backward: the backward program; ``None`` for inference.
+        owners: for each result of the backward, the number of the input that it is the gradient of, or contributes to.
+        tangents: incoming gradients that the step is expected to get.
+        granularity: bytes that the device's allocator rounds sizes up to.
+        parameters: numbers of the inputs that all microbatches share.
+
+    Returns:
+        memory of each call, and of the values that outlive the call that computes them.
     """
     first, _ = _simulate_calls(forward, backward, owners, tangents, granularity, ())
     later, held = _simulate_calls(forward, backward, owners, tangents, granularity, parameters)
@@ -306,10 +318,15 @@ def _simulate_calls(
     granularity: int,
     summed: Collection[int],
 ) -> tuple[list[_Call], list[HeldBytes]]:
-    """The same for a microbatch that finds sums of the gradients of these inputs."""
+    """As :func:`simulate_calls`, for a microbatch that finds accumulated gradients of the inputs in ``summed``.
+
+    Each call is looked at on its own: it begins with the values that die in it, so these are subtracted from its peak,
+    and ends with the values that outlive it and with its gradients. Values that live across the whole call belong to
+    the schedule (:mod:`roundpipe_fx.schedules.memory`).
+    """
     run = _CallSimulation(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
-    gradients: dict[str, dict[int, int]] = {}  # by call, the storages with their owners
+    gradients: dict[str, dict[int, int]] = {}  # by call, the owners by storage
     before_backward = len(run.numbers.sizes)
     arrived: set[int] = set()
     if backward is not None:
@@ -337,18 +354,20 @@ def _simulate_calls(
     calls, held = [], Counter[tuple[str, tuple[str, ...], bool]]()
     found_before = set(summed)
     for index, (name, reads, (start, end)) in enumerate(run.calls):
+        # What dies in this call: values that come in, have no later reader, and belong to neither caller nor schedule.
         events = run.events[start:end]
         made = {storage for event in events for storage in event.makes}
-        own = gradients.get(name, {})  # it may be another call that has made them
+        own = gradients.get(name, {})  # another call may have computed them
         dying = {s for s in reads - lasting - arrived if readers[s][-1] == index and not _contested(run, readers[s])}
         outlive = {s for s in made if any(reader > index for reader in readers.get(s, ()))} | (made & lasting)
         for storage in outlive:
             by = tuple(run.calls[reader][0] for reader in readers.get(storage, ()))
             held[name, by, storage in lasting] += sizes[storage]
+        # Beyond what is allocated when the call begins, of which these values are a part.
         before = sum(sizes[storage] for storage in dying)
         peak = peak_of(events, sizes, before=dying, lasting=outlive | own.keys()).bytes - before
         grown = sum(sizes[storage] for storage in own)
-        # What the call has not added is added one after another, the first time into a new place.
+        # Gradients that the call does not accumulate itself are added one after another, out of place the first time.
         grown += max((sizes[storage] for storage, owner in own.items() if owner in found_before), default=0)
         found_before |= set(own.values())
         left = sum(sizes[storage] for storage in outlive) - before
@@ -361,7 +380,7 @@ def _simulate_calls(
 
 
 def _contested(run: _CallSimulation, readers: list[int]) -> bool:
-    """Whether it depends on the schedule who is the last to read: a gradient of parameters may be put off."""
+    """Whether the last reader depends on the schedule, which may delay gradients of parameters."""
     names = [run.calls[reader][0] for reader in readers]
     return len(names) > 1 and any(name.endswith(Phase.WEIGHT) for name in names)
 
@@ -373,7 +392,7 @@ def _live(maker: fx.Node | None, size: int) -> LiveValue:
 
 
 class _CallSimulation:
-    """What happens when programs run, as events."""
+    """Follows programs and records their operations as events."""
 
     def __init__(self, granularity: int) -> None:
         self.numbers = StorageIds(granularity)
@@ -381,10 +400,10 @@ class _CallSimulation:
         self.makers: dict[int, fx.Node] = {}
         self._stream = 0
         self.calls: list[tuple[str, set[int], tuple[int, int]]] = []
-        """Name, storages that come in, and range of events of each call."""
+        """Name, storages that are passed in, and range of events of each call."""
 
     def program(self, program: Program, inputs: list[list[int]]) -> list[list[int]]:
-        """Run a program on inputs given by their storages; those of its results."""
+        """Follow a program on inputs given by their storages; returns the storages of its results."""
         modules = {call.name: call.module for call in program.calls}
         graph = program.module.graph
         values: dict[fx.Node, list[int]] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))

@@ -1,14 +1,14 @@
-"""A step of several calls: what calls hold together that are alive at once.
+"""A step of several calls: the memory of calls that are alive at the same time.
 
-A budget is a promise about the step, and a step may call the model more often than once before it goes backward (a
-Siamese loss, a discriminator that sees real and false), or run it as several graphs. While one call's forward runs,
-those before it hold what they saved and returned; while its backward runs, those before it still do, and the gradients
-of those after it are there. Which calls a step is made of is seen as it runs (:mod:`roundpipe_fx.runtime.step_calls`);
-what each does to memory its plan says, as a *footprint*. The peak of the step follows by going through it once.
+A budget applies to the step, and a step may call the model several times before the backward (a Siamese loss, a
+discriminator that sees real and generated data), or run it as several graphs. While the forward of a call runs, earlier
+calls hold their saved values and outputs; while its backward runs, they still do, and the gradients of later calls are
+allocated. The calls of a step are observed as it runs (:mod:`roundpipe_fx.runtime.step_calls`); the memory of each call
+follows from its plan, as a *footprint*. The peak of the step is computed by going through its events once.
 
-Counted are the outputs, until the step is over, and inputs of later calls that earlier ones have not been given: they
-may have been made within the step. Not seen is what code outside allocates beyond the loss that plans expect
-(:mod:`roundpipe_fx.analysis.outside_loss`).
+Outputs count until the step is over, and so do inputs of later calls that no earlier call was given, since they may
+have been computed within the step. What other code allocates, beyond the loss that plans expect
+(:mod:`roundpipe_fx.analysis.outside_loss`), is not counted.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one call of a graph does to memory, in bytes.
+    """Memory of one call of a graph, in bytes.
 
     Attributes:
-        forward: most that its forward allocates at one time.
-        saved: what it keeps for its backward.
-        outputs: what it returns.
-        loss: what a loss outside takes at most at one time.
-        arriving: what is there of that until the backward is over: the loss and the incoming gradients.
-        backward: most that its backward allocates at one time beyond all these.
-        gradients: by number of the input.
+        forward: peak of its forward.
+        saved: values that it saves for its backward.
+        outputs: its outputs.
+        loss: peak of a loss outside the model.
+        arriving: what stays allocated until the backward is over: the loss and the incoming gradients.
+        backward: peak of its backward beyond all these.
+        gradients: gradients, by number of the input.
     """
 
     forward: int
@@ -56,7 +56,7 @@ class Footprint:
 
     @property
     def held(self) -> int:
-        """What is there between its forward and its backward."""
+        """Bytes that are held between its forward and its backward."""
         return self.saved + self.outputs
 
 
@@ -73,14 +73,14 @@ def footprint_of(
     """The footprint of a call.
 
     Args:
-        events: of its forward, one for the loss outside, and those of its backward.
-        forward: how many events the forward has.
+        events: events of its forward, one for the loss outside the model, and those of its backward.
+        forward: number of events of the forward.
         sizes: bytes by storage.
         lasting: storages that live to the end.
-        arriving: storages that others make, by position; those after the loss are the loss's and incoming gradients.
-        outputs: bytes of what it returns.
-        gradients: bytes by number of the input.
-        beyond: bytes that are counted in its backward beyond what events say.
+        arriving: storages allocated by others, by position; those after the loss are the loss and incoming gradients.
+        outputs: bytes of its outputs.
+        gradients: bytes of gradients, by number of the input.
+        beyond: bytes that are added to its backward.
     """
     levels = levels_of(events, sizes, lasting, arriving)
     before = max((during for during, _ in levels[:forward]), default=0)
@@ -99,12 +99,11 @@ def footprint_of(
 
 
 class NotedEvent(enum.Enum):
-    """What happens to a call."""
+    """What happens to a call: its forward runs, its backward runs, its saved values are freed."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     FREED = "freed"
-    """What it saved is there no longer."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +112,11 @@ class NotedCall:
 
     Attributes:
         graph: name of the graph.
-        inputs: numbers of the storages that it was given, by place.
-        outputs: numbers of those that it returned.
-        brought: bytes of those that no earlier call of the step knows.
-        consumed: whether later calls are given all that it returns, so that no loss is computed from that.
-        footprint: of its plan, when it was noted.
+        inputs: storages of its inputs, by position.
+        outputs: storages of its outputs.
+        brought: bytes of inputs that no earlier call of the step has read or returned.
+        consumed: whether later calls read all its outputs, so that no loss is computed from them.
+        footprint: footprint of its plan when it was recorded.
     """
 
     graph: str
@@ -130,11 +129,11 @@ class NotedCall:
 
 @dataclass(frozen=True)
 class NotedStep:
-    """A step with several calls: what happened to which of them, in order.
+    """A step with several calls.
 
     Attributes:
-        calls: in the order of their forwards.
-        events: with the number of the call.
+        calls: the calls, in the order of their forwards.
+        events: the events in order, with the number of the call.
     """
 
     calls: tuple[NotedCall, ...]
@@ -142,7 +141,7 @@ class NotedStep:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Equal for steps that are planned for alike."""
+        """Equal for steps that lead to the same plan."""
         numbers: dict[int, int] = {}
 
         def numbered(storages: tuple[int, ...]) -> tuple[int, ...]:
@@ -156,7 +155,7 @@ class NotedStep:
 
 
 def most_alive(step: NotedStep, graph: str) -> int:
-    """How many calls of a graph are alive at once in a step."""
+    """Largest number of calls of a graph that are alive at the same time in a step."""
     alive: set[int] = set()
     most = 0
     for what, number in step.events:
@@ -171,15 +170,15 @@ def most_alive(step: NotedStep, graph: str) -> int:
 
 
 def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
-    """The most bytes that a step holds at one time.
+    """Peak bytes of a step.
 
     Args:
-        step: its calls.
-        footprints: of its graphs; of others the call's own is taken.
+        step: the step.
+        footprints: footprints by graph; for other graphs the call's own footprint is used.
     """
     live = peak = 0
-    totals: dict[int, int] = {}  # gradients that are there, by input
-    waiting: list[int] = []  # calls from whose outputs a loss is yet to be computed
+    totals: dict[int, int] = {}  # bytes of accumulated gradients, by storage of the input
+    waiting: list[int] = []  # calls whose outputs go into a loss that is not computed yet
     for what, number in step.events:
         call = step.calls[number]
         own = footprints.get(call.graph, call.footprint)
@@ -197,11 +196,11 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             peak = max(peak, live + own.backward)
             made = sum(own.gradients.values())
             again = [size for place, size in own.gradients.items() if call.inputs[place] in totals]
-            # Autograd adds gradients of one input one after another, the first time into a new place.
+            # Autograd accumulates the gradients of an input one after another, out of place the first time.
             peak = max(peak, live - own.saved + made + max(again, default=0))
             live += made - sum(again)
             totals.update((call.inputs[place], size) for place, size in own.gradients.items())
-            # What later calls' backwards have made of its outputs has been read.
+            # The gradients of its outputs, which later calls have computed, have been read.
             live -= sum(totals.pop(storage, 0) for storage in call.outputs)
         else:
             live -= own.saved
@@ -210,13 +209,13 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """What steps need while one of their graphs is planned.
+    """The steps that a graph takes part in, for planning it.
 
     Attributes:
-        graph: name of the one that is planned.
-        steps: in which it takes part.
-        footprints: of the others.
-        gradients: of its own, by number of the input.
+        graph: name of the graph that is planned.
+        steps: steps that call it.
+        footprints: footprints of the other graphs.
+        gradients: bytes of its gradients, by number of the input.
         limit: bytes of the budget, where that is a share of what several graphs can reach together.
     """
 
@@ -227,12 +226,12 @@ class StepNeeds:
     limit: int | None = None
 
     def peak(self, own: Footprint) -> int:
-        """The peak of the step that needs most, if the graph has this footprint."""
+        """Peak bytes of the largest step, if the graph has the footprint ``own``."""
         whole = dataclasses.replace(own, gradients=self.gradients or own.gradients)
         footprints = {**self.footprints, self.graph: whole}
         return max(peak_of_step(step, footprints) for step in self.steps)
 
     @property
     def alive(self) -> int:
-        """How many calls of the graph are alive at once."""
+        """Largest number of calls of the graph that are alive at the same time."""
         return max(most_alive(step, self.graph) for step in self.steps)

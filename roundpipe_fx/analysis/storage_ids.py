@@ -1,7 +1,7 @@
-"""Storages by number: which bytes an FX node's value stands on, followed through views, tuples and in-place writes.
+"""Storage ids: the storages behind an FX node's value, followed through views, tuples and in-place writes.
 
-Fake tensors know their storage, but a copy of a node carries the values of its original; so aliases are told by the
-nodes that a node reads, and each node that computes gets storages of its own.
+Fake tensors have storages, but a copy of a node has the fake tensors of its original; so aliases are determined from
+the nodes that a node reads, and each node that computes gets new storages.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roundpipe_fx.partial_writes import PARTIAL_WRITES
 __all__ = ["OUTSIDE", "StorageIds"]
 
 OUTSIDE = -1
-"""Stands for the storage of what is at hand anyway: parameters, the user's inputs."""
+"""Stands for the storage of values that are not counted: parameters, the user's inputs."""
 
 
 class StorageIds:
-    """Numbers storages as nodes are followed in order.
+    """Numbers the storages of nodes, which are visited in order.
 
     Args:
-        granularity: what the device's allocator rounds sizes up to, in bytes.
+        granularity: bytes that the device's allocator rounds sizes up to.
 
     Attributes:
         sizes: bytes by storage.
@@ -39,24 +39,24 @@ class StorageIds:
         self.sizes: list[int] = []
 
     def of(self, node: fx.Node) -> list[int]:
-        """The storages behind a node's tensors, in order; ``OUTSIDE`` for those that do not count."""
+        """Storages of a node's tensors, in order; ``OUTSIDE`` for those that are not counted."""
         return self._leaves.get(node, [])
 
     def give(self, node: fx.Node, storages: list[int]) -> None:
-        """Say what a graph input stands on; nothing, if it is a sum that there is not yet."""
+        """Set the storages of a graph input; none for an accumulated gradient that does not exist yet."""
         self._leaves[node] = storages
 
     def new(self, value: torch.Tensor) -> int:
-        """A new storage of the size of the tensor's."""
+        """A new storage, of the size of a tensor's storage."""
         return self.new_of(tensor_bytes([value]))
 
     def new_of(self, size: int) -> int:
-        """A new storage of so many bytes."""
+        """A new storage of ``size`` bytes."""
         self.sizes.append(-(-size // self._granularity) * self._granularity)
         return len(self.sizes) - 1
 
     def new_tangent(self, value: torch.Tensor, expected: bool) -> int:
-        """The storage of an incoming gradient; one that is not expected is a single zero, seen at every place."""
+        """A new storage for an incoming gradient; one that is not expected is an expanded scalar zero."""
         return self.new(value) if expected else self.new_of(value.dtype.itemsize)
 
     def reads(self, node: fx.Node) -> list[int]:
@@ -64,7 +64,7 @@ class StorageIds:
         return list(dict.fromkeys(s for source in input_nodes(node) for s in self.of(source) if s != OUTSIDE))
 
     def follow(self, node: fx.Node) -> list[int]:
-        """Number what a node makes; the new storages."""
+        """Number the storages of a node; returns those that it allocates."""
         if node.target is operator.getitem:
             self._leaves[node] = self._item(node)
             return []
@@ -114,7 +114,7 @@ def _total(node: fx.Node) -> fx.Node:
 
 
 def _written(node: fx.Node) -> fx.Node | None:
-    """The argument that a node writes its result into, if it does."""
+    """The argument that a node writes its result into; ``None`` if it allocates its result."""
     if node.target in PARTIAL_WRITES.values():
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):

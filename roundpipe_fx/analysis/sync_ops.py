@@ -1,4 +1,4 @@
-"""Operators that the user declared to force a host synchronization."""
+"""Registry of custom operators that force a host synchronization."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ _registered: set[Any] = set()
 def register_sync_op(op: Callable[..., Any]) -> None:
     """Declare that a custom operator makes the host wait for the device, or decides a shape or a route.
 
-    Models compiled from now on run it once a step, in the forward, and save its results; a recomputation never runs
-    it again.
+    Models compiled afterwards run it once per step, in the forward, and save its results; recomputation never runs it
+    again.
 
     Args:
-        op: the operator: ``torch.ops.mylib.myop``, one overload of it, or what ``torch.library.custom_op`` returned.
+        op: the operator: ``torch.ops.mylib.myop``, one overload of it, or the result of ``torch.library.custom_op``.
 
     Raises:
-        TypeError: anything else. Python functions are traced through, so declaring one would have no effect.
+        TypeError: ``op`` is not an operator. Python functions are traced through, so declaring one would have no
+            effect.
     """
     op = getattr(op, "_opoverload", op)
     if not isinstance(op, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
@@ -34,5 +35,5 @@ def register_sync_op(op: Callable[..., Any]) -> None:
 
 
 def registered_sync_ops() -> frozenset[Any]:
-    """The operators declared so far."""
+    """The operators that have been declared."""
     return frozenset(_registered)

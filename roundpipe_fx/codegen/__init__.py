@@ -1,4 +1,4 @@
-"""Code generation: from a graph with every decision made explicit to stage modules and the program that calls them."""
+"""Code generation: from a graph in which every decision is explicit to stage modules and programs."""
 
 from roundpipe_fx.codegen.program import Program, emit_backward_program, emit_forward_program, seen_by_autograd
 from roundpipe_fx.codegen.stage_modules import StageModule, emit_stage_modules, moved

@@ -1,8 +1,8 @@
 """Programs: the order in which stage modules are called, as FX graphs of calls.
 
-The forward program runs each stage's forward, first to last, and returns the model's outputs and the saved values. The
-backward program visits the stages last to first and runs each one's recompute, then its backward, whole or in two
-parts. Both follow AOTAutograd's calling convention, so that its runtime can call them.
+The forward program runs the forward of each stage, first to last, and returns the model's outputs and the saved values.
+The backward program goes through the stages from last to first, and runs the recompute module of each one, then its
+backward, whole or in two parts. Both follow AOTAutograd's calling convention, so that its runtime can call them.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Program:
         name: ``forward`` or ``backward``.
         module: inputs, ``call_module`` nodes named after the stage modules, ``getitem`` of their results, output.
         calls: the stage modules, in the order of their first call.
-        inputs: nodes of the joint graph that it gets.
+        inputs: nodes of the joint graph that are its inputs.
         results: nodes of the joint graph that it returns, and constants.
-        outputs: how many of the results, counted from the first, are the caller's: the model's outputs, or a gradient
-            for each input.
+        outputs: number of leading results that the caller gets: the model's outputs, or a gradient for each input.
     """
 
     name: str
@@ -45,7 +44,14 @@ class Program:
 
 
 def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
-    """The forward: inputs are the primals; outputs the forward's, then saved tensors, then saved symbolic scalars."""
+    """Emit the forward program.
+
+    Its inputs are the primals; its results the forward's outputs, then saved tensors, then saved symbolic scalars.
+
+    Args:
+        joint: the graph.
+        modules: its stage modules.
+    """
     calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
     saved = _ordered_saved(joint)
     results = [*joint.forward_outputs, *saved.tensors, *saved.scalars]
@@ -53,9 +59,15 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
 
 
 def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
-    """The backward: inputs are saved symbolic scalars, saved tensors, tangents; outputs one gradient per primal.
+    """Emit the backward program.
 
-    In a pipeline there are more of both: sums of gradients so far, and further parts of gradients.
+    Its inputs are saved symbolic scalars, saved tensors and tangents; its results one gradient per primal. In a
+    pipeline there are also accumulated gradients among the inputs, and further contributions to gradients among the
+    results.
+
+    Args:
+        joint: the graph.
+        modules: its stage modules.
     """
     calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
     saved = _ordered_saved(joint)
@@ -64,10 +76,10 @@ def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase],
 
 
 def seen_by_autograd(backward: Program) -> fx.GraphModule:
-    """A pipeline's backward with the inputs and results that AOTAutograd expects of one. It is only looked at.
+    """A pipeline's backward with the inputs and results that AOTAutograd expects. It is inspected but never run.
 
     Args:
-        backward: a program that may get sums of gradients and return further parts of gradients.
+        backward: a program that may get accumulated gradients, and return further contributions to gradients.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -86,7 +98,7 @@ _PHASES = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
 
 
 def _backward_order(modules: Sequence[StageModule]) -> list[StageModule]:
-    """Stage by stage as data flows, each whole before the next; of those that could be next, the last in the model."""
+    """Stages in topological order, each completely before the next; of several candidates, the last in the model."""
     of_stage: dict[int, list[StageModule]] = {}
     maker: dict[fx.Node, int] = {}
     for module in modules:
@@ -109,7 +121,7 @@ class _Saved:
 
 
 def _ordered_saved(joint: JointGraph) -> _Saved:
-    """Saved values in AOTAutograd's order: tensors whose later in-place change autograd must notice come first."""
+    """Saved values in AOTAutograd's order: tensors whose version counter autograd checks come first."""
     values = saved_values(joint)
     tensors = [node for node in values if not is_symbolic_scalar(node)]
     tensors.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check", False)))
@@ -117,7 +129,7 @@ def _ordered_saved(joint: JointGraph) -> _Saved:
 
 
 class _StageCall(nn.Module):
-    """A stage module as a submodule of a program's graph, shared and not recompiled with it."""
+    """A stage module as a submodule of a program's graph, which shares it and does not recompile it."""
 
     def __init__(self, module: fx.GraphModule) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Stage modules: one GraphModule for each stage and phase.
 
 A stage module is stateless: parameters, saved values and gradients are all inputs, so it can run anywhere. It is
-*boxed*: it takes one list and clears it, so that a value dies at its last use inside.
+*boxed*: it takes one list and clears it, so that a value is freed at its last use inside.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class StageModule:
 
     Attributes:
         stage: index of the stage.
-        phase: which part of the stage it runs.
-        module: the graph; takes one list of the values of ``inputs``, returns a tuple of those of ``outputs``. Stages
-            that are alike share it, so its value names are those of the first of them.
+        phase: the part of the stage that it runs.
+        module: the graph; takes one list of the values of ``inputs`` and returns a tuple of those of ``outputs``.
+            Stages with equal fingerprints share it, so the names of its values are those of the first one.
         inputs: nodes of the joint graph that it reads.
-        outputs: nodes of the joint graph that it makes for others.
+        outputs: nodes of the joint graph that it computes for others.
         fingerprint: equal for modules that do the same work on the same shapes.
     """
 
@@ -52,7 +52,7 @@ class StageModule:
 
 
 def value_name(joint: JointGraph, node: fx.Node) -> str:
-    """A Python identifier for a value, the same in every emitted text: from the label of an input, else the node's."""
+    """A Python identifier for a value, the same in all emitted text: an input's label, else the node's name."""
     name = re.sub(r"\W+", "_", joint.label(node))
     if name in _TAKEN or keyword.iskeyword(name):
         return f"{name}_"
@@ -63,17 +63,20 @@ _OWN = (*SUMMING, *PARTIAL_WRITES.values(), copy_alike)
 _TAKEN = frozenset(
     {"aten", "args", "device", "inf", "nan", "operator", "streams", "torch", *(own.__name__ for own in _OWN)}
 )
-"""What emitted text calls its own."""
+"""Names that emitted text uses itself."""
 
 
 def emit_stage_modules(
     joint: JointGraph, rewrite: Callable[[fx.Graph], fx.Graph] | None = None
 ) -> dict[tuple[int, Phase], StageModule]:
-    """Cut the graph into its stage modules. Phases in which a stage has nothing to do are absent.
+    """Split the graph into stage modules.
 
     Args:
         joint: a graph in which every decision is explicit.
-        rewrite: applied to each module's graph at last.
+        rewrite: applied to each module's graph at the end.
+
+    Returns:
+        modules by stage and phase; phases in which a stage does nothing are absent.
     """
     pieces: dict[tuple[int, Phase], list[fx.Node]] = {}
     for node in joint.computed():
@@ -106,7 +109,7 @@ def _graph_module(
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         copies[source] = graph.placeholder(value_name(joint, source))
-        copies[source].target = copies[source].name  # which differs where a user's name is also a node's
+        copies[source].target = copies[source].name  # FX renames it if a node has the same name
         copies[source].meta = _kept_meta(source)
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
@@ -119,9 +122,11 @@ def _graph_module(
 
 
 def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
-    """The same stage module for another device: what it makes out of nothing is made there, and fake values are there.
+    """A copy of a stage module for another device, on which it creates tensors.
 
-    Values on the CPU (generator states) stay.
+    Args:
+        module: the stage module. Values on the CPU (generator states) stay there.
+        device: the other device.
     """
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))

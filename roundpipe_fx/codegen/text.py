@@ -1,7 +1,7 @@
-"""Emitted code as text that a person can read, review and run.
+"""Emitted code as readable Python source, which can be reviewed and run.
 
-One function a module, one line an operation, with the shape and dtype of each value, the user's module above the
-lines that it made, and ``x = None`` where a value is used for the last time.
+Each module is a function with one line per operation, the dtype and shape of each value, a comment with the user's
+module above its lines, and ``x = None`` after the last use of a value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COLUMNS = 120
 
 
 def stage_text(module: StageModule) -> str:
-    """One stage module as a Python function that takes a list and clears it."""
+    """A stage module as a Python function that takes a list and clears it."""
     graph = module.module.graph
     names = {node: node.name for node in graph.nodes}
     lines = [f"def {module.name}(args):"]
@@ -179,7 +179,7 @@ def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """Values used for the last time, by the node that does so; a value that nothing uses dies where it is made."""
+    """For each node, the values whose last use it is; a value without uses dies at its own node."""
     dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
     seen: set[fx.Node] = set()
     for node in reversed(graph.nodes):

@@ -1,7 +1,7 @@
-"""Call templates: a tree of arguments without what changes from call to call, to be filled in again.
+"""Call templates: trees of arguments in which slots replace everything that changes from call to call.
 
-A graph hands tensors and sizes to an operator, and nothing else. Whatever else a Python function is given goes beside
-the graph as a template: the tree, with a slot in the place of each tensor and of each number that is a symbol.
+A graph can pass only tensors and sizes to an operator. All other arguments of a Python function are stored next to the
+graph as a template: the tree, with a slot in place of each tensor and each symbolic number.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["emptied", "filled", "same"]
 
 @dataclass(frozen=True)
 class _Slot:
-    """The place of something that a call is given.
+    """A slot for an argument of a call.
 
     Attributes:
-        kind: a tensor, a whole number, or a number that travels as a tensor of one.
-        place: which, of its kind.
+        kind: a tensor, an integer, or a float that is passed as a tensor of one element.
+        place: its position among the tensors or sizes.
     """
 
     kind: Literal["tensor", "size", "number"]
@@ -31,19 +31,22 @@ class _Slot:
 
 @dataclass(frozen=True)
 class _Items:
-    """A sequence with slots; ``make`` turns a list of items into it."""
+    """A sequence with slots; ``make`` constructs it from a list of items."""
 
     make: Callable[[list[Any]], Any]
     items: tuple[Any, ...]
 
 
 def emptied(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
-    """A tree with slots for what changes.
+    """Replace tensors and symbolic numbers in a tree by slots.
 
     Args:
-        tree: of lists, tuples, named tuples, shapes and dictionaries; all other objects are constants.
-        tensors: extended by those in the tree, and by its symbolic floats, as tensors.
-        sizes: extended by the symbolic whole numbers in the tree.
+        tree: nested lists, tuples, named tuples, shapes and dictionaries; all other objects are constants.
+        tensors: extended by the tensors in the tree, and by its symbolic floats as tensors.
+        sizes: extended by the symbolic integers in the tree.
+
+    Returns:
+        the template.
     """
     if isinstance(tree, torch.Tensor):
         tensors.append(tree)
@@ -66,12 +69,15 @@ def emptied(tree: Any, tensors: list[torch.Tensor], sizes: list[Any]) -> Any:
 
 
 def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int]) -> Any:
-    """The tree for a call.
+    """Fill the slots of a template.
 
     Args:
-        template: of :func:`emptied`.
-        tensors: for its slots.
-        sizes: likewise.
+        template: returned by :func:`emptied`.
+        tensors: values of its tensor slots.
+        sizes: values of its size slots.
+
+    Returns:
+        the tree of arguments.
     """
     if isinstance(template, _Slot):
         if template.kind == "size":
@@ -86,7 +92,7 @@ def filled(template: Any, tensors: Sequence[torch.Tensor], sizes: Sequence[int])
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two templates are equal in type and value. An object of unknown kind equals itself alone."""
+    """Whether two templates are equal in type and value. Objects of other types are equal only to themselves."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -101,7 +107,7 @@ def same(left: Any, right: Any) -> bool:
         alike = left.dtype == right.dtype and left.shape == right.shape and not left.dtype.hasobject
         return bool(alike and left.tobytes() == right.tobytes())
     if isinstance(left, float):
-        return left.hex() == right.hex()  # not equal: zeros of both signs; equal: what is not a number
+        return left.hex() == right.hex()  # distinguishes 0.0 and -0.0, and NaN equals itself
     return isinstance(left, _COMPARED) and bool(left == right)
 
 

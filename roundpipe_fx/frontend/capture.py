@@ -1,7 +1,7 @@
 """Capture: from Dynamo's graph, through AOTAutograd, to a joint graph.
 
-AOTAutograd calls back three times: to partition the joint graph, which is where the passes run, then to compile the
-forward and, at the first backward, the backward. Who compiles hands these callbacks in.
+AOTAutograd calls three functions of the compiler: one partitions the joint graph, which is where the passes run; the
+others compile the forward and, at the first backward, the backward.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Callbacks(Protocol):
 
 
 def prepare(module: fx.GraphModule) -> None:
-    """Write into Dynamo's graph what AOTAutograd would drop or could not trace; it is changed in place.
+    """Mark or replace operations of Dynamo's graph that AOTAutograd would drop or could not trace, in place.
 
     Args:
         module: Dynamo's graph.
@@ -62,15 +62,15 @@ def prepare(module: fx.GraphModule) -> None:
 
 
 def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks) -> Callable[..., Any]:
-    """Hand Dynamo's graph to AOTAutograd.
+    """Compile Dynamo's graph with AOTAutograd.
 
     Args:
         module: Dynamo's graph, prepared.
         example_inputs: its inputs, fake.
-        compilation: is called back with the joint graph.
+        compilation: the functions that AOTAutograd calls.
 
     Returns:
-        what Dynamo calls in place of the graph.
+        the function that Dynamo calls instead of the graph.
     """
     with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
         return torch_private.aot_autograd(
@@ -84,12 +84,12 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 def joint_graph_of(
     module: fx.GraphModule, num_forward_outputs: int, input_labels: Sequence[tuple[str, bool]]
 ) -> JointGraph:
-    """A graph of AOTAutograd's as the passes see it.
+    """Make a joint graph from a graph of AOTAutograd.
 
     Args:
         module: the graph.
-        num_forward_outputs: how many of its outputs are the forward's.
-        input_labels: of each input of Dynamo's graph, its path and whether it is a parameter.
+        num_forward_outputs: number of its outputs that belong to the forward.
+        input_labels: for each input of Dynamo's graph, its path and whether it is a parameter.
     """
     labels: dict[fx.Node, str] = {}
     parameters = set()
@@ -98,17 +98,18 @@ def joint_graph_of(
         index = torch_private.plain_input(node)
         if index is not None and index < len(input_labels):
             label, is_parameter = input_labels[index]
-            # Modules in a closure or a list all look like roots, with parameters of the same name.
+            # Modules in a closure or a list all appear as roots, so their parameters may have the same name.
             repeated = next(n for n in itertools.count() if (f"{label}_{n}" if n else label) not in names)
             labels[node] = f"{label}_{repeated}" if repeated else label
             names.add(labels[node])
             if is_parameter:
                 parameters.add(node)
     mutated = frozenset(torch_private.mutated_inputs(module))
+    torch_private.note_counts(module)
     return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
 
 
 def is_outermost(joint: fx.GraphModule) -> bool:
-    """AOTAutograd also partitions the bodies of higher-order operators, whose inputs it does not describe."""
+    """Whether a graph is the model's: AOTAutograd partitions bodies of higher-order operators too."""
     placeholders = joint.graph.find_nodes(op="placeholder")
     return not placeholders or any("desc" in node.meta for node in placeholders)

@@ -1,7 +1,7 @@
-"""Graph breaks: where a model could not be traced as one graph. The user is told of each place once.
+"""Graph breaks: places where a model could not be traced as one graph. The user is warned of each place once.
 
-There are two kinds. After most breaks tracing goes on, and each part is a graph of its own. Where a break lies in a
-loop, Dynamo gives the whole function up: it runs eagerly, and only what it calls is compiled.
+There are two kinds. After most breaks tracing continues, and each part is a separate graph. If the break is in a loop,
+Dynamo skips the whole function: it runs eagerly, and only the functions that it calls are compiled.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["GraphBreakWarning", "around_calls", "warn_of_graph_break"]
 
 
 class GraphBreakWarning(UserWarning):
-    """The model could not be traced as one graph; the parts were compiled each on its own."""
+    """The model could not be traced as one graph; its parts were compiled separately."""
 
 
 def warn_of_graph_break(
     module: fx.GraphModule, warned: set[UserLine], budgeted: bool, outside: Callable[[UserLine, str], None]
 ) -> None:
-    """Tell of the break that ended a graph, if one did.
+    """Warn of the break that ended a graph, if there was one.
 
     Args:
         module: Dynamo's graph.
-        warned: lines that the user was told of already; extended.
-        budgeted: whether there is a memory budget, about which there is more to say.
-        outside: told the line, and why: what it does is part of no graph.
+        warned: lines that the user has been warned of; extended.
+        budgeted: whether there is a memory budget, to which the warning then refers.
+        outside: called with the line and the reason of the break.
     """
     reason = torch_private.graph_break(module)
     if reason is not None:
@@ -53,9 +53,9 @@ def _warn_of_reason(
 def around_calls(
     warned: set[UserLine], budgeted: bool = False, outside: Callable[[UserLine, str], None] = lambda line, why: None
 ) -> Iterator[None]:
-    """Around each call of what is compiled: Dynamo's flags for it, and news of functions that it gave up.
+    """Context manager around each call of a compiled model: sets Dynamo's flags, and warns of skipped functions.
 
-    The arguments are those of :func:`warn_of_graph_break`.
+    Arguments as for :func:`warn_of_graph_break`.
     """
     error = sys.exception()
     with (
@@ -64,7 +64,7 @@ def around_calls(
         torch_private.graph_breaks() as broken,
     ):
         yield
-    if sys.exception() is not error:  # Dynamo leaves without telling of the call's error, which says enough
+    if sys.exception() is not error:  # the call raised an error, which says enough
         return
     for line, reason in untraced:
         outside(line, reason)
@@ -73,7 +73,7 @@ def around_calls(
         explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
         _warn(line, parts, f"{what}. {explained}", warned, budgeted)
     told = {line for line, _ in untraced}
-    for broke in broken:  # where there was nothing to compile before it, nobody has told of it yet
+    for broke in broken:  # breaks with nothing to compile before them have not been reported yet
         if torch_private.line_of_break(broke) not in told:
             _warn_of_reason(broke, warned, budgeted, outside)
 

@@ -1,13 +1,13 @@
-"""Custom operators whose registered backward cannot be traced become traceable.
+"""Opaque backwards: makes custom operators traceable whose registered backward cannot be traced.
 
 A backward that was registered from Python (``torch.library.register_autograd``) is traced into the joint graph. Some
-cannot be: they read data on the host (``.tolist()``), as Hugging Face's fallback for grouped matrix products does.
-While a graph is captured, such a backward is replaced by one opaque operator that runs it as it is. Its fake
-implementation is trivial, because gradients have the shapes of the operator's inputs.
+backwards cannot be traced, because they read data on the host (``.tolist()``), as Hugging Face's fallback for grouped
+matrix products does. While a graph is captured, such a backward is replaced by an opaque operator that runs it. Its
+fake implementation is trivial, because gradients have the shapes of the operator's inputs.
 
-What changes from step to step (tensors, sizes that are symbols) reaches the operator as arguments; what is constant is
-kept beside the graph under a key, which is an argument too. Equal keys mean equal constants, compared by value, since
-stages that are alike are compiled once. A key's entry lives as long as a stage that has it.
+Tensors and symbolic sizes are arguments of the opaque operator; everything that is constant is stored next to the graph
+under a key, which is an argument too. Equal keys mean equal constants, compared by value, since stages with equal
+fingerprints are compiled once. An entry lives as long as a stage that refers to it.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ __all__ = ["OpaqueCall", "calls_in", "opaque_backwards"]
 
 @contextlib.contextmanager
 def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
-    """While entered, custom operators called in ``module`` whose backward cannot be traced get an opaque one.
+    """Context manager in which custom operators of a graph get an opaque backward if theirs cannot be traced.
+
+    Args:
+        module: Dynamo's graph.
 
     Yields:
-        the calls that were made opaque meanwhile; to be held until the stages that make them are compiled.
+        the opaque calls, which have to be kept alive until their stages are compiled.
     """
     targets = [node.target for node in module.graph.nodes if node.op == "call_function"]
     definitions = torch_private.registered_backwards(list(dict.fromkeys(targets)))
@@ -54,12 +57,12 @@ def opaque_backwards(module: fx.GraphModule) -> Iterator[list[OpaqueCall]]:
 
 @dataclass(frozen=True)
 class _ValueSpec:
-    """What is constant about an input.
+    """The constant properties of an input.
 
     Attributes:
-        order: its dimensions, from the outermost in memory to the innermost; its gradient is laid out alike.
-        dtype: its type.
-        device: where it lies.
+        order: its dimensions, from the outermost in memory to the innermost; its gradient has the same order.
+        dtype: its dtype.
+        device: its device.
     """
 
     order: tuple[int, ...]
@@ -69,15 +72,15 @@ class _ValueSpec:
 
 @dataclass(frozen=True, eq=False)
 class OpaqueCall:
-    """What is constant about a call of the opaque operator.
+    """The constants of a call of the opaque operator.
 
     Attributes:
         function: the registered backward.
-        needs: which inputs of the operator need a gradient, as the context says it.
-        wanted: the same for tensors only, flat.
-        template: saved tensors, the context's attributes and the incoming gradients, without what the operator is
-            given (:mod:`roundpipe_fx.frontend.call_template`).
-        inputs: each input of the operator that needs a gradient.
+        needs: which inputs of the operator need a gradient, as in the context.
+        wanted: the same for tensors only, flattened.
+        template: saved tensors, attributes of the context and incoming gradients, with slots for tensors and sizes
+            (:mod:`roundpipe_fx.frontend.call_template`).
+        inputs: properties of each input that needs a gradient.
     """
 
     function: Callable[..., Any]
@@ -91,13 +94,13 @@ _calls: weakref.WeakValueDictionary[str, OpaqueCall] = weakref.WeakValueDictiona
 
 
 def calls_in(graph: fx.Graph) -> list[OpaqueCall]:
-    """The opaque calls that a stage module's graph makes; whoever runs it has to hold them."""
+    """The opaque calls in a stage module's graph, which have to be kept alive as long as it runs."""
     nodes = graph.find_nodes(op="call_function", target=torch.ops.roundpipe_fx.opaque_backward.default)
     return [_calls[str(node.args[-1])] for node in nodes]
 
 
 class _Context:
-    """What a registered backward sees of autograd's context: saved tensors and the attributes that were set."""
+    """Stands for autograd's context in a registered backward: saved tensors and attributes."""
 
     def __init__(self, saved: Sequence[Any], needs_input_grad: Any, attributes: dict[str, Any]) -> None:
         self.saved_tensors = tuple(saved)
@@ -108,11 +111,11 @@ class _Context:
 
 _INPUTS = "_roundpipe_inputs"
 _NOT_THE_USERS = (_INPUTS, "needs_input_grad", "_pt_metadata")
-"""Attributes of a context that others than the operator's ``setup_context`` have set."""
+"""Attributes of a context that are not set by the operator's ``setup_context``."""
 
 
 def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Let the context remember shapes and layouts of the operator's inputs, for the gradients'."""
+    """Wrap ``setup_context`` so that the context records shapes and layouts of the operator's inputs."""
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
         leaves, structure = tree_flatten(inputs)
@@ -161,7 +164,7 @@ def _call_opaque(
 
 
 def _registered(name: str, call: OpaqueCall) -> tuple[str, OpaqueCall]:
-    """The key of a call and what is kept under it: the same for calls with equal constants."""
+    """The key of a call, and the call stored under it; both are the same for calls with equal constants."""
     digest = hashlib.sha256(repr((call.needs, call.template, call.inputs)).encode()).hexdigest()[:8]
     for number in itertools.count():
         key = f"{name}/{digest}" + (f".{number}" if number else "")
@@ -186,7 +189,9 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
     made = []
     for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
         own = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
-        if own.untyped_storage().data_ptr() in taken:  # an operator's results are nobody else's, nor each other's
+        if (
+            own.untyped_storage().data_ptr() in taken
+        ):  # results of an operator must not alias its operands or each other
             own = own.clone()
         taken.add(own.untyped_storage().data_ptr())
         made.append(own)
@@ -200,7 +205,7 @@ def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[t
 
 
 def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
-    """Gradients of the operator's inputs, flat; ``None`` stands for all of a list."""
+    """Gradients of the operator's inputs, flattened; ``None`` may stand for a whole list."""
     found: list[Any] = []
     for need, result in zip(call.needs, results, strict=True):
         count = len(tree_flatten(need)[0])
@@ -209,7 +214,7 @@ def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
 
 
 def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) -> torch.Tensor:
-    """A gradient as autograd would hand it on, and as it was traced: in the type, shape and layout of the input."""
+    """A gradient with the dtype, shape and layout of the input, as autograd would return it."""
     if tuple(value.shape) != tuple(shape):
         value = value.sum_to_size(shape)
     if value.dtype == kind.dtype and value.stride() == _empty(kind, shape, "meta").stride():
@@ -218,7 +223,7 @@ def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) ->
 
 
 def _shapes(call: OpaqueCall, sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Shapes of the gradients: the first of the sizes; the others are the context's."""
+    """Shapes of the gradients, which are the first sizes; the remaining ones belong to the template."""
     remaining = iter(sizes)
     return [[next(remaining) for _ in kind.order] for kind in call.inputs]
 

@@ -1,24 +1,24 @@
-"""Settled draws: random numbers that a branch was to depend on, and whose branch was known without them.
+"""Resolved random branches: random numbers of branches whose outcome is known without them.
 
-Nothing reads such a number, but what is drawn after it depends on its having been drawn. AOTAutograd drops what nothing
-reads, so in Dynamo's graph an operator without a result reads it until the passes begin.
+Such a number has no users, but later random numbers depend on its having been drawn. AOTAutograd drops values without
+users, so in Dynamo's graph an operator without a result reads the number until the passes begin.
 """
 
 from __future__ import annotations
 
 from torch import fx
 
-from roundpipe_fx.ir.random_branches import SETTLED_DRAW
+from roundpipe_fx.ir.random_branches import RESOLVED_RANDOM_BRANCH
 from roundpipe_fx.torch_private import resolved_random_branch
 
 __all__ = ["keep_resolved_random_branches"]
 
 
 def keep_resolved_random_branches(module: fx.GraphModule) -> None:
-    """Let AOTAutograd keep what was drawn for branches that were known."""
+    """Make AOTAutograd keep the random numbers of resolved branches. The graph is changed in place."""
     draws = [draw for node in module.graph.nodes if (draw := resolved_random_branch(node)) is not None]
     for draw in draws:
         with module.graph.inserting_after(draw):
-            module.graph.call_function(SETTLED_DRAW, (draw,))
+            module.graph.call_function(RESOLVED_RANDOM_BRANCH, (draw,))
     if draws:
         module.recompile()

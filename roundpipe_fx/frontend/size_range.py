@@ -1,9 +1,9 @@
-"""Size ranges: for which sizes of its inputs a plan is made.
+"""Size ranges: the input sizes that a plan is made and used for.
 
-A graph that was traced with symbolic sizes runs with many of them, but its plan is made with numbers. A budget in
-bytes must hold for each size that the plan is used with. So the plan is made for sizes a step above those at hand and
-used up to there; a guard lets Dynamo compile anew beyond. Where it recomputes, it is not used far below either, since
-smaller inputs need less of that. Steps are shares of the size, so sizes that are far apart take few plans.
+A graph that was traced with symbolic sizes runs with many sizes, but its plan is made for numbers. A budget in bytes
+must hold for each size that the plan is used with. So the plan is made for sizes one step above the current ones, and
+used up to there; a guard makes Dynamo recompile beyond. If the plan recomputes, it is not used far below either, since
+smaller inputs need less recomputation. Steps are relative to the size, so sizes that are far apart need few plans.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["lower_for_sizes", "steps_above"]
 log = logging.getLogger(__name__)
 
 _STEP = 0.125
+"""Size of a step, as a share of the size; divided among the symbolic sizes."""
 
 T = TypeVar("T")
 
@@ -32,23 +33,26 @@ def lower_for_sizes(
     lower: Callable[[JointGraph], T],
     recomputes: Callable[[T], bool],
 ) -> T:
-    """Lower a graph within a budget in bytes, and have the result used with sizes for which it was made only.
+    """Lower a graph within a budget in bytes, and guard that the result is used only with sizes it was made for.
 
     Args:
         joint: a captured graph; it may be rewritten.
-        assumed: what sizes that depend on data are taken to be, by symbol.
+        assumed: assumed values of data-dependent sizes, by symbol.
         lower: lowers a graph.
-        recomputes: whether what ``lower`` returned recomputes something.
+        recomputes: whether a result of ``lower`` recomputes anything.
+
+    Returns:
+        the result of ``lower``.
 
     Raises:
-        InfeasibleBudgetError: the budget is below what the step needs with the sizes at hand, or with the largest that
-            the user said there would be.
+        InfeasibleBudgetError: the budget is below what the step needs with the current sizes, or with the largest
+            ones of a range given by the user.
     """
     sizes = input_sizes(joint.module)
     factor = 1 + _STEP / max(len(sizes), 1)
     most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
     exact = {size.symbol: size.largest or size.at_hand for size in sizes}
-    # What holds for larger sizes of data holds for smaller ones, and the search may miss it for these.
+    # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
     bounds = {**assumed, **bounds_of_data(joint.module, assumed)}
     attempts = [{**assumed, **most}, {**assumed, **exact}, {**bounds, **exact}]
     attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
@@ -71,7 +75,7 @@ def lower_for_sizes(
 
 
 def steps_above(size: int, factor: float) -> int:
-    """A size by up to ``factor`` larger, and a multiple of what the size is a multiple of, as far as that is small."""
+    """A size up to ``factor`` times as large, divisible by the same small powers of two."""
     unit = math.gcd(size, 1 << max(int((factor - 1) * size) // 2, 1).bit_length() - 1)
     return size + int((factor - 1) * size) // unit * unit
 

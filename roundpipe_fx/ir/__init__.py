@@ -1,1 +1,1 @@
-"""The joint graph and plain data about it, which every layer above reads."""
+"""The joint graph and plain data about it, on which all other layers depend."""

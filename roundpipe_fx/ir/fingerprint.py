@@ -1,4 +1,4 @@
-"""Fingerprints: equal for graphs that do the same work on the same shapes, whatever their nodes are called."""
+"""Fingerprints: equal for graphs that do the same work on the same shapes, whatever the names of their nodes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SYMBOL = re.compile(r"\b[suz]+\d+\b")
 
 
 def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: Iterable[fx.Node] = ()) -> str:
-    """A digest of the structure of ``nodes``: operators, constants, shapes, dtypes, strides, devices and wiring.
+    """A digest of the structure of nodes: operators, constants, shapes, dtypes, strides, devices and edges.
 
-    Values from outside are numbered in the order in which they are first read; size symbols likewise, so that two
-    experts whose token counts are different unknowns are alike.
+    Inputs and size symbols are numbered in the order of their first use, so two experts whose token counts are
+    different symbols have equal fingerprints.
 
     Args:
         nodes: in execution order.
-        results: values that leave the piece, in order.
-        inputs: values that come from outside, where their order matters (arguments of a function).
+        results: results, in order.
+        inputs: inputs in order, if their order matters (arguments of a function).
     """
     numbers: dict[fx.Node, str] = {}
     symbols: dict[str, str] = {}
@@ -54,7 +54,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
         if isinstance(value, slice):
             return f"slice({name(value.start)},{name(value.stop)},{name(value.step)})"
         if isinstance(value, str) and value.startswith("Runtime assertion failed"):
-            return "message"  # names symbols and nodes of the one graph it was made for
+            return "message"  # contains names of symbols and nodes
         return repr(value)
 
     for node in inputs:
@@ -63,7 +63,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
         target = node.target
         if node.op == "get_attr":
             owner = node.graph.owning_module
-            target = f"{target}@{id(owner)}"  # constants are alike only if they are the same object
+            target = f"{target}@{id(owner)}"  # constants are equal only if they are the same object
         call = f"{node.op} {target} {name(node.args)} {name(node.kwargs)}"
         lines.append(f"{name(node)} <- {call}")
     lines.append(f"return {name(tuple(results))}")

@@ -1,4 +1,4 @@
-"""graph_edit: nodes that passes add to a captured graph, with values and origin as the tracer would have noted them."""
+"""Graph edits: add nodes to a captured graph, with the fake values and origins that the tracer would have recorded."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _ORIGIN = ("nn_module_stack", "fwd_nn_module_stack", "stack_trace", "seq_nr", "p
 
 
 def inherit_origin(node: fx.Node, source: fx.Node) -> None:
-    """Give an added node the origin (module, line, autograd numbering) of the node it stands for."""
+    """Copy the origin (module, source line, autograd numbering) of a node to a node that replaces it."""
     for key in _ORIGIN:
         if key in source.meta:
             node.meta[key] = source.meta[key]
 
 
 def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **kwargs: Any) -> fx.Node:
-    """Add a call before a node that it stands for, with its fake value.
+    """Insert a call before the node that it replaces, and compute its fake value.
 
     Args:
-        before: where; the new node has its origin.
+        before: the node before which the call is inserted, and whose origin it gets.
         target: an operator.
         *args: nodes and constants.
-        value: the fake value, where another node has it already.
+        value: the fake value, if it is known.
         **kwargs: nodes and constants.
     """
     with before.graph.inserting_before(before):
@@ -45,14 +45,14 @@ def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **k
 
 
 def replace_by(node: fx.Node, by: fx.Node) -> None:
-    """Let an added node take the place of one that has the same value, which is erased."""
-    by.meta["val"] = node.meta["val"]  # views of it are told by its storage
+    """Replace a node by a node with the same value, and erase it."""
+    by.meta["val"] = node.meta["val"]  # views are recognized by the storage
     node.replace_all_uses_with(by)
     node.graph.erase_node(node)
 
 
 def let_stand_for(node: fx.Node, one: fx.Node) -> None:
-    """Let an equal value that lies elsewhere be read in place of a node's: its views show that one's memory now."""
+    """Replace a node by one with an equal value in another storage, and update the fake values of its views."""
     values: dict[fx.Node, Any] = {node: one.meta["val"]}
     for view in list(views_of(node)):
         args, kwargs = fx.node.map_arg(
@@ -68,7 +68,7 @@ def let_stand_for(node: fx.Node, one: fx.Node) -> None:
 
 
 def views_of(node: fx.Node) -> Iterator[fx.Node]:
-    """All views of a value, those of views after what they are views of."""
+    """All views of a value, including views of views, each after its base."""
     for user in node.users:
         if is_view(user):
             yield user

@@ -1,11 +1,11 @@
 """The joint graph: one functional ATen FX graph that holds a model's forward and its backward.
 
-This is the view that every pass reads and writes. It is AOTAutograd's joint graph — inputs *primals* then
-*tangents*, outputs forward outputs then gradients — with the few facts a pass needs about it. Being functional (no
-operation mutates its inputs), it can be cut anywhere.
+This is what every pass reads and writes: AOTAutograd's joint graph (its inputs are *primals*, then *tangents*; its
+outputs are the forward's outputs, then gradients), with the facts that a pass needs about it. Because the graph is
+functional (no operation mutates its inputs), it can be cut anywhere.
 
-What passes decide about a node is kept in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing else.
-An inference graph is the same thing without tangents and gradients.
+Decisions of passes about a node are stored in ``node.meta`` under the keys of :class:`Mark`; codegen reads nothing
+else. An inference graph is a joint graph without tangents and gradients.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Phase(enum.StrEnum):
 
     FORWARD = "forward"
     RECOMPUTE = "recompute"
-    """In the backward, but independent of the incoming gradients: may start before they arrive."""
+    """In the backward, but independent of the incoming gradients, so it may start before they arrive."""
     BACKWARD = "backward"
     WEIGHT = "weight"
-    """In the backward, and leads to gradients of parameters only: may run any time later (split_backward)."""
+    """In the backward, and contributes to gradients of parameters only, so it may run later (split_backward)."""
 
 
 class Mark:
@@ -68,7 +68,7 @@ class Mark:
     BYTES = "rpfx_bytes"
     """Bytes of new storage the node allocates; views and aliases have 0."""
     WORKSPACE = "rpfx_workspace"
-    """Bytes that the node's kernel allocates for itself and frees before it returns; absent if none."""
+    """Bytes that the node's kernel allocates and frees before it returns; absent if there are none."""
     SECONDS = "rpfx_seconds"
     """Modelled seconds of running the node once."""
     FLOPS = "rpfx_flops"
@@ -76,7 +76,7 @@ class Mark:
     MUST_SAVE = "rpfx_must_save"
     """Why the node must not run twice, as text; absent if it may."""
     MUST_RECOMPUTE = "rpfx_must_recompute"
-    """Why the value must not be kept from forward to backward, as text; absent if it may."""
+    """Why the value must not be saved from forward to backward, as text; absent if it may."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to."""
     STAGE = "rpfx_stage"
@@ -84,12 +84,12 @@ class Mark:
     ORIGIN = "rpfx_origin"
     """Name of the forward node that a recomputed node repeats."""
     STRIDED = "rpfx_strided"
-    """True on an incoming gradient whose strides matter even if it is zeros that nobody made."""
+    """True on an incoming gradient whose strides matter even if it is missing and replaced by zeros."""
     BROUGHT = "rpfx_brought"
-    """True on an incoming gradient that a step has brought although the model returns a number too."""
+    """True on an incoming gradient that a step has passed although the model also returns a scalar."""
     LOSS_TIMES = "rpfx_loss_times"
-    """On an incoming gradient, how many times the output's bytes a loss outside takes, and how many times it takes them
-    until the backward is over."""
+    """On an incoming gradient, as multiples of the output's bytes: the peak of a loss outside the model, and what of it
+    stays allocated until the backward is over."""
     REPLAYED = "rpfx_replayed"
     """True on a seeded operation that runs again from its saved generator state."""
 
@@ -162,12 +162,12 @@ class JointGraph:
 
     Attributes:
         module: the functional ATen graph. Passes own it and rewrite it in place.
-        num_forward_outputs: how many of the outputs, counted from the first, belong to the forward.
-        labels: readable name by graph input, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
+        num_forward_outputs: number of leading outputs that belong to the forward.
+        labels: readable names of graph inputs, from the user's model (``transformer.h.0.ln.weight``) or call (``x``).
         parameters: graph inputs that are parameters or buffers of the model.
-        mutated_inputs: graph inputs that the caller updates in place after the forward from an output (batch-norm
-            statistics). Their value at backward time is not the one the forward read.
-        parts: for each gradient beyond those that were captured, the number of the input that it is one more part of
+        mutated_inputs: graph inputs that the caller updates in place from an output after the forward (batch-norm
+            statistics). In the backward their value differs from the one that the forward read.
+        parts: for each gradient beyond those that were captured, the number of the input that it contributes to
             (tied_gradients, accumulate_gradients).
         segments: the segments in forward order, once the graph is cut into them (segments).
         cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
@@ -199,10 +199,10 @@ class JointGraph:
 
     @property
     def expected_tangents(self) -> list[fx.Node]:
-        """Incoming gradients that a step is expected to bring, or whose zeros are made in full.
+        """Incoming gradients that a step is expected to pass, or that are replaced by full zeros if missing.
 
-        Of a model that returns its loss (a number that is differentiated), nobody differentiates the rest, unless steps
-        have shown that somebody does.
+        If a model returns a loss (a scalar that is differentiated), its other outputs are assumed not to be
+        differentiated, unless steps have shown that they are.
         """
         tangents = self.tangents
         losses = [node for node in tangents if is_tensor(node) and node.meta["val"].dim() == 0]
@@ -216,7 +216,7 @@ class JointGraph:
 
     @property
     def sums(self) -> list[fx.Node]:
-        """Graph inputs that carry what earlier microbatches' gradients add up to (accumulate_gradients)."""
+        """Graph inputs that carry accumulated gradients of earlier microbatches (accumulate_gradients)."""
         return [node for node in self.inputs if is_sum(node)]
 
     @property
@@ -231,9 +231,10 @@ class JointGraph:
 
     @property
     def gradients(self) -> list[Any]:
-        """What the backward returns: one gradient an input, ``None`` where it gets none, then further parts.
+        """What the backward returns: a gradient for each input, ``None`` where there is none, then further
+        contributions.
 
-        Tokens that order effects are inputs without a gradient, and are returned by a backward that has effects.
+        Tokens that order effects are inputs without a gradient; a backward that has effects returns them too.
         """
         return self.outputs[self.num_forward_outputs :]
 
@@ -241,14 +242,14 @@ class JointGraph:
     def gradient_owners(self) -> list[int | None]:
         """For each of :attr:`gradients` the number of its input; ``None`` where there is no gradient.
 
-        The gradient of an input is the sum of all that are its own.
+        The gradient of an input is the sum of all its contributions.
         """
         described = gradient_inputs(self.module, self.num_forward_outputs)
         return [*described[: len(self.gradients) - len(self.parts)], *self.parts]
 
     @property
     def updates(self) -> dict[int, int]:
-        """Inputs that the caller updates in place: number of the input by number of the output with its new value."""
+        """Inputs that the caller updates in place: number of the input, by number of the output with its new value."""
         return input_mutations(self.module)
 
     def computed(self) -> Iterator[fx.Node]:
@@ -260,7 +261,7 @@ class JointGraph:
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
     def copy(self) -> JointGraph:
-        """The same graph, node by node, to be rewritten on its own."""
+        """A copy of the graph, which can be rewritten independently."""
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         output = graph.output(graph.graph_copy(self.graph, copies))
@@ -277,13 +278,13 @@ class JointGraph:
         )
 
     def drop_unread(self) -> None:
-        """Erase what nobody reads, but for what draws random numbers or has another effect."""
+        """Erase nodes without users, except those that draw random numbers or have another effect."""
         for node in reversed(self.graph.nodes):
             if not node.users and not has_side_effect(node) and not is_seeded(node):
                 self.graph.erase_node(node)
 
     def label(self, node: fx.Node) -> str:
-        """A name for people: the model's own for a graph input, the node's otherwise."""
+        """A readable name: the model's name for a graph input, else the node's name."""
         return self.labels.get(node, node.name)
 
 
@@ -309,7 +310,7 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 
 def storages(node: fx.Node) -> list[int]:
-    """Identities of the storages behind the values of ``node``; equal identities mean aliases."""
+    """Identities of the storages of a node's values; equal identities mean aliases."""
     return [_storage_id(value) for value in tensor_values(node) if value.layout is torch.strided]
 
 
@@ -323,7 +324,7 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def is_sum(node: fx.Node) -> bool:
-    """Whether ``node`` is a graph input that carries what earlier microbatches' gradients add up to."""
+    """Whether ``node`` is a graph input that carries an accumulated gradient of earlier microbatches."""
     return node.op == "placeholder" and str(node.target).startswith("sums")
 
 
@@ -333,15 +334,15 @@ def is_symbolic_scalar(node: fx.Node) -> bool:
 
 
 def is_mask(node: fx.Node) -> bool:
-    """Whether ``node`` produces a boolean or byte tensor: as an index it asks how many positions it selects."""
+    """Whether ``node`` produces a boolean or byte tensor, whose use as an index is a host synchronization."""
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and value.dtype in (torch.bool, torch.uint8)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all values of ``node`` share the storage of one of its inputs: running it again costs nothing.
+    """Whether all values of ``node`` share storages of its inputs, so that running it again costs nothing.
 
-    Taking one tensor out of a tuple (``getitem``) is a view only if the tuple itself was one (``split``).
+    An item of a tuple (``getitem``) is a view only if the tuple is one (``split``).
     """
     if node.op != "call_function":
         return False
@@ -356,7 +357,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def viewed(node: fx.Node) -> fx.Node:
-    """What a node's value is a view of, through any number of views; the node itself if it is no view."""
+    """The base of a view, through any number of views; the node itself if it is not a view."""
     while is_view(node):
         own = set(storages(node))
         sources = [source for source in input_nodes(node) if tensor_values(source)]
@@ -371,14 +372,14 @@ def is_seeded(node: fx.Node) -> bool:
 
 @functools.cache
 def has_tag(target: Any, tag: torch.Tag) -> bool:
-    """Whether a node's target is an operator with a tag. Asked once: reading tags takes long."""
+    """Whether a node's target is an operator with a tag. Cached, because reading tags is slow."""
     return isinstance(target, torch._ops.OpOverload) and tag in target.tags
 
 
 def has_side_effect(node: fx.Node) -> bool:
-    """Whether the node does more than make its value (assertions, printing); drawing random numbers is not meant.
+    """Whether a node has an effect besides its value (assertions, printing). Drawing random numbers does not count.
 
-    FX asks this of a node's arguments too, which is slow; for a functional graph the operator decides.
+    FX's own check looks at a node's arguments too, which is slow; in a functional graph the operator decides.
     """
     if node.op in ("placeholder", "output"):
         return True
@@ -395,14 +396,14 @@ def _target_has_side_effect(target: Any, example: fx.Node) -> bool:
 
 
 def node_outputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes that carry the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
+    """The nodes of the tensors of ``node``: itself, or its ``getitem`` users if it produces a tuple."""
     if isinstance(node.meta.get("val"), (tuple, list)):
         return [user for user in node.users if user.target is operator.getitem]
     return [node]
 
 
 def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
-    """Path of the model's module in whose ``forward`` the node was made, ``""`` if unknown or the root.
+    """Path of the module in whose ``forward`` the node was traced; ``""`` if it is unknown or the root.
 
     Args:
         node: a forward or backward node.
@@ -415,13 +416,13 @@ def module_path(node: fx.Node, clean: Callable[[str], str]) -> str:
 
 
 def module_paths(node: fx.Node, clean: Callable[[str], str]) -> list[str]:
-    """Paths of all modules that were running when the node was made, outermost first."""
+    """Paths of all modules in whose ``forward`` the node was traced, outermost first."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [clean(path) for path, _ in stack.values()]
 
 
 def saved_values(joint: JointGraph) -> list[fx.Node]:
-    """What the forward must hand to the backward, in order: forward values and graph inputs that the backward reads."""
+    """Values that the forward must pass to the backward, in order: forward values and graph inputs that it reads."""
     later = (Phase.RECOMPUTE, Phase.BACKWARD, Phase.WEIGHT)
     tangents = set(joint.tangents)
     returned = {gradient for gradient in joint.gradients if isinstance(gradient, fx.Node)}

@@ -1,4 +1,4 @@
-"""What a user can decide, checked before anything is traced."""
+"""Options of the user, checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _STAGE_COMPILERS = ("eager", "inductor")
 
 @dataclass(frozen=True)
 class RotorOptions:
-    """Follow a checkpointing sequence over the segments, instead of searching for a plan.
+    """Options for following a checkpointing sequence over the segments, instead of searching for a plan.
 
     Attributes:
-        limit: bytes.
-        slots: how finely memory is counted.
-        algo: name of the algorithm that makes the sequence.
+        limit: memory limit in bytes.
+        slots: number of slots into which the memory is discretized.
+        algo: name of the algorithm that computes the sequence.
         loss_temporary: bytes that are allocated between forward and backward.
-        preserve_rng_state: whether random operations are replayed; else what they drew is kept.
+        preserve_rng_state: whether random operations are replayed; otherwise their results are saved.
     """
 
     limit: int
@@ -47,7 +47,7 @@ class RotorOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """How to compile.
+    """Options of a compilation.
 
     Attributes:
         stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
@@ -62,10 +62,9 @@ class Options:
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
-        device_name: plan for a device of this name, not for the one at hand; not an option of the user's.
-        rotor: follow a checkpointing sequence; not an option of the user's.
-        following: by name of a module of the model the names of those that run after it, as far as that is known; not
-            an option of the user's.
+        device_name: name of a device to plan for, instead of the one that the model is on; internal.
+        rotor: options for following a checkpointing sequence; internal.
+        following: by name of a module, the names of the modules that run after it, as far as known; internal.
     """
 
     stages: int | str | tuple[str, ...] = "auto"
@@ -79,23 +78,23 @@ class Options:
     following: Mapping[str, Sequence[str]] | None = None
 
     def stage_compiler_for(self, device: torch.device) -> StageCompiler:
-        """The stage compiler on this device: the user's choice, or eager on the CPU and Inductor on CUDA."""
+        """The stage compiler for a device: the user's choice, else eager on the CPU and Inductor on CUDA."""
         return self.stage_compiler or ("inductor" if device.type == "cuda" else "eager")
 
     @property
     def device(self) -> torch.device | None:
-        """The device to plan for, if it is not the one at hand."""
+        """The device to plan for; ``None``: the one that the model is on."""
         if self.device_name is None:
             return None
         return torch.device("cpu" if self.device_name == "cpu" else "cuda")
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Options:
-        """Check names and values.
+        """Make options from a mapping, and check names and values.
 
         Raises:
-            ValueError: an unknown option or value; the message lists the valid ones.
-            TypeError: a value of a wrong type.
+            ValueError: an option or a value is unknown; the message lists the valid ones.
+            TypeError: a value has the wrong type.
         """
         known = [field.name for field in fields(cls) if field.name not in _NOT_OF_THE_USER]
         for name in options:
@@ -129,13 +128,13 @@ class Options:
 
 
 def meant(name: str, known: Collection[str], cutoff: float = 0.6) -> str:
-    """`` Did you mean …?``, for the end of a message about a name that is not known; empty if none is close."""
+    """`` Did you mean …?`` for the end of a message about an unknown name; empty if no known name is close."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def names_checked(function: Callable[P, T]) -> Callable[P, T]:
-    """A function that says which option was meant where it gets a keyword that it does not know."""
+    """Wrap a function so that the error for an unknown keyword argument suggests the closest known one."""
     known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)

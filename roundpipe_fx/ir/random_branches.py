@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["SETTLED_DRAW"]
+__all__ = ["RESOLVED_RANDOM_BRANCH"]
 
 
 @torch.library.custom_op("roundpipe_fx::resolved_random_branch", mutates_args=())
@@ -18,5 +18,5 @@ def _(number: torch.Tensor) -> None:
     return None
 
 
-SETTLED_DRAW = torch.ops.roundpipe_fx.resolved_random_branch.default
-fx.node.has_side_effect(SETTLED_DRAW)  # it is there not to be dropped
+RESOLVED_RANDOM_BRANCH = torch.ops.roundpipe_fx.resolved_random_branch.default
+fx.node.has_side_effect(RESOLVED_RANDOM_BRANCH)  # it is there not to be dropped

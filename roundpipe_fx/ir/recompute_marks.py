@@ -1,9 +1,9 @@
-"""How recompute regions and saved data are written into a traced graph, and read from it.
+"""Marks of recompute regions and saved data in a traced graph.
 
-- ``torch.utils.checkpoint`` reaches Dynamo's graph as a higher-order operation with a body. :func:`mark_checkpoints`
-  writes into each node of a body which checkpoints it is in, where it survives AOTAutograd (``node.meta["custom"]``).
-- ``save_for_recompute`` is an operator without a result, whose inputs are what is to be kept.
-- A ``gradient_checkpoint_scope`` is PyTorch's own ``torch.fx.traceback.annotate``.
+- ``torch.utils.checkpoint`` is a higher-order operation with a body in Dynamo's graph. :func:`mark_checkpoints` records
+  in each node of a body which checkpoints contain it, where it survives AOTAutograd (``node.meta["custom"]``).
+- ``save_for_recompute`` is an operator without a result, whose inputs are to be saved.
+- A ``gradient_checkpoint_scope`` uses ``torch.fx.traceback.annotate``.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _SCOPE = "roundpipe_fx_scope"
 
 
 class RecomputeDataError(PassedThrough, ValueError, RuntimeError):
-    """A compiled model calls ``save_for_recompute`` in a way that is not allowed; raised when it is compiled."""
+    """A model calls ``save_for_recompute`` in a way that is not allowed. Raised when the model is compiled."""
 
 
 @torch.library.custom_op("roundpipe_fx::save_for_recompute", mutates_args=())
 def _save_for_recompute(data: list[torch.Tensor], call: int) -> None:
-    """What a call of a module's ``forward`` saves for recomputation; does nothing when it runs."""
+    """Marks what a call of a module's ``forward`` saves for recomputation; does nothing when it runs."""
 
 
 @_save_for_recompute.register_fake
@@ -62,32 +62,32 @@ fx.node.has_side_effect(_SAVE)
 
 
 def save_in_graph(tensors: Sequence[torch.Tensor]) -> None:
-    """While a model is traced: note in the graph that these tensors are to be kept."""
+    """Record in the graph that is being traced that tensors are to be saved."""
     if len(tensors):
         torch.ops.roundpipe_fx.save_for_recompute(list(tensors), traced_forward_call())
 
 
 def saves_for_recompute(node: fx.Node) -> bool:
-    """Whether a node notes what is to be kept."""
+    """Whether a node is a mark of :func:`save_in_graph`."""
     return node.target is _SAVE
 
 
 def annotated_scope() -> Generator[None, None, None]:
-    """While a model is traced: what is made between the first and the second step is in a gradient checkpoint scope.
+    """Annotate operations that are traced between the first and the second step as in a gradient checkpoint scope.
 
-    A generator, not a context manager: Dynamo traces ``with`` inside of one, but no stored context manager's
-    ``__enter__``.
+    A generator and not a context manager, because Dynamo traces ``with`` inside a generator, but not the ``__enter__``
+    of a context manager that is stored in an object.
     """
     with torch.fx.traceback.annotate({_SCOPE: True}):
         yield
 
 
 def mark_checkpoints(module: fx.GraphModule) -> None:
-    """Write into the bodies of checkpoints, of a graph of Dynamo's, which checkpoints each node is in.
+    """Record in the bodies of checkpoints in Dynamo's graph which checkpoints contain each node.
 
     Raises:
-        RecomputeDataError: gradients are on, and ``save_for_recompute`` is called twice in one forward of a layer, or
-            with a tensor that requires grad.
+        RecomputeDataError: gradients are enabled, and ``save_for_recompute`` is called twice in one forward of a
+            layer, or with a tensor that requires grad.
     """
     _mark(module, (), itertools.count())
 
@@ -100,12 +100,12 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
         body = checkpoint_body(module, node)
         if body is not None:
             preserve = bool(node.kwargs.get("preserve_rng_state", True))
-            # Debugging records what runs again; in a graph nothing does, and tracing cannot be recorded.
+            # Debugging records what runs again, which does not work while tracing.
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "debug"}
             _mark(body, (*inside, (next(numbers), preserve)), numbers)
         elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
             _check_saved(node)
-            # A checkpointed function is a layer; outside any, a call of a module is one.
+            # A checkpointed function counts as a layer; outside of checkpoints, a call of a module does.
             layer = None if inside else node.args[1]
             if layer in saves:
                 raise RecomputeDataError(
@@ -136,19 +136,19 @@ def _layer(node: fx.Node) -> str:
 
 
 def _where(node: fx.Node) -> str:
-    """The user's line: the innermost one that is not in this package."""
+    """The innermost line of the stack trace that is not in this package."""
     frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
     own = f"{Path(__file__).parents[1]}{os.sep}"
     return next((frame.rstrip() for frame in reversed(frames) if frame.strip() and own not in frame), "")
 
 
 def checkpoints_of(node: fx.Node) -> tuple[int, ...]:
-    """Numbers of the checkpoints that a node is in, outermost first."""
+    """Numbers of the checkpoints that contain a node, outermost first."""
     return tuple(number for number, _ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
 
 def keeps_generator_state(node: fx.Node) -> bool:
-    """Whether a random operation may be replayed from a saved state: none of its checkpoints says otherwise."""
+    """Whether a random operation may be replayed from a saved generator state, according to its checkpoints."""
     return all(preserve for _, preserve in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
 
@@ -158,5 +158,5 @@ def is_in_scope(node: fx.Node) -> bool:
 
 
 def policy_of(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
-    """What the selective policy of a node's checkpoint says of it; ``None`` outside any checkpoint."""
+    """The selective checkpoint policy of a node; ``None`` outside of checkpoints, or without a policy."""
     return checkpoint_policy(node) if checkpoints_of(node) else None

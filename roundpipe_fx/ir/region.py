@@ -1,7 +1,7 @@
-"""Regions: parts of a model's ``forward`` with a budget of their own.
+"""Regions: parts of a model's ``forward`` that have their own budget.
 
-The context manager marks operations while the model is traced (with PyTorch's own ``torch.fx.traceback.annotate``);
-the planner reads the marks. Outside compilation it does nothing.
+The context manager annotates operations while the model is traced (with ``torch.fx.traceback.annotate``); the planner
+reads the annotations. Outside of compilation it does nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _KEY = "roundpipe_fx_budget"
 
 
 def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
-    """Bound what is kept, from forward to backward, of the values that are made inside.
+    """Context manager that bounds the bytes saved, from forward to backward, of the values computed inside.
 
     ::
 
@@ -30,18 +30,18 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
                 x = self.expensive(x)
             return self.head(x)
 
-    Regions nest; a value counts for the innermost one that it is made in. What leaves a segment is kept where the
-    plan needs it to go on from. Beside a budget of the whole step a region is a further constraint. Has no effect
-    outside a model that is compiled with roundpipe_fx.
+    Regions nest; a value counts for the innermost region that computes it. Values that leave a segment are saved if the
+    plan continues from them. Together with a budget of the whole step, a region is an additional constraint. It has no
+    effect outside of a model that is compiled with roundpipe_fx.
 
     Args:
-        budget: bytes of kept values (``int`` or a size like ``"512MiB"``), or a share in [0, 1] of the way from the
-            least that can be kept to all.
+        budget: bytes of saved values (``int``, or a size like ``"512MiB"``), or a share in [0, 1]: 0 saves as little
+            as possible, 1 everything.
 
     Raises:
-        ValueError: a number out of range, or a text that is no size; outside compilation at once, else when the
-            model is planned.
-        TypeError: anything else.
+        ValueError: ``budget`` is out of range, or a text that is not a size. Raised at once outside of compilation,
+            else when the model is planned.
+        TypeError: ``budget`` has another type.
     """
     if not torch.compiler.is_compiling():
         parse_budget(budget)
@@ -49,7 +49,7 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
 
 
 def budget_of_region(node: fx.Node) -> int | float | None:
-    """The budget of the innermost region that a node was made in; ``None`` outside any."""
+    """The budget of the innermost region that a node was traced in; ``None`` outside of any region."""
     try:
         return parse_budget((node.meta.get("custom") or {}).get(_KEY))
     except (TypeError, ValueError) as error:

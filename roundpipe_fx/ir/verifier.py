@@ -1,8 +1,8 @@
 """The verifier: what holds for a graph after every pass.
 
 - Each node comes after what it reads; what it reads is in the graph; every node has a value (``meta["val"]``).
-- Inputs come first and stay what they were, but for the sums that accumulate_gradients adds; the forward returns as much as
-  before, and no gradient gets lost.
+- Inputs come first and stay what they were, but for the sums that accumulate_gradients adds; the forward returns as
+  much as before, and no gradient gets lost.
 - No node reads one that runs later in a step: the forward none of the backward, what recomputes early nothing that
   waits for a gradient, nobody a module that a schedule may put off. The forward reads earlier segments and stages, the
   backward later ones.

@@ -1,4 +1,4 @@
-"""Counting questions: operations that make the host wait for the device, or decide a shape or a route, as they run."""
+"""Counts host synchronizations: operations that make the host wait for the device, or decide a shape or a route."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["count_host_syncs"]
 
 
 class count_host_syncs(TorchDispatchMode):
-    """Counts the operations that ask the device a question while a piece of code runs.
+    """Context manager that counts host synchronizations.
 
     ::
 
@@ -24,15 +24,15 @@ class count_host_syncs(TorchDispatchMode):
             loss.backward()
         print(syncs.total, syncs.by_operator)
 
-    Counted are operators that return a size or a number known only from data (``nonzero``, ``unique``, ``item``),
-    indexing by a boolean mask, copies from an accelerator to the host, selections that return indices (``topk``,
-    ``sort``, ``max`` along a dimension, ``argmax``), and operators given to :func:`roundpipe_fx.register_sync_op`: what
-    a compiled model never repeats (:mod:`roundpipe_fx.analysis.host_sync`). Operations inside a kernel or a compiled
-    stage (Inductor) are not seen.
+    It counts the operations that a compiled model never repeats (:mod:`roundpipe_fx.analysis.host_sync`): operators
+    whose result has a data-dependent size or is read by the host (``nonzero``, ``unique``, ``item``), indexing by a
+    boolean mask, copies from an accelerator to the host, selections that return indices (``topk``, ``sort``, ``max``
+    along a dimension, ``argmax``), and operators declared with :func:`roundpipe_fx.register_sync_op`. Operations inside
+    a kernel or a stage compiled by Inductor are not counted.
 
     Attributes:
-        by_operator: how often each operator ran, by name.
-        total: the sum.
+        by_operator: number of calls, by name of the operator.
+        total: number of calls of all operators.
     """
 
     supports_higher_order_operators = True
@@ -48,7 +48,7 @@ class count_host_syncs(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        """How many ran in all."""
+        """Number of calls of all operators."""
         return self.by_operator.total()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

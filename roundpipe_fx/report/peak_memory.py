@@ -1,4 +1,4 @@
-"""Measuring peak memory, the same way on the CPU and on CUDA."""
+"""Measures peak memory, on the CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["measure_peak"]
 
 
 class measure_peak:
-    """Bytes that a piece of code allocates at most at one time, beyond what was allocated when it began.
+    """Context manager that measures peak memory: bytes beyond those allocated when it was entered.
 
     ::
 
@@ -25,17 +25,17 @@ class measure_peak:
             model(x).sum().backward()
         print(peak.bytes)
 
-    On the CPU the live bytes of all tensor storages that operations make, each storage once, from when it is made
-    until it is freed, and what their kernels allocate for themselves while they run; what compiled code (Inductor)
-    allocates is not seen. A profiler cannot run at the same time. On CUDA the caching allocator's own counters:
-    ``max_memory_allocated()`` less ``memory_allocated()`` at the beginning, on the current device.
+    On the CPU, the live bytes of all tensor storages that operations allocate, each storage once, and workspaces of
+    kernels; memory allocated by compiled code (Inductor) is not counted. A profiler cannot run at the same time. On
+    CUDA, the counters of the caching allocator: ``max_memory_allocated()`` minus ``memory_allocated()`` at the
+    beginning, on the given device.
 
     Args:
         device: ``"cpu"`` or a CUDA device; ``None``: CUDA if it is in use, else the CPU.
 
     Attributes:
-        bytes: the peak; final once the block is left.
-        current: bytes allocated in the block and alive now.
+        bytes: the peak in bytes; final after the block has been left.
+        current: bytes allocated in the block and not freed yet.
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
@@ -48,7 +48,7 @@ class measure_peak:
 
     @property
     def bytes(self) -> int:
-        """The peak, in bytes."""
+        """The peak in bytes."""
         if self._peak is not None:
             return self._peak
         if self.device.type == "cuda":
@@ -80,7 +80,7 @@ class measure_peak:
 
 
 class _LiveStorages(TorchDispatchMode):
-    """Counts the bytes of live storages that operations make."""
+    """Counts the bytes of live storages that operations allocate."""
 
     supports_higher_order_operators = True
 
@@ -98,7 +98,7 @@ class _LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # Storages that come in were made before this operation: by code that is not measured, or counted already.
+        # Storages of operands were allocated before: by code that is not measured, or they have been counted.
         known = {
             value.untyped_storage()._cdata
             for value in tree_leaves((args, kwargs))

@@ -1,4 +1,4 @@
-"""The plan: what was decided, as a value that prints."""
+"""The plan: all decisions of a compilation, as a value that can be printed."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class PlannedValue:
 
     Attributes:
         name: the value's name in the emitted code.
-        module: path of the user's module that makes it.
+        module: path of the user's module that computes it.
         type: dtype and shape.
-        bytes: its storage; upper bound where the size depends on data.
-        reason: why it was hoisted, or must not be kept; empty otherwise.
-        seconds: modelled; of making it once.
-        times: how often the backward makes it again.
-        again_seconds: modelled; what making it again takes, or would take if it were not kept, with all that has to
-            run for it.
+        bytes: bytes of its storage; an upper bound if the size depends on data.
+        reason: why it was hoisted, or must not be saved; empty otherwise.
+        seconds: modelled seconds of computing it once.
+        times: how often the backward recomputes it.
+        again_seconds: modelled seconds of recomputing it, or of what recomputing it would take if it were not saved,
+            including everything that has to run for it.
     """
 
     name: str
@@ -54,23 +54,23 @@ class PlannedValue:
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage and what happens to its values.
+    """A stage, and what happens to its values.
 
     Attributes:
         index: position in the pipeline.
         modules: the user's modules in it, first and last.
         segments: indices of its first and last segment.
-        forward_seconds: modelled.
-        recompute_seconds: modelled; of forward operations that run again, early or just in time.
-        backward_seconds: modelled, without the recomputation.
-        early_seconds: modelled; the part of both that runs before the stage's incoming gradients arrive, in its
-            recompute module.
-        entry_bytes: computed values that live across its beginning.
-        saved: kept from forward to backward, without the hoisted ones and generator states.
-        hoisted: kept because their operation must not run twice.
-        recomputed: made again in the backward.
-        replayed: seeded operations that run again from a saved generator state.
-        passing: made in the forward and not read by the backward.
+        forward_seconds: modelled seconds of the forward.
+    recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
+    backward_seconds: modelled seconds of the backward, without recomputation.
+    early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
+        gradients arrive.
+    entry_bytes: bytes of computed values that are live across its beginning.
+    saved: values saved from forward to backward, without hoisted ones and generator states.
+    hoisted: values saved because their operation must not run twice.
+    recomputed: values recomputed in the backward.
+    replayed: random operations that run again from a saved generator state.
+    passing: values of the forward that the backward does not read.
         same_as: an earlier stage that does the same work on the same shapes, if there is one.
     """
 
@@ -96,16 +96,16 @@ class PlannedPipeline:
 
     Attributes:
         schedule: name of the schedule.
-        devices: one for each worker.
-        microbatches: how many, of a whole batch.
-        checkpoint: which microbatches are recomputed; empty where a byte budget decides.
+        devices: the device of each worker.
+        microbatches: number of microbatches of a whole batch.
+        checkpoint: which microbatches are recomputed; empty if a byte budget decides.
         makespan: modelled seconds of a step.
-        bubble: modelled share of the devices' time in which they wait.
-        peak_bytes: for each device the most bytes at one time, beyond those that were there when the step began:
-            values of the microbatches in flight, gradients, temporaries.
-        order: every device's actions with the transfers between them, one line a device.
-        brought_bytes: bytes of a model on the host that a step brings to the devices; 0 where it is no such model.
-        loss_reduction: how the microbatches' losses become the batch's.
+            bubble: modelled share of the devices' time that they spend waiting.
+        peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
+            in flight, gradients, temporaries.
+        order: the actions of every device with the transfers between them, one line per device.
+        brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
+        loss_reduction: how the microbatches' losses are combined to the batch's loss.
     """
 
     schedule: str
@@ -167,7 +167,7 @@ class Plan:
     measured: list[list[list[Span]]] = field(repr=False, compare=False, default_factory=list)
 
     def timeline(self) -> Timeline:
-        """When each device does what: as predicted and, after a step, as measured in the latest.
+        """When each device runs which action: as predicted and, after a step, as measured in the latest one.
 
         Raises:
             RuntimeError: the model is not pipelined, or the plan was read from JSON.
@@ -228,7 +228,14 @@ class Plan:
         return texts
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write what :meth:`sources` returns into ``folder`` (made if missing). Returns the files."""
+        """Write what :meth:`sources` returns.
+
+        Args:
+            folder: the folder; created if it is missing.
+
+        Returns:
+            the files.
+        """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
         written = []
@@ -263,13 +270,13 @@ class Plan:
         return (whole, *(point for point in found if point[0] < whole[0]))
 
     def explain(self, name: str) -> str:
-        """What happens to a value, or to all values of a module, and what it would cost otherwise.
+        """What happens to a value, or to all values of a module, and what the alternative would cost.
 
         Args:
-            name: of a value as in the emitted code, or of a module as in ``model.named_modules()``.
+            name: name of a value in the emitted code, or of a module as in ``model.named_modules()``.
 
         Raises:
-            ValueError: nothing has that name; close matches are listed.
+            ValueError: there is no such value or module; the message lists close matches.
         """
         fates = list(self._fates())
         found = [fate for fate in fates if fate[2].name == name]
@@ -291,7 +298,7 @@ class Plan:
                         yield stage.index, fate, value
 
     def to_json(self) -> str:
-        """The decisions as JSON, without the emitted code; :meth:`from_json` reads it back."""
+        """The plan as JSON, without the emitted code, which :meth:`from_json` reads."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name in ("modules", "programs", "operations", "timing", "measured"):
             del fields[name]
@@ -302,10 +309,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """A plan from :meth:`to_json`; equal to the original, but without code.
+        """Read a plan written by :meth:`to_json`. It is equal to the original, but has no code.
 
         Raises:
-            ValueError: the text is no plan, or one of another format.
+            ValueError: ``text`` is not a plan, or has another format.
         """
         try:
             fields = json.loads(text)

@@ -1,4 +1,4 @@
-"""Pictures of plans. Needs matplotlib (``pip install 'roundpipe_fx[plot]'``)."""
+"""Plots of plans. Requires matplotlib (``pip install 'roundpipe_fx[plot]'``)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ __all__ = ["plot_frontier"]
 
 
 def plot_frontier(plan: Plan, path: str | Path) -> Path:
-    """Draw the trade-off of peak memory and recomputation, with the plan's own place and its budget.
+    """Plot the trade-off between peak memory and recomputation, with the plan and its budget.
 
     Args:
-        plan: made with a budget.
-        path: the picture to write; its ending gives the format (``.png``, ``.svg``, ``.pdf``).
+        plan: a plan that was made with a budget.
+        path: the file to write; its extension gives the format (``.png``, ``.svg``, ``.pdf``).
+
+    Returns:
+        the path.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""Timelines: when each device of a pipeline does what, predicted and measured, to look at."""
+"""Timelines: when each device of a pipeline runs which action, predicted and measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Bar", "Timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An action of a device: ``start`` and ``end`` in seconds from the beginning of the step."""
+    """An action of a device: ``start`` and ``end`` in seconds since the beginning of the step."""
 
     device: int
     action: Action
@@ -26,11 +26,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each device does what.
+    """When each device runs which action.
 
     Attributes:
-        predicted: as the simulator has it, with modelled costs.
-        measured: as the latest step ran; empty before the first.
+        predicted: simulated, with modelled costs.
+        measured: measured in the latest step; empty before the first one.
     """
 
     predicted: tuple[Bar, ...]
@@ -38,7 +38,12 @@ class Timeline:
 
     @classmethod
     def of(cls, timing: Timing, spans: Sequence[Sequence[Span]] | None) -> Timeline:
-        """The timeline of a simulation and of a run."""
+        """Make a timeline.
+
+        Args:
+            timing: the simulated schedule.
+            spans: for each device, the times of its actions in a step; ``None`` if there was no step.
+        """
         predicted = []
         for device, (starts, ends) in enumerate(zip(timing.starts, timing.ends, strict=True)):
             actions = timing.schedule.actions(device)
@@ -50,7 +55,14 @@ class Timeline:
         return cls(tuple(predicted), tuple(measured))
 
     def write(self, path: str | Path) -> Path:
-        """Write both as a Chrome trace (JSON), which ui.perfetto.dev opens: a process for each, a row for a device."""
+        """Write a Chrome trace (JSON), which ui.perfetto.dev opens, with a row for each device.
+
+        Args:
+            path: the file to write.
+
+        Returns:
+            the path.
+        """
         events: list[dict[str, Any]] = []
         for process, (name, bars) in enumerate((("predicted", self.predicted), ("measured", self.measured))):
             if not bars:
@@ -77,7 +89,13 @@ class Timeline:
         return target
 
     def plot(self, path: str | Path) -> Path:
-        """Draw both; the ending of ``path`` gives the format (``.png``, ``.svg``, ``.pdf``).
+        """Plot the timeline.
+
+        Args:
+            path: the file to write; its extension gives the format (``.png``, ``.svg``, ``.pdf``).
+
+        Returns:
+            the path.
 
         Raises:
             ImportError: matplotlib is not installed.

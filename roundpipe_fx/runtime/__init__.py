@@ -1,1 +1,1 @@
-"""The runtime: runs programs. It knows emitted code, not passes."""
+"""The runtime: runs emitted programs. It does not depend on the passes that emitted them."""

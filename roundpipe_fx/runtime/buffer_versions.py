@@ -1,7 +1,7 @@
-"""States: tensors that a step updates in place, like the statistics of batch norm.
+"""Buffer versions: buffers that a step updates in place, such as the running statistics of batch norm.
 
-Each microbatch reads what the one before it has made of them, wherever that ran; the caller's tensors themselves change
-when the step is over.
+Each microbatch reads the version that the previous one has written, on whatever device that ran. The caller's tensors
+themselves are updated when the step is over.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ __all__ = ["BufferVersions"]
 
 
 class BufferVersions:
-    """The states of one run."""
+    """The buffer versions of one run.
+
+    Args:
+        programs: the program of each microbatch.
+        primals: for each microbatch, the inputs of the forward.
+    """
 
     def __init__(self, programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> None:
         self._writers: dict[int, list[int]] = {}
@@ -29,11 +34,18 @@ class BufferVersions:
         self._stopped = False
 
     def is_state(self, value: Any) -> bool:
-        """Whether some microbatch updates a tensor."""
+        """Whether any microbatch updates a tensor."""
         return id(value) in self._writers
 
     def read(self, value: Any, microbatch: int) -> tuple[Any, Any]:
-        """What a tensor is for a microbatch, once the microbatches before have updated it, and when it is ready.
+        """The version of a tensor that a microbatch reads; waits until the previous microbatches have updated it.
+
+        Args:
+            value: the caller's tensor.
+            microbatch: index of the microbatch.
+
+        Returns:
+            the version, and the event after which it may be read (see :meth:`DeviceStreams.ready`).
 
         Raises:
             Stopped: the run was stopped.
@@ -50,13 +62,20 @@ class BufferVersions:
             return self._made[key]
 
     def write(self, value: Any, microbatch: int, made: Any, ready: Any) -> None:
-        """What a microbatch has made of a tensor, and when it is ready: see :meth:`Lane.ready`."""
+        """Publish a microbatch's version of a tensor.
+
+        Args:
+            value: the caller's tensor.
+            microbatch: index of the microbatch.
+            made: the new version.
+            ready: the event after which it may be read (see :meth:`DeviceStreams.ready`).
+        """
         with self._changed:
             self._made[id(value), microbatch] = (made, ready)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Let nobody wait any more."""
+        """Make every reader that waits, now or later, raise :class:`Stopped`."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

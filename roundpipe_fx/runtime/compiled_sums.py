@@ -1,4 +1,4 @@
-"""Sums of gradients in stages that a compiler makes: an ordinary addition, which begins with zeros."""
+"""Gradient accumulation in compiled stages: an out-of-place addition, which starts from zeros."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["from_zero", "functional_sums"]
 
 
 def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
-    """Replace additions in place by such that make a new sum. The module is rewritten."""
+    """Replace in-place gradient accumulation by out-of-place additions. The module is rewritten in place."""
     aten = torch.ops.aten
     summing = [node for node in module.graph.nodes if node.target in SUMMING]
     for node in summing:
@@ -30,11 +30,14 @@ def functional_sums(module: fx.GraphModule) -> fx.GraphModule:
 def from_zero(
     module: fx.GraphModule, call: Callable[[list[Any]], tuple[Any, ...]]
 ) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Have a compiled stage module begin with zeros where nothing has been added up.
+    """Make a compiled stage module start from zeros where no gradient has been accumulated yet.
 
     Args:
-        module: what was compiled.
-        call: it, compiled and boxed.
+        module: the stage module that was compiled.
+        call: the compiled module, boxed.
+
+    Returns:
+        a function that replaces ``None`` among the accumulated gradients by zeros, and calls ``call``.
     """
     totals = {node.args[0] for node in module.graph.nodes if node.target in SUMMING}
     placeholders = module.graph.find_nodes(op="placeholder")

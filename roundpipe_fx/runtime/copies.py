@@ -1,6 +1,7 @@
-"""Copies on another device that lie as their originals do: what sums a tensor up goes through its memory in order.
+"""Copies on another device that keep the strides of the original.
 
-``Tensor.to`` puts the elements of a slice, or of an expanded tensor, side by side; a gradient would have other bits.
+``Tensor.to`` makes the elements of a slice, or of an expanded tensor, contiguous. Reductions accumulate in memory
+order, so gradients would not be bitwise equal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ __all__ = ["copied", "copied_together"]
 
 
 def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A copy on another device, in the shape and with the strides of the original (windows are put side by side)."""
+    """A copy on another device, with the strides of the original.
+
+    Args:
+        value: a tensor. If its elements overlap in memory (as in ``unfold``), the copy is contiguous.
+        device: the other device.
+    """
     if any(step == 0 and size > 1 for size, step in zip(value.shape, value.stride(), strict=True)):
         shape = [1 if step == 0 else size for size, step in zip(value.shape, value.stride(), strict=True)]
         return copied(value.as_strided(shape, value.stride()), device).expand(value.shape)
@@ -25,7 +31,12 @@ def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
-    """Copies on another device; what lies in one memory does so again, and what is on the CPU stays there."""
+    """Copies of several values on another device; tensors that share a storage share one again.
+
+    Args:
+        values: tensors and other values. Tensors on the CPU, and values that are not tensors, are returned as they are.
+        device: the other device.
+    """
     sent = list(values)
     groups: dict[tuple[int, torch.dtype], list[int]] = {}
     for place, value in enumerate(values):
@@ -45,14 +56,14 @@ def copied_together(values: Sequence[Any], device: torch.device) -> tuple[Any, .
 
 
 def _extent(value: torch.Tensor) -> int:
-    """From a tensor's first element in memory to behind its last one, in elements."""
+    """Number of elements from a tensor's first element in memory up to and including its last one."""
     if value.numel() == 0:
         return 0
     return 1 + sum(step * (size - 1) for step, size in zip(value.stride(), value.shape, strict=True))
 
 
 def _is_dense_or_overlaps(value: torch.Tensor) -> bool:
-    """Whether elements lie side by side, or some lie in one place, as those of windows do."""
+    """Whether the elements are dense in memory, or overlap, as in ``unfold``."""
     extent = 1
     for step, size in sorted(zip(value.stride(), value.shape, strict=True)):
         if size > 1:

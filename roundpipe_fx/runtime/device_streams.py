@@ -1,8 +1,8 @@
-"""Lanes: how a worker's device runs, sends and receives.
+"""Device streams: how a worker's device runs, sends and receives.
 
-On the CPU a lane is the thread itself: what is sent is the tensor. On an accelerator it is a compute stream with a copy
-stream for each direction: what is sent is copied on the copy streams while both devices compute, and an event tells the
-receiving compute stream when it is there. The host waits for nothing.
+On the CPU everything runs in the worker's thread, and a tensor is sent as it is. An accelerator has a compute stream
+and a copy stream for each direction: values are copied on the copy streams while both devices compute, and the
+receiving compute stream waits for an event. The host waits for nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Message:
     """Values on their way from one device to another.
 
     Attributes:
-        numbers: which values.
-        values: on the receiver's device.
-        arrived: an event on an accelerator; ``None`` on the CPU.
+        numbers: numbers of the values.
+        values: the values, on the receiver's device.
+        arrived: on an accelerator, the event after which they may be read, and its stream; ``None`` on the CPU.
     """
 
     numbers: tuple[int, ...]
@@ -37,54 +37,54 @@ class Message:
 
 
 class DeviceStreams(Protocol):
-    """What a worker asks of its device."""
+    """What a worker needs of its device."""
 
     device: torch.device
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
-        """Called in the caller's thread before a step: what he has issued comes first."""
+        """Called in the caller's thread before a step, which must run after what the caller has issued."""
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Around all that the worker does for a step."""
 
     def to_device(self, value: Any) -> Any:
-        """A tensor of the caller's, on this device."""
+        """The caller's tensor, or its copy, on this device."""
 
     def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
-        """What an earlier run has left, on some worker's device, on this one's, to be read from here on."""
+        """Values that an earlier run has left on any worker's device, on this device, ready to be read."""
 
     def drop(self, value: Any) -> None:
-        """Nothing on this device reads a tensor of the caller's any more in this step."""
+        """Free the copy of a caller's tensor, which this device does not read again in this step."""
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
         """Start sending values."""
 
     def receive(self, message: Message) -> tuple[Any, ...]:
-        """The values of a message, to be read from here on."""
+        """The values of a message, ready to be read."""
 
     def mark(self) -> Any:
-        """This moment, for :meth:`seconds`."""
+        """The current time, for :class:`~roundpipe_fx.runtime.pipeline_run.Span`."""
 
     def to_caller(self, value: Any) -> Any:
-        """A result, on the caller's device."""
+        """A result, copied to the caller's device."""
 
     def ready(self) -> Any:
-        """What this worker has issued until now, for :meth:`after` of another."""
+        """A marker of what this worker has issued so far, for :meth:`after` of another worker."""
 
     def after(self, ready: Any, value: Any) -> None:
-        """From here on read a value that another worker, on the caller's device, had made until ``ready``."""
+        """Make later reads of ``value`` wait for another worker, which computed it before ``ready``."""
 
     def finish(self) -> None:
-        """Let the caller's stream wait for all that was issued."""
+        """Make the caller's stream wait for all that was issued."""
 
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
-        """Let copies of tensors of the host go and begin to copy others; what was begun before may be read now."""
+        """Free copies of host tensors, and start copying others; those started by the previous call may be read now."""
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Begin to copy gradients to the host, where they are once :meth:`synchronize_copies` has returned."""
+        """Start copying gradients to the host, where they may be read after :meth:`synchronize_copies`."""
 
     def synchronize_copies(self) -> None:
-        """Wait until nothing is copied from or to the host any more."""
+        """Wait until all copies from and to the host have finished."""
 
 
 class HostDeviceStreams:
@@ -102,18 +102,18 @@ class HostDeviceStreams:
         yield
 
     def to_device(self, value: Any) -> Any:
-        """A tensor of the caller's: itself."""
+        """The caller's tensor itself."""
         return value
 
     def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
-        """What an earlier run has left: as it is."""
+        """The values themselves."""
         return values
 
     def drop(self, value: Any) -> None:
-        """Nothing was copied."""
+        """Nothing to free: nothing was copied."""
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
-        """Values as they are."""
+        """A message with the values themselves."""
         return Message(numbers, tuple(values))
 
     def receive(self, message: Message) -> tuple[Any, ...]:
@@ -121,15 +121,15 @@ class HostDeviceStreams:
         return message.values
 
     def mark(self) -> float:
-        """This moment, in seconds."""
+        """The current time in seconds."""
         return time.perf_counter()
 
     def to_caller(self, value: Any) -> Any:
-        """A result: itself."""
+        """The result itself."""
         return value
 
     def ready(self) -> None:
-        """It is there."""
+        """Nothing to wait for."""
 
     def after(self, ready: Any, value: Any) -> None:
         """Nothing to wait for."""
@@ -138,7 +138,7 @@ class HostDeviceStreams:
         """Nothing to wait for."""
 
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
-        """Tensors of the host are where they are read."""
+        """Nothing to copy: host tensors are read where they are."""
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of gradients."""
@@ -149,7 +149,7 @@ class HostDeviceStreams:
 
 
 class AcceleratorDeviceStreams:
-    """A worker on an accelerator: one compute stream, a copy stream for what goes out and one for what comes in."""
+    """A worker on an accelerator: a compute stream, and copy streams for outgoing and incoming values."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -164,13 +164,13 @@ class AcceleratorDeviceStreams:
         self._left: Any = None
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
-        """Note the caller's streams, on his own and the workers' devices: streams are of a thread, his must tell."""
+        """Record the caller's streams on its own and on the workers' devices. Current streams are thread-local."""
         self._caller_device = caller_device
         self._callers = {device: torch.accelerator.current_stream(device) for device in (caller_device, *devices)}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """The compute stream is current and has waited for the caller's; copies of his tensors last as long."""
+        """Make the compute stream current, after the caller's streams. On exit, copies of its tensors are freed."""
         for caller in self._callers.values():
             self.compute.wait_stream(caller)
             self.incoming.wait_stream(caller)
@@ -181,7 +181,7 @@ class AcceleratorDeviceStreams:
                 self._copies.clear()
 
     def to_device(self, value: Any) -> Any:
-        """A tensor of the caller's on this device: itself, or a copy that is held until :meth:`drop`."""
+        """The caller's tensor if it is on this device; else a copy, which is held until :meth:`drop`."""
         if id(value) in self._copies:
             return self._copies[id(value)][1]
         if not isinstance(value, torch.Tensor) or value.device == self.device or value.device.type == "cpu":
@@ -191,7 +191,7 @@ class AcceleratorDeviceStreams:
         return copy
 
     def inherit(self, values: Sequence[Any]) -> Sequence[Any]:
-        """What an earlier run has left: the stream that reads it is perhaps not the one whose memory it has."""
+        """The values on this device. They may have been allocated on another stream than the one that reads them."""
         tensors = [value for value in values if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
         elsewhere = {value.device for value in tensors} - {self.device}
         for value in tensors:
@@ -205,10 +205,11 @@ class AcceleratorDeviceStreams:
         return values
 
     def _copy(self, values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Copies on this device, for the compute stream. The caller's stream reads, and has waited for their making.
+        """Copies on this device, for the compute stream. They are read on the caller's stream, which has waited for
+        them.
 
         Args:
-            values: on one other device.
+            values: tensors on one other device.
         """
         with on_stream(self._callers[values[0].device]), on_stream(self.incoming):
             copies = copied_together(values, self.device)
@@ -219,11 +220,11 @@ class AcceleratorDeviceStreams:
         return copies
 
     def drop(self, value: Any) -> None:
-        """Let the copy of a tensor go."""
+        """Free the copy of a tensor."""
         self._copies.pop(id(value), None)
 
     def send(self, numbers: tuple[int, ...], values: Sequence[Any], to: DeviceStreams) -> Message:
-        """Copy values on the copy streams; several workers of one device share its memory."""
+        """Copy values on the copy streams. Workers of one device share its memory, so nothing is copied."""
         assert isinstance(to, AcceleratorDeviceStreams)
         ready = self.compute.record_event()
         if to.device == self.device:
@@ -239,7 +240,7 @@ class AcceleratorDeviceStreams:
         return Message(numbers, sent, (arrived, to.incoming))
 
     def receive(self, message: Message) -> tuple[Any, ...]:
-        """The compute stream waits for the values; the host does not."""
+        """Make the compute stream wait for the values; the host does not wait."""
         arrived, _ = message.arrived
         self.compute.wait_event(arrived)
         for value in message.values:
@@ -254,34 +255,34 @@ class AcceleratorDeviceStreams:
         return event
 
     def to_caller(self, value: Any) -> Any:
-        """A result on the caller's device, ready for his stream."""
-        home = self._callers[self._caller_device]
-        if not isinstance(value, torch.Tensor) or value.device == home.device or value.device.type == "cpu":
+        """A result on the caller's device, copied on its stream."""
+        caller = self._callers[self._caller_device]
+        if not isinstance(value, torch.Tensor) or value.device == caller.device or value.device.type == "cpu":
             return value
-        with on_stream(home), on_stream(self.compute):
-            return copied(value, home.device)
+        with on_stream(caller), on_stream(self.compute):
+            return copied(value, caller.device)
 
     def ready(self) -> Any:
         """An event on the compute stream."""
         return self.compute.record_event()
 
     def after(self, ready: Any, value: Any) -> None:
-        """The compute stream waits, and so does the caller's, from which copies are made."""
+        """Make the compute stream wait, and the caller's stream, from which copies are made."""
         if value.device == self.device:
             value.record_stream(self.compute)
         self.compute.wait_event(ready)
         self._callers[self._caller_device].wait_event(ready)
 
     def finish(self) -> None:
-        """Called in the caller's thread: its stream waits for the compute stream."""
+        """Called in the caller's thread: make its stream wait for the compute stream."""
         torch.accelerator.current_stream(self.device).wait_stream(self.compute)
 
-    # Memory that the copy streams share with the compute stream goes back to its own stream's pool as soon as that has
-    # been told to wait for the other. ``record_stream`` would have it wait for an event that the host asks for, and a
-    # host that is ahead would find nothing free.
+    # A block used by two streams returns to its allocating stream's pool after that stream waits on the other stream's
+    # event. ``record_stream`` is not used here: the allocator would free the block only when the host finds that the
+    # event has passed, so a host that runs ahead of the device would find no free memory.
 
     def exchange(self, drops: Sequence[torch.Tensor], brings: Sequence[torch.Tensor]) -> None:
-        """The compute stream waits for what was begun before, the incoming one for what read the copies that go."""
+        """The compute stream waits for the previous copies, the incoming stream for the readers of freed ones."""
         if self._brought is not None:
             self.compute.wait_event(self._brought)
         if drops:
@@ -294,7 +295,7 @@ class AcceleratorDeviceStreams:
         self._brought = self.incoming.record_event()
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """They are held until the next call, by which time they have been copied while the device worked."""
+        """The gradients are held until the next call; by then they have been copied while the device computed."""
         if self._leaving:
             self.compute.wait_event(self._left)
             self._leaving.clear()
@@ -309,7 +310,7 @@ class AcceleratorDeviceStreams:
         return copies
 
     def synchronize_copies(self) -> None:
-        """Called in the caller's thread, after a step: the host waits for both copy streams."""
+        """Called in the caller's thread after a step: the host waits for both copy streams."""
         self.incoming.synchronize()
         self.outgoing.synchronize()
         self._leaving.clear()
@@ -321,5 +322,5 @@ def _is_on(value: Any, device: torch.device) -> bool:
 
 
 def device_streams_of(device: torch.device) -> DeviceStreams:
-    """The lane of a device."""
+    """The streams of a device."""
     return HostDeviceStreams() if device.type == "cpu" else AcceleratorDeviceStreams(device)

@@ -1,7 +1,7 @@
 """An eager stage: a stage module's graph as one Python function, which calls PyTorch's operators one by one.
 
-FX has a code generator for this, which writes code that can be imported anywhere. Compiling has to be quick: here what
-is called, and every constant that has no plain text, is bound to a name of its own.
+FX's own code generator writes code that can be imported anywhere, which is slow to generate and compile. Here every
+callable, and every constant without a plain literal, is bound to a name in the function's globals instead.
 """
 
 from __future__ import annotations
@@ -33,7 +33,14 @@ _numbers = itertools.count()
 
 
 def eager_stage(module: fx.GraphModule) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """A boxed function: takes one list of arguments, clears it, and lets every value die at its last use."""
+    """Make a stage module callable.
+
+    Args:
+        module: the stage module.
+
+    Returns:
+        a boxed function: it takes one list of arguments and clears it, so that every value is freed at its last use.
+    """
     graph = module.graph
     names = _Names({node.name for node in graph.nodes})
     name = module._get_name()
@@ -86,7 +93,10 @@ def _called(node: fx.Node) -> Callable[..., Any]:
 
 
 class _Names:
-    """Texts of values, and what the names in them are bound to.
+    """Source text of values, and the objects that names in it are bound to.
+
+    Args:
+        taken: names that must not be used.
 
     Attributes:
         bound: objects by name.
@@ -98,7 +108,7 @@ class _Names:
         self.bound: dict[str, Any] = {}
 
     def of(self, value: Any, called: str) -> str:
-        """The name of an object."""
+        """The name of an object, derived from ``called``."""
         if id(value) not in self._known:
             plain = "".join(letter if letter.isalnum() else "_" for letter in called)
             tried = itertools.chain([plain], (f"{plain}_{number}" for number in itertools.count()))
@@ -112,7 +122,7 @@ class _Names:
         return self._known[id(value)]
 
     def text(self, value: Any) -> str:
-        """An argument as Python."""
+        """Python source of an argument."""
         kind = type(value)
         if isinstance(value, fx.Node):
             return value.name
@@ -126,12 +136,12 @@ class _Names:
             return f"{{{', '.join(f'{self.text(key)}: {self.text(item)}' for key, item in value.items())}}}"
         if kind is slice:
             return f"{self.of(slice, 'slice')}({', '.join(map(self.text, (value.start, value.stop, value.step)))})"
-        assert not _reads(value), f"{value!r} cannot be written"
+        assert not _reads(value), f"{value!r} contains a node and cannot be written as source"
         return self.of(value, kind.__name__)
 
 
 def _reads(value: Any) -> bool:
-    """Whether an argument of some other type has nodes in it."""
+    """Whether an argument contains nodes."""
     found: list[fx.Node] = []
     fx.node.map_arg(value, found.append)
     return bool(found)

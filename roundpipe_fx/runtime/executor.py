@@ -1,4 +1,4 @@
-"""The executor: a program's own text, run."""
+"""The executor: compiles a program's source text and runs it."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     """Make a program callable.
 
     Args:
-        program: what to run.
+        program: the program.
         stages: the compiled stage modules by name.
-        strided: whether stages insist on the strides that they were compiled for.
+        strided: whether stages require the strides that they were compiled for.
 
     Returns:
-        a boxed function. Its source is the text that ``plan.write`` shows, and tracebacks quote it.
+        a boxed function. Its source is the text that ``plan.write`` writes, and tracebacks quote it.
     """
     text = program_text(program)
     filename = f"<roundpipe_fx {program.name} program {next(_numbers)}>"
@@ -44,7 +44,7 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     in_full = [strided or Mark.STRIDED in node.meta for node in inputs]
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        for index, like in enumerate(values):  # no argument gets a name here: the program is to be its last holder
+        for index, like in enumerate(values):  # no name here: the program holds the last reference
             if arguments[index] is None and isinstance(like, torch.Tensor):
                 arguments[index] = _zeros(like, in_full[index])
         with streams.running():
@@ -56,9 +56,9 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
 
 
 def _zeros(like: torch.Tensor, in_full: bool) -> torch.Tensor:
-    """The gradient of an output that nobody used. Unless its strides matter it is one zero, seen at every place.
+    """The gradient of an output that was not used: an expanded scalar zero, unless its strides matter.
 
-    An effect's token has no element, and no memory: it orders what prints or asserts.
+    Tokens of effects have no elements and no memory.
     """
     if any(isinstance(size, int) and not size for size in like.shape):
         return torch.empty(like.shape, dtype=like.dtype, device=like.device)

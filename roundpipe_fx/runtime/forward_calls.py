@@ -1,7 +1,7 @@
-"""What a caller may want of the forward programs that run below it: that they do not run, or to know their outputs.
+"""Requests of the compiled module to the forward programs below it: not to run, or to record their outputs.
 
-Between the caller (the compiled module) and a forward program stand Dynamo's and AOTAutograd's runtimes, which pass
-nothing through; so the wish is kept by thread.
+Between the compiled module and a forward program are the runtimes of Dynamo and AOTAutograd, which pass nothing
+through; so requests are kept in thread-local state.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ _local = threading.local()
 
 
 class TraceOnly(BaseException):
-    """Raised instead of running a forward program while :func:`trace_only` is in force."""
+    """Raised instead of running a forward program inside :class:`trace_only`."""
 
 
 class trace_only:
-    """While entered, compiled functions of this thread are compiled but not run: they raise :class:`TraceOnly`."""
+    """Context manager in which compiled functions of this thread are compiled but not run.
+
+    They raise :class:`TraceOnly` instead.
+    """
 
     def __enter__(self) -> None:
         _local.trace_only = True
@@ -36,9 +39,9 @@ class trace_only:
 
 
 class outputs_of_programs:
-    """While entered, notes the outputs of forward programs that this thread runs, by identity.
+    """Context manager that records the outputs of forward programs that this thread runs, by identity.
 
-    ``output in noted`` tells whether a tensor came from a compiled program as it is.
+    ``output in noted`` tells whether a tensor is itself an output of a compiled program.
     """
 
     def __enter__(self) -> outputs_of_programs:
@@ -56,12 +59,12 @@ class outputs_of_programs:
 
 
 def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[Sequence[Any]], None] | None = None) -> Boxed:
-    """A forward program that heeds :class:`trace_only` and :class:`outputs_of_programs`.
+    """Wrap a forward program so that it respects :class:`trace_only` and :class:`outputs_of_programs`.
 
     Args:
         run: the program.
-        noted_outputs: how many of its first results may be noted.
-        see: is shown its results.
+        noted_outputs: number of its first results that may be recorded.
+        see: called with its results.
     """
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Sums: what the gradients of a step add up to so far, on one device or on all."""
+"""Accumulated gradients of a step, on one device or on all of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ __all__ = ["GradientAccumulator"]
 
 
 class GradientAccumulator:
-    """Sums by identity of the tensor whose gradient they are. One that is nobody else's is added to in place.
+    """Accumulated gradients, keyed by identity of the tensor that they are the gradient of.
+
+    A gradient is accumulated in place where the accumulator holds the only reference to its memory.
 
     Attributes:
-        tensors: the sums.
+        tensors: the accumulated gradients.
     """
 
     def __init__(self) -> None:
@@ -24,9 +26,9 @@ class GradientAccumulator:
         """Add a gradient.
 
         Args:
-            owner: whose.
-            gradient: it may be a view of something else, or a value that others read too.
-            own: whether it is neither.
+            owner: identity of the tensor that it is the gradient of.
+            gradient: the gradient. It may be a view, or a value that others read too.
+            own: whether it is neither, so that it may be written to.
         """
         if owner not in self.tensors:
             self.give(owner, gradient, own)
@@ -36,31 +38,31 @@ class GradientAccumulator:
             self.give(owner, self.tensors[owner] + gradient)
 
     def give(self, owner: int, total: torch.Tensor, own: bool = True) -> None:
-        """Set a sum."""
+        """Set an accumulated gradient; ``own``: whether it may be written to."""
         self.tensors[owner] = total
         if own:
             self._own.add(owner)
 
     def take(self, owner: int) -> torch.Tensor | None:
-        """A sum that whoever takes it may write over, and gives back; ``None``: nothing was added yet."""
+        """Remove an accumulated gradient to be written to and given back; ``None`` if there is none yet."""
         total = self.tensors.pop(owner, None)
         return total.clone() if total is not None and owner not in self._own else total
 
     def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
-        """Take away all that there are of some owners; what is added later begins anew."""
+        """Remove and return the accumulated gradients of some owners."""
         found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
         self._own -= found.keys()
         return found
 
-    def move(self, to: GradientAccumulator, home: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Add all to others, so that each is gone before the next is brought.
+    def move(self, to: GradientAccumulator, to_caller: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Add all gradients to another accumulator, freeing each one before the next is copied.
 
         Args:
-            to: the others.
-            home: brings a tensor to the caller's device.
+            to: the other accumulator.
+            to_caller: copies a tensor to the caller's device.
         """
         while self.tensors:
             owner, total = self.tensors.popitem()
-            at_home = home(total)
+            moved = to_caller(total)
             del total
-            to.add(owner, at_home, owner in self._own)
+            to.add(owner, moved, owner in self._own)

@@ -1,4 +1,4 @@
-"""Seen gradients: tells which incoming gradients steps bring that their plan did not expect."""
+"""Gradient observers: report incoming gradients that a plan did not expect."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["gradient_observer"]
 
 
 def gradient_observer(run: Boxed, unexpected: Mapping[int, str], see: Callable[[str], None]) -> Boxed:
-    """A backward program that tells of what it is given.
+    """Wrap a backward program so that it reports unexpected incoming gradients.
 
     Args:
         run: the program.
-        unexpected: by place, names of incoming gradients that are to be told of where they come.
-        see: told the name of each.
+        unexpected: names of the incoming gradients that the plan assumes missing, by position.
+        see: called with the name of each one that is passed.
     """
 
     def call(arguments: list[Any]) -> tuple[Any, ...]:

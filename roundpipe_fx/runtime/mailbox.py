@@ -1,4 +1,4 @@
-"""Mailboxes: where what other devices send to a device arrives."""
+"""Mailboxes: where messages from other devices arrive."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["Mailbox", "Stopped"]
 
 
 class Stopped(Exception):
-    """Somebody else has failed."""
+    """Another worker has failed, so this one must not go on."""
 
 
 class Mailbox:
-    """Where messages for one device arrive; whoever waits in it can be stopped."""
+    """Messages for one device. A thread that waits for one can be stopped."""
 
     def __init__(self) -> None:
         self._messages: dict[tuple[StageAction, int], Message] = {}
@@ -23,17 +23,17 @@ class Mailbox:
         self._stopped = False
 
     def put(self, step: StageAction, microbatch: int, messages: list[Message]) -> None:
-        """Leave the last of some messages, a step's for a microbatch.
+        """Deliver the last of some messages, with the results of a stage action for a microbatch.
 
-        It is taken off the list: were the sender to hold it for a moment longer, its values would not die when their
-        last reader lets them go.
+        The message is removed from the list, because a reference held by the sender would keep its values alive after
+        their last reader has released them.
         """
         with self._arrived:
             self._messages[step, microbatch] = messages.pop()
             self._arrived.notify()
 
     def take(self, step: StageAction, microbatch: int) -> Message:
-        """The message, once it is there.
+        """Wait for a message and remove it.
 
         Raises:
             Stopped: the run was stopped.
@@ -46,7 +46,7 @@ class Mailbox:
             return self._messages.pop((step, microbatch))
 
     def stop(self) -> None:
-        """Let nobody wait any more."""
+        """Make every :meth:`take` that waits, now or later, raise :class:`Stopped`."""
         with self._arrived:
             self._stopped = True
             self._arrived.notify_all()

@@ -1,8 +1,8 @@
-"""The parameters that an optimizer works on, where they are not the model's own: RoundPipe's master copies.
+"""Optimizer parameters: copies of a model's parameters in another dtype, which RoundPipe calls master copies.
 
-A model in bfloat16 trains well only if its optimizer adds small updates up in float32. So the optimizer is given
-*optimizer parameters*: float32 copies. After each backward the model's gradients move to them, the optimizer steps, and
-the result is rounded back into the model.
+A model in bfloat16 trains well only if its optimizer accumulates small updates in float32. So the optimizer works on
+float32 copies: after each backward the model's gradients are moved to them, the optimizer steps, and the result is
+rounded back into the model's parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _local = _Local()
 
 
 class OptimizerCtx:
-    """Inside, ``parameters()`` and ``named_parameters()`` of a compiled model give the optimizer's parameters.
+    """Context manager in which ``parameters()`` and ``named_parameters()`` of a compiled model return optimizer
+    parameters.
 
     ::
 
@@ -37,8 +38,8 @@ class OptimizerCtx:
         with roundpipe_fx.OptimizerCtx():
             optimizer = torch.optim.AdamW(model.parameters())
 
-    Of the thread; may be nested. Submodules of the model are not affected, nor are models compiled without
-    ``optim_dtype``, whose optimizer parameters are their own.
+    It applies to the current thread and may be nested. Submodules of the model are not affected. The optimizer
+    parameters of a model that is compiled without ``optim_dtype`` are its own parameters.
     """
 
     def __enter__(self) -> OptimizerCtx:
@@ -50,7 +51,7 @@ class OptimizerCtx:
 
 
 def in_optimizer_context() -> bool:
-    """Whether this thread is inside an :class:`OptimizerCtx`."""
+    """Whether the current thread is inside an :class:`OptimizerCtx`."""
     return _local.depth > 0
 
 
@@ -58,11 +59,11 @@ class OptimizerParameters:
     """The optimizer's parameters of one model, by name.
 
     Args:
-        model: whose.
-        dtype: of the copies; ``None``: there are no copies, the optimizer works on the model's own parameters.
+        model: the model.
+        dtype: dtype of the copies. ``None``: no copies; the optimizer works on the model's own parameters.
 
     Raises:
-        TypeError: ``dtype`` is no floating-point dtype.
+        TypeError: ``dtype`` is not a floating-point dtype.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -75,7 +76,7 @@ class OptimizerParameters:
         self._pending: Future[Any] | None = None
 
     def named(self, prefix: str = "", remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names, as in ``model.named_parameters()``, and parameters for an optimizer; of those that require grad."""
+        """Names, as in ``model.named_parameters()``, and optimizer parameters, of parameters that require grad."""
         first: dict[nn.Parameter, str] = {}
         for name, parameter in list(self._model.named_parameters(remove_duplicate=remove_duplicate)):
             if parameter.requires_grad:
@@ -90,10 +91,16 @@ class OptimizerParameters:
         return self._copies[name]
 
     def step(self, step_fn: Callable[..., Any], is_async: bool, *args: Any, **kwargs: Any) -> None:
-        """Move gradients to the optimizer's parameters, run ``step_fn``, and copy the results back.
+        """Move gradients to the optimizer parameters, run ``step_fn``, and copy the results back.
+
+        Args:
+            step_fn: steps the optimizer.
+            is_async: whether ``step_fn`` runs in another thread. Its results are then copied back at the next step.
+            *args: passed to ``step_fn``.
+            **kwargs: passed to ``step_fn``.
 
         Raises:
-            RuntimeError: a parameter has a gradient, and the optimizer was never given it.
+            RuntimeError: a parameter has a gradient, but its optimizer parameter was never requested.
         """
         self._wait()
         if self.dtype is None:
@@ -110,7 +117,7 @@ class OptimizerParameters:
             self._copy_back()
 
     def _on_streams_of_now(self, step_fn: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for another thread, which has current streams of its own: on those that moved the gradients."""
+        """Wrap a function for another thread, so that it runs on the streams that moved the gradients."""
         devices = {copy.device for copy in self._copies.values() if copy.device.type not in ("cpu", "meta")}
         streams = [torch.accelerator.current_stream(device) for device in devices]
 
@@ -123,7 +130,7 @@ class OptimizerParameters:
         return step
 
     def synchronize(self) -> None:
-        """Wait for the step that is running, and copy its results back."""
+        """Wait for an asynchronous step, and copy its results back."""
         self._wait()
         self._copy_back()
 
@@ -137,8 +144,8 @@ class OptimizerParameters:
         for name, parameter in parameters.items():
             if parameter.grad is not None and name not in self._copies:
                 raise RuntimeError(
-                    f"parameter {name!r} has a gradient, and no optimizer was given its copy: make the optimizer from "
-                    "optim_parameters(), or inside OptimizerCtx(), after requires_grad is set."
+                    f"parameter {name!r} has a gradient, but no optimizer was given its copy: create the optimizer "
+                    "from optim_parameters(), or inside OptimizerCtx(), after requires_grad is set."
                 )
         for name, copy in self._copies.items():
             parameter = parameters[name]
@@ -157,12 +164,12 @@ class OptimizerParameters:
             parameters[name].copy_(copy)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The copies, by name; detached, not cloned."""
+        """The copies by name, detached but not cloned."""
         return {name: copy.detach() for name, copy in self._copies.items()}
 
     @torch.no_grad()
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Take the copies from ``saved``; where it has none, from the model's parameters."""
+        """Load the copies from ``saved`` or, where it lacks them, from the model's parameters."""
         self._wait()
         if self.dtype is None:
             return

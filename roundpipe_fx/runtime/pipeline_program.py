@@ -1,7 +1,8 @@
-"""Pipeline programs: stage modules with the places that their arguments come from and their results go to.
+"""Pipeline programs: stage modules with the sources of their arguments and the destinations of their results.
 
-What the executor is for one microbatch on one device, this is for many on several: for a schedule it is worked out
-beforehand, device by device, what each action reads, what dies with it, what it sends to whom. Running is then a loop.
+They are to several microbatches on several devices what the executor is to one microbatch on one device. For a schedule
+it is determined in advance, for each device, what each action reads, which values die with it, and what it sends to
+which device. Running is then a loop over instructions.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ __all__ = ["Gradient", "Instruction", "PipelineProgram", "Source", "StepCode", "
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where an argument comes from.
+    """The source of an argument.
 
     Attributes:
-        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (made by a step),
-            ``"sum"`` (what gradients add up to so far) or ``"token"`` (``None``, with which a chain of effects begins).
-        index: which; a value's number is the program's own, a sum's that of the gradient.
+        kind: ``"primal"`` (input of the forward), ``"tangent"`` (incoming gradient), ``"value"`` (result of a stage
+            action), ``"sum"`` (accumulated gradient) or ``"token"`` (``None``, the first token of a chain of effects).
+        index: number of the primal, tangent or value in the program; for a sum, number of the gradient.
     """
 
     kind: str
@@ -34,11 +35,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient, or a part of one.
+    """A gradient, or one contribution to it.
 
     Attributes:
-        primal: whose it is; -1: there is none.
-        source: where it comes from; ``None``: there is none.
+        primal: number of the input that it is the gradient of; -1 if there is none.
+        source: its source; ``None`` if there is no gradient.
     """
 
     primal: int
@@ -51,11 +52,11 @@ class StepCode:
 
     Attributes:
         call: takes one list of arguments, returns a tuple of results.
-        inputs: where the arguments come from.
-        outputs: numbers of the values that it makes.
-        elsewhere: the same for another device than the one that the model was traced on.
+        inputs: sources of the arguments.
+        outputs: numbers of the values that it computes.
+        elsewhere: returns ``call`` for a device other than the one that the model was traced on.
         random: whether it draws random numbers.
-        see: shown the results, for the sizes among them that depend on data; ``None``: there are none.
+        see: called with the results, to record data-dependent sizes; ``None`` if there are none.
     """
 
     call: Boxed
@@ -68,15 +69,15 @@ class StepCode:
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """What there is to run for one microbatch.
+    """The code of one microbatch.
 
     Attributes:
-        steps: the code of each step.
-        graph: who reads whom.
-        outputs: where the forward's results come from; ``None`` for a constant ``None``.
-        gradients: of the primals.
-        tangents: the forward output that each tangent is the gradient of.
-        mutations: primals that the caller updates in place, by the number of the forward output that brings the new
+        steps: the code of each stage action.
+        graph: which stage action reads which.
+        outputs: sources of the forward's results; ``None`` for a constant ``None``.
+        gradients: the gradients of the primals.
+        tangents: for each tangent, number of the forward output that it is the gradient of.
+        mutations: numbers of primals that the caller updates in place, by number of the forward output that is the new
             value.
     """
 
@@ -90,19 +91,19 @@ class PipelineProgram:
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """An action with everything around it.
+    """An action with its inputs and outputs.
 
     Attributes:
-        action: what is done.
-        code: the stage module.
-        receives: steps whose message has to arrive first.
-        dying: for each argument whether it is a value that nothing on this device reads after.
-        kept: (position in the results, number) of values that are read on this device later.
-        sends: for each device that reads results, or waits for their order: its number and (position, number) of the
-            values.
+        action: the action.
+        code: the stage module to run.
+        receives: stage actions of other devices whose message must have arrived.
+        dying: for each argument, whether it is a value that no later action of this device reads.
+        kept: (position in the results, number) of values that later actions of this device read.
+        sends: for each device that reads results, or must run after this action: its number, and (position, number) of
+            the values.
         results: (position in the results, number of the forward output).
-        gradients: (position in the results, number of the gradient) of those that are to be added to their sums.
-        sums: the same of those that the stage module has added already.
+        gradients: (position in the results, number of the gradient) of gradients to accumulate.
+        sums: the same for gradients that the stage module has accumulated itself.
     """
 
     action: Action
@@ -119,13 +120,13 @@ class Instruction:
 def instructions_of(
     schedule: Schedule, programs: Sequence[PipelineProgram], left: bool = False
 ) -> list[list[Instruction]]:
-    """What each device does.
+    """The instructions of each device.
 
     Args:
-        schedule: a valid one, or the part of one that is of some kinds. What others read of its values is left for a
-            later run.
-        programs: of each microbatch. Actions whose step a microbatch's program has not are left out.
-        left: whether gradients that are made are left too, because the backward is a later run.
+        schedule: a valid schedule, or its actions of some kinds. Values that other kinds of actions read are left for
+            a later run.
+        programs: the program of each microbatch. Actions that a microbatch's program does not have are skipped.
+        left: whether gradients are left for a later run too, because the backward is one.
     """
     orders = [
         [action for action in schedule.actions(device) if action.step in programs[action.microbatch].steps]
@@ -162,6 +163,11 @@ def _of_microbatch(
     sequence: Sequence[StageAction],
     left: bool,
 ) -> dict[StageAction, Instruction]:
+    """The instructions of a device for one microbatch, by stage action.
+
+    A value dies with its last reader on the device, unless a later run reads it too; it is sent to every other device
+    that reads it, right after it is computed; it is received before the first reader.
+    """
     last: dict[int, StageAction] = {}
     for step in sequence:
         last.update((s.index, step) for s in program.steps[step].inputs if s.kind == "value")
@@ -220,7 +226,7 @@ def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
 
 
 def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """For each instruction of a device the primals that no later one reads: copies of them need not be held longer."""
+    """For each instruction of a device, the primals that no later one reads, whose copies can be freed after it."""
     found: list[list[Any]] = []
     seen: set[int] = set()
     for instruction in reversed(instructions):

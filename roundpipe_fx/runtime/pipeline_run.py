@@ -1,8 +1,8 @@
-"""A run: all microbatches of a step, on all devices, by their instructions.
+"""A pipeline run: executes the instructions of all microbatches of a step on all devices.
 
-Each worker goes through its instructions. It waits where something has to arrive from another device, in its mailbox,
-and nowhere else. If anything is raised, the others stop before their next action and the caller gets the exception as
-it was raised.
+Each worker executes the instructions of its device in order. It blocks only on its mailbox, for messages of other
+devices. If an exception is raised, the other workers stop before their next action, and the caller gets the exception
+unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ __all__ = ["Finished", "Span", "run_pipeline"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action ran, as marks of its device's lane; ``base`` marks the beginning of the run."""
+    """When an action ran.
+
+    Attributes:
+        action: the action.
+        base: beginning of the run: seconds on the CPU, an event on an accelerator.
+        start: start of the action, likewise.
+        end: end of the action, likewise.
+    """
 
     action: Action
     base: Any
@@ -39,7 +46,7 @@ class Span:
     end: Any
 
     def seconds(self) -> tuple[float, float]:
-        """Start and end in seconds from the beginning of the run. On an accelerator it waits for the action's end."""
+        """Start and end in seconds since the beginning of the run. On an accelerator, waits for the action's end."""
         if isinstance(self.base, float):
             return self.start - self.base, self.end - self.base
         self.end.synchronize()
@@ -48,13 +55,13 @@ class Span:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
-        outputs: for each microbatch the forward's results.
-        gradients: of primals, by identity of the tensor.
-        values: for each microbatch what was made for a later run, by number.
-        spans: for each device when its actions ran.
+        outputs: for each microbatch, the forward's results.
+        gradients: gradients of primals, by identity of the primal.
+        values: for each microbatch, the values that a later run reads, by number.
+        spans: for each device, when its actions ran.
     """
 
     outputs: list[list[Any]]
@@ -76,19 +83,22 @@ def run_pipeline(
     """Run instructions and wait until they are done.
 
     Args:
-        workers: one for each list of instructions, or more.
-        instructions: of each device.
-        programs: of each microbatch.
-        primals: inputs of the forward, for each microbatch.
-        tangents: incoming gradients, for each microbatch; none if the backward is a later run.
-        streams: of random numbers, for each microbatch.
-        given: values that an earlier run has left, for each microbatch, by number. Emptied, so that they die as they
-            are read.
-        on_host: identities of primals that lie on the host while the workers are on accelerators: each worker has them
-            for as long as its visits need them, and their gradients are brought to the host.
+        workers: at least as many as there are lists of instructions.
+        instructions: instructions of each device.
+        programs: program of each microbatch.
+        primals: for each microbatch, the inputs of the forward.
+        tangents: for each microbatch, the incoming gradients; empty if the backward is a later run.
+        streams: stream of random numbers of each microbatch.
+        given: for each microbatch, the values that an earlier run has left, by number. Cleared, so that they are freed
+            once they have been read.
+        on_host: identities of primals that stay on the host while the workers are on accelerators. Workers hold copies
+            during residency windows, and gradients are copied to the host.
+
+    Returns:
+        outputs, gradients, values for a later run, and times.
 
     Raises:
-        BaseException: what a stage raised, with its traceback; no gradient has been handed out then.
+        BaseException: raised by a stage, with its traceback. No gradient has been handed out then.
     """
     run = _PipelineRun(workers, instructions, programs, primals, tangents, streams, given, on_host)
     for device_streams in workers.all_device_streams:
@@ -102,7 +112,7 @@ def run_pipeline(
         raise
     finally:
         for device_streams in workers.all_device_streams:
-            # After a failure too: what was issued may still read what the caller is about to free.
+            # After a failure too: work that was issued may still read what the caller is about to free.
             device_streams.finish()
             if on_host:
                 device_streams.synchronize_copies()
@@ -115,6 +125,12 @@ def run_pipeline(
 
 
 class _PipelineRun:
+    """State of one run, shared by the workers and the caller.
+
+    Each worker writes only to its own entries of the lists indexed by device (values, accumulated gradients, spans);
+    messages and buffer versions have locks of their own. So no other lock is needed while actions run.
+    """
+
     def __init__(
         self,
         workers: Workers,
@@ -133,7 +149,7 @@ class _PipelineRun:
         self._tangents = tangents
         self._streams = streams
         self.caller_device = _caller_device_of(primals, workers)
-        # Here, in the caller's thread: tracing and compiling are not for several threads at once.
+        # In the caller's thread, since tracing and compiling are not thread-safe.
         self._calls = [
             [
                 own.code.call
@@ -178,13 +194,13 @@ class _PipelineRun:
             values.clear()
 
     def wait(self) -> None:
-        """Until every worker has left."""
+        """Wait until every worker has finished."""
         with self._done:
             while self._running:
                 self._done.wait()
 
     def stop(self) -> None:
-        """Have the workers leave before their next action."""
+        """Make the workers stop before their next action."""
         self._stopping = True
         for mailbox in self._mailboxes:
             mailbox.stop()
@@ -192,7 +208,7 @@ class _PipelineRun:
             self._buffer_versions.stop()
 
     def work(self, device: int, device_streams: DeviceStreams) -> None:
-        """One worker's part. Never raises."""
+        """Run one worker's instructions. Never raises: an exception is recorded for the caller."""
         try:
             with dispatch_modes(self._modes), device_streams.running():
                 if device < len(self._instructions):
@@ -227,6 +243,7 @@ class _PipelineRun:
                 self._prefetch(device, device_streams, prefetch_steps[place])
             batch = instruction.action.microbatch
             own = values[batch]
+            # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
             for step in instruction.receives:
                 message = self._mailboxes[device].take(step, batch)
                 own.update(zip(message.numbers, device_streams.receive(message), strict=True))
@@ -234,6 +251,8 @@ class _PipelineRun:
             code = instruction.code
             if self._inherits:
                 _inherit(device_streams, own, code.inputs)
+            # A dying value leaves the dictionary, so that the argument list, which the stage clears, holds the last
+            # reference and the value is freed inside the stage.
             arguments = [
                 (own.pop(source.index) if dies else own[source.index])
                 if source.kind == "value"
@@ -248,19 +267,20 @@ class _PipelineRun:
                 results = call(arguments)
             if code.see is not None:
                 code.see(results)
+            # Host tensors are freed between residency windows instead.
             for value in unread:
                 if id(value) not in self._on_host:
                     device_streams.drop(value)
             spans.append(Span(instruction.action, base, start, device_streams.mark()))
             messages = self._deliver(device, device_streams, instruction, results)
-            del arguments, results  # before others answer with what is planned to find this gone
+            del arguments, results  # before peers are woken, whose planned memory assumes that these are freed
             for peer, _ in reversed(instruction.sends):
                 self._mailboxes[peer].put(instruction.action.step, batch, messages)
         if prefetch_steps:
             self._prefetch(device, device_streams, prefetch_steps[len(instructions)])
 
     def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep) -> None:
-        """Between two visits: gradients leave, tensors of the host go and come."""
+        """Between two residency windows: offload gradients, free copies of host tensors and prefetch others."""
         left = self._sums[device].remove(self._on_host)
         self._at_host[device] += zip(left, device_streams.offload_gradients([*left.values()]), strict=True)
         del left
@@ -271,7 +291,7 @@ class _PipelineRun:
     def _deliver(
         self, device: int, device_streams: DeviceStreams, instruction: Instruction, results: Sequence[Any]
     ) -> list[Message]:
-        """Put results where they belong; what is on its way to other workers is returned, in the order of the sends."""
+        """Store the results of an action. Returns the messages to other workers, in the order of the sends."""
         batch = instruction.action.microbatch
         messages = []
         for peer, places in instruction.sends:
@@ -313,7 +333,8 @@ class _PipelineRun:
         return device_streams.to_device(value)
 
     def finished(self) -> Finished:
-        """The results, once every worker has left."""
+        """The results, once every worker has finished."""
+        # A parameter used by stages on several devices has a gradient on each of them.
         total = GradientAccumulator()
         for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
             sums.move(total, device_streams.to_caller)
@@ -347,7 +368,7 @@ class _PipelineRun:
 def _gradients_among(
     given: Sequence[Mapping[int, Any]], programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]
 ) -> list[tuple[int, torch.Tensor]]:
-    """Gradients that forwards have made and left, with the identities of the tensors whose they are."""
+    """Gradients that an earlier forward run has left, each keyed by the input it belongs to."""
     return [
         (id(own[gradient.primal]), values[gradient.source.index])
         for values, program, own in zip(given, programs, primals, strict=False)
@@ -357,7 +378,7 @@ def _gradients_among(
 
 
 def _inherit(device_streams: DeviceStreams, own: dict[int, Any], sources: Sequence[Source]) -> None:
-    """Bring what an earlier run has left, of what is read now."""
+    """Make the values that an earlier run has left, and that are read now, available on this device."""
     read = {source.index: own[source.index] for source in sources if source.kind == "value"}
     left = {number: value.value for number, value in read.items() if isinstance(value, _Left)}
     own.update(zip(left, device_streams.inherit([*left.values()]), strict=True))
@@ -365,17 +386,17 @@ def _inherit(device_streams: DeviceStreams, own: dict[int, Any], sources: Sequen
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """What an earlier run has left, until it is read: it may lie on another worker's device.
+    """A value that an earlier run has left, until it is read. It may be on another worker's device.
 
     Attributes:
-        value: as that worker made it.
+        value: the value, on the device of the worker that computed it.
     """
 
     value: Any
 
 
 def _caller_device_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:
-    """The caller's device: that of the first tensor on the kind of device that the workers have."""
+    """The caller's device: that of the first primal on the workers' type of device."""
     kind = workers.devices[0].type
     for value in (value for values in primals for value in values):
         if isinstance(value, torch.Tensor) and value.device.type == kind:

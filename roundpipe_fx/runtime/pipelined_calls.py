@@ -1,9 +1,9 @@
-"""Pipelined calls: how a step gets at what Dynamo and AOTAutograd prepare for one microbatch, and hands back results.
+"""Pipelined calls: how a step captures the arguments that Dynamo and AOTAutograd prepare, and returns results to them.
 
-A microbatch is called twice. The first call is *taken*: guards are checked, inputs are flattened, the compiled
-forward gets its arguments and, instead of running, raises them to whoever takes them. When all microbatches have run,
-the second call is *answered*: the compiled forward returns what was computed elsewhere, so that AOTAutograd updates
-buffers and Dynamo puts the model's own outputs together.
+The model is called twice for each microbatch. The first call is *captured*: guards are checked, inputs are flattened,
+and the compiled forward raises its arguments as an exception instead of running. When all microbatches have run, the
+second call *returns the results*: the compiled forward returns what was computed elsewhere, so that AOTAutograd updates
+buffers and Dynamo assembles the model's outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _local = threading.local()
 
 
 class StopAtForward(BaseException):
-    """Carries a compiled forward's arguments to whoever takes them."""
+    """Carries the arguments of a compiled forward to :func:`capture_call`."""
 
     def __init__(self, graph: Any, arguments: list[Any]) -> None:
         super().__init__()
@@ -27,10 +27,10 @@ class StopAtForward(BaseException):
 
 
 class NothingCompiled(RuntimeError):
-    """A call ran no compiled graph: it returned what it was given.
+    """A call of the model ran no compiled graph.
 
     Attributes:
-        output: what it returned.
+        output: what the call returned.
     """
 
     def __init__(self, output: Any) -> None:
@@ -39,7 +39,7 @@ class NothingCompiled(RuntimeError):
 
 
 def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
-    """The compiled graph behind a call, and its arguments; nothing runs.
+    """Call the model until its compiled graph, which does not run; returns the graph and its arguments.
 
     Raises:
         NothingCompiled: the call ran no compiled graph.
@@ -55,11 +55,11 @@ def capture_call(call: Callable[[], Any]) -> tuple[Any, list[Any]]:
 
 
 class return_results:
-    """While entered, the next compiled forward of this thread returns these results.
+    """Context manager in which the next compiled forward of this thread returns given results.
 
     Args:
-        results: of the compiled forward.
-        check: gets the compiled graph that is to return them, and its arguments.
+        results: results of the compiled forward.
+        check: called with the compiled graph that is to return them, and its arguments.
     """
 
     def __init__(self, results: Sequence[Any], check: Callable[[Any, Sequence[Any]], None]) -> None:
@@ -76,8 +76,8 @@ def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
     """The compiled forward of a pipelined graph.
 
     Args:
-        graph: what is raised with the arguments.
-        saved: stand-ins for what the forward keeps, appended to each answer.
+        graph: the graph, raised together with the arguments.
+        saved: placeholders for the values that the forward saves, appended to the results.
     """
 
     def call(arguments: list[Any]) -> Any:
@@ -85,7 +85,7 @@ def pipelined(graph: Any, saved: Sequence[Any]) -> Callable[[list[Any]], Any]:
             raise StopAtForward(graph, list(arguments))
         answer = getattr(_local, "answer", None)
         if answer is None:
-            raise RuntimeError("a pipelined graph was called from outside of its step.")
+            raise RuntimeError("a pipelined graph was called outside of its step.")
         _local.answer = None
         results, check = answer
         check(graph, arguments)

@@ -1,6 +1,6 @@
-"""Visiting: an offloaded model's tensors, on a device for as long as its visits need them.
+"""Prefetching: copies an offloaded model's tensors to a device for the residency windows that read them.
 
-What a visit is says :mod:`roundpipe_fx.schedules.residency`.
+Residency windows are defined in :mod:`roundpipe_fx.schedules.residency`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["PrefetchStep", "prefetch_steps_of"]
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStep:
-    """What happens between two visits.
+    """The copies between two residency windows.
 
     Attributes:
-        drops: what is not read any more for now.
-        first: what the visit that begins reads, at the first turn; no visit before it has brought that.
-        ahead: what the visit after that reads.
+        drops: tensors whose copies are freed, because neither of the next two windows reads them.
+        first: at the first window, the tensors that it reads, since no window before it has prefetched them.
+        ahead: tensors that are prefetched for the window after the one that begins.
     """
 
     drops: tuple[torch.Tensor, ...]
@@ -35,12 +35,12 @@ class PrefetchStep:
 def prefetch_steps_of(
     instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]], on_host: Collection[int]
 ) -> Mapping[int, PrefetchStep]:
-    """The turns of a device by the place of the instruction before which they are; the last one is after all.
+    """The prefetch steps of a device, by position of the instruction that they precede; the last one follows all.
 
     Args:
-        instructions: of the device.
-        primals: inputs of the forward, for each microbatch.
-        on_host: identities of the tensors that are visited with.
+        instructions: instructions of the device.
+        primals: for each microbatch, the inputs of the forward.
+        on_host: identities of the tensors that stay on the host.
     """
     windows = window_ranges([instruction.action.stage for instruction in instructions])
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first

@@ -1,7 +1,7 @@
-"""Watched operators: what operators allocate for themselves where that depends on data, seen as steps run.
+"""Profiled operators: workspaces that depend on data, measured as steps run.
 
-Of an operator that is not PyTorch's own nothing is known before it runs on real data, and it may need as much as a
-whole layer.
+Nothing is known about a custom operator before it runs on real data, and its workspace may be as large as a layer's
+activations.
 """
 
 from __future__ import annotations
@@ -19,11 +19,15 @@ __all__ = ["profile_operators"]
 
 
 def profile_operators(module: fx.GraphModule, see: Callable[[str, int], None]) -> fx.GraphModule:
-    """A stage module that tells what such operators allocate for themselves; the same one if it has none.
+    """Measure the operators of a stage module whose workspace depends on data.
 
     Args:
         module: a stage module.
-        see: told the operator's name and bytes, each time one runs; not while a profiler of the user's runs.
+        see: called with the operator's name and the bytes of its workspace each time that it runs, except while the
+            user's own profiler runs.
+
+    Returns:
+        a copy of the module that reports its workspaces; the module itself if it has no such operator.
     """
     if not any(depends_on_data(node) for node in module.graph.nodes):
         return module

@@ -1,8 +1,8 @@
-"""A watched step: what compiled stages hold at the most, seen as the step runs.
+"""A profiled step: peak memory of compiled stages, measured as the step runs.
 
-A compiler orders, fuses and reuses as it likes, and holds a little more or less than the graph says that it was given.
-The second run is watched, and later ones for larger sizes: in the first one kernels may be tuned, for which memory is
-taken that no other run needs.
+A compiler orders, fuses and reuses freely, so its peak is somewhat above or below that of the graph. The second run is
+profiled, and later ones if sizes are larger: in the first run kernels may be autotuned, which takes memory that no
+later run needs.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["ProfiledStep"]
 
 
 class ProfiledStep:
-    """Tells the peak of a step, in two parts that run one after the other.
+    """Measures the peak memory of a step: of its forward program, then of its backward program.
 
     Args:
         forward: the forward program.
         backward: the backward program.
         device_type: ``"cpu"`` or ``"cuda"``.
-        see: told the most bytes that the step holds up to the end of a part, beyond what was there when it began.
-        outside: bytes that are taken between the two, and held until the end.
-        updates: numbers of the forward's results that the caller copies into inputs, and drops.
+        see: called after each program with the peak bytes of the step so far, beyond those allocated when it began.
+        outside: bytes that are allocated between the two programs, and held until the end.
+        updates: numbers of the forward's results that the caller copies into inputs and frees.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ProfiledStep:
         self._left: int | None = None
 
     def forward(self, run: Boxed) -> Boxed:
-        """The forward program, watched."""
+        """Wrap the forward program so that it is profiled."""
 
         def see(memory: ProfiledMemory) -> None:
             dropped = [value for node in self._dropped for value in tensor_values(node)]
@@ -62,7 +62,7 @@ class ProfiledStep:
         return self._profiled(run, lambda _: see)
 
     def backward(self, run: Boxed) -> Boxed:
-        """The backward program, watched."""
+        """Wrap the backward program so that it is profiled."""
 
         def seer(arguments: list[Any]) -> Callable[[ProfiledMemory], None]:
             arrived = (arguments[place] for place in self._arriving)

@@ -1,10 +1,10 @@
-"""Random streams: each microbatch draws its numbers from a stream of its own.
+"""Random streams: each microbatch has its own stream of random numbers.
 
-Generators belong to the process (CPU) or the device, and several workers would draw from them in an order that nobody
-fixes. So every microbatch has the state of a generator to itself: it is put into place around each operation that
-draws, under a lock, and what was there is put back. What a step draws then depends on the seed and on the number of
-the microbatch, not on threads, devices or the schedule. The first microbatch goes on where the generator stands, so a
-step of one microbatch draws what a step without pipelining draws, and leaves the generator as that would.
+Generators belong to the process (CPU) or the device, and several workers would draw from them in an undefined order. So
+each microbatch has its own generator state: it is set around each operation that draws, under a lock, and the previous
+state is restored. Random numbers then depend on the seed and on the index of the microbatch, not on threads, devices or
+the schedule. The first microbatch starts from the generator's current state, so a step of one microbatch draws the same
+numbers as a step without pipelining, and leaves the generator in the same state.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _making = threading.Lock()
 
 
 class RandomStream:
-    """The state of one microbatch's generator."""
+    """The generator state of one microbatch."""
 
     def __init__(self, state: torch.Tensor) -> None:
         self.state = state
@@ -37,7 +37,7 @@ class RandomStream:
 
 
 def random_streams(device: torch.device, microbatches: int) -> list[RandomStream]:
-    """A stream for each microbatch: the first from the device's generator, the others seeded by its state."""
+    """A stream for each microbatch: the first has the state of the device's generator, the others are seeded by it."""
     first = _get(device)
     digest = hashlib.sha256(first.numpy().tobytes()).digest()
     streams = [RandomStream(first)]
@@ -48,13 +48,13 @@ def random_streams(device: torch.device, microbatches: int) -> list[RandomStream
 
 
 def finish(device: torch.device, streams: list[RandomStream]) -> None:
-    """Leave the device's generator as the first stream does."""
+    """Set the device's generator to the state of the first stream, if any random number was drawn."""
     if any(stream.drawn for stream in streams):
         _set(device, streams[0].state)
 
 
 class drawing:
-    """While entered, this thread draws from a stream, on a device."""
+    """Context manager in which operations of this thread draw from a stream, on a device."""
 
     def __init__(self, stream: RandomStream, device: torch.device) -> None:
         self._place = (stream, device)
@@ -67,12 +67,12 @@ class drawing:
 
 
 def draws(module: fx.GraphModule) -> bool:
-    """Whether a stage module draws random numbers, for the first time or again."""
+    """Whether a stage module draws or replays random numbers."""
     return any(_is_random(node) for node in module.graph.nodes)
 
 
 def with_streams(module: fx.GraphModule) -> fx.GraphModule:
-    """The same module with every operation that draws doing so from the stream of its microbatch."""
+    """A copy of a stage module in which every random operation draws from the stream of its microbatch."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)
@@ -83,7 +83,7 @@ def with_streams(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def whole(call: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """A compiled stage module all of whose drawing is from the stream of its microbatch."""
+    """Wrap a compiled stage module so that all its random numbers come from the stream of its microbatch."""
     return _from_stream(call)
 
 
@@ -104,7 +104,7 @@ def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
                 return operation(*args, **kwargs)
             finally:
                 after = _get(device)
-                # As bytes: comparing tensors is an operation, which whoever counts questions would see.
+                # As bytes: comparing tensors is an operation, which ``count_host_syncs`` would count.
                 stream.drawn = stream.drawn or after.numpy().tobytes() != stream.state.numpy().tobytes()
                 stream.state = after
                 _set(device, before)

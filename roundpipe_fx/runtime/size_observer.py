@@ -1,4 +1,4 @@
-"""Seen sizes: what steps show of the sizes that depend on data."""
+"""Size observers: report the data-dependent sizes of each step."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ from roundpipe_fx.torch_private import data_dependent_symbol
 __all__ = ["ObserveSize", "size_observer"]
 
 ObserveSize = Callable[[str, int], None]
-"""Told the name of a size, or of an operator, and how large it was or how many bytes it took."""
+"""Called with the name of a size and its value, or with the name of an operator and its bytes."""
 
 
 def size_observer(nodes: Sequence[Any], see: ObserveSize) -> Callable[[Sequence[Any]], None] | None:
-    """What notes the data-dependent sizes among results; ``None`` if there are none.
+    """Make a function that reports the data-dependent sizes among results.
 
     Args:
-        nodes: that the results are of, in order; what is no node is a constant.
-        see: told each symbol's name and value.
+        nodes: the nodes of the results, in order; constants are not nodes.
+        see: called with each symbol's name and value.
+
+    Returns:
+        a function of the results; ``None`` if none of them has a data-dependent size.
     """
     places: dict[str, tuple[int, int | None]] = {}
     for index, node in enumerate(nodes):

@@ -1,4 +1,4 @@
-"""Stage compilers: how a stage module becomes something that runs.
+"""Stage compilers: make stage modules callable.
 
 Modules that do the same work on the same shapes are compiled once.
 """
@@ -33,11 +33,11 @@ def compile_stages(
     """Make every stage module callable.
 
     Args:
-        modules: what to compile.
+        modules: the stage modules.
         compiler: ``"eager"``, ``"inductor"`` or a callable.
-        cache: what was compiled before, by fingerprint; extended.
-        see_workspace: told of the bytes that operators allocate for themselves where that depends on data, by name,
-            each time one runs. Only for ``"eager"``.
+        cache: callables compiled before, by fingerprint; extended.
+        see_workspace: called with name and bytes each time that an operator runs whose workspace depends on data. Only
+            for ``"eager"``.
 
     Returns:
         the callables by module name.
@@ -54,7 +54,7 @@ def compile_stages(
 
 
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
-    """Make one stage module callable. It holds what its graph refers to beside itself."""
+    """Make one stage module callable. The result keeps the opaque calls of its graph alive."""
     held = calls_in(graph_module.graph)
     function = _compiled(graph_module, compiler)
     if not held:
@@ -85,7 +85,7 @@ def _unboxed(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _boxed(function: Callable[..., Any]) -> Boxed:
-    """Box what a compiler returned; one that is boxed already (``_boxed_call``) keeps letting arguments die inside."""
+    """Box what a compiler returned. A function that is boxed already (``_boxed_call``) is returned as it is."""
     if getattr(function, "_boxed_call", False):
         return function
 

@@ -1,9 +1,9 @@
-"""Step calls: notes which calls of a model are alive at once.
+"""Step calls: records which calls of a model are alive at the same time.
 
-A call is alive from its forward until what it saved is gone: its backward has run, or nobody can run it any more. That
-is not counted but seen: autograd holds what the forward program returned to be saved, and a weak reference to one of
-these storages dies with it, whether a backward reads it, the output is dropped, or an exception ends the step. A step
-lasts from a forward that finds no call alive until none is.
+A call is alive from its forward until its saved values are freed: its backward has run, or can no longer run. This is
+observed rather than counted: autograd holds the saved values that the forward program returned, and a weak reference to
+one of their storages dies with it, whether a backward reads it, the output is dropped, or an exception ends the step. A
+step lasts from a forward that finds no call alive until no call is alive.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from roundpipe_fx.runtime.stage_compiler import Boxed
 __all__ = ["NotedGraph", "StepCalls"]
 
 _MOST = 1000
-"""Of a step with more calls the first ones are noted."""
+"""At most this many calls of a step are recorded."""
 
 
 @dataclass(frozen=True)
 class NotedGraph:
-    """A compiled graph whose calls are noted.
+    """A compiled graph whose calls are recorded.
 
     Attributes:
-        name: of the graph.
-        footprint: of its plan.
-        outputs: how many of its results the caller gets.
-        parameters: places of inputs that are there anyway.
-        differentiated: numbers of the outputs that have incoming gradients; of others no loss is computed.
-        training: whether it has a backward. Else its calls begin no step, and end none.
+        name: name of the graph.
+        footprint: footprint of its plan, in bytes.
+        outputs: number of its results that the caller gets.
+        parameters: positions of inputs that are allocated anyway.
+        differentiated: numbers of the outputs that have incoming gradients.
+        training: whether it has a backward. Otherwise its calls neither begin nor end a step.
     """
 
     name: str
@@ -54,16 +54,16 @@ class _Call:
     brought: int
     token: weakref.ref[Any] | None = None
     returned: bool = False
-    """Whether nothing but outputs is held, so that the token is one of them."""
+    """Whether only outputs are held, so that the token is one of them."""
     over: bool = False
-    """Whether it is alive no longer."""
+    """Whether it is no longer alive."""
 
 
 class StepCalls:
-    """The calls of the step at hand, of one model.
+    """The calls of a model's current step.
 
     Args:
-        on_step: told of each step, when it is over: how many calls it had, and what returns the step.
+        on_step: called when a step is over, with its number of calls and a function that returns the step.
     """
 
     def __init__(self, on_step: Callable[[int, Callable[[], NotedStep]], None]) -> None:
@@ -76,7 +76,7 @@ class StepCalls:
         self._events: list[tuple[NotedEvent, int]] = []
 
     def forward(self, run: Boxed, graph: NotedGraph) -> Boxed:
-        """A forward program whose calls are noted."""
+        """Wrap a forward program so that its calls are recorded."""
         place: int | None = None
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
@@ -113,7 +113,7 @@ class StepCalls:
         return call
 
     def backward(self, run: Boxed, graph: NotedGraph) -> Boxed:
-        """The backward program of such a forward."""
+        """Wrap the backward program of a graph whose calls are recorded."""
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             with self._lock:
@@ -156,7 +156,7 @@ class StepCalls:
         call.token = weakref.ref(token, freed)
 
     def _call_of(self, graph: NotedGraph, storages: set[int]) -> int | None:
-        """The latest call of a graph that a backward belongs to."""
+        """Number of the latest call that a backward belongs to; ``None`` if it was not recorded."""
         for number in range(len(self._calls) - 1, -1, -1):
             call = self._calls[number]
             if call.graph is graph and not call.over:
@@ -167,7 +167,7 @@ class StepCalls:
 
     def _went_back(self, number: int) -> None:
         call = self._calls[number]
-        if call.returned or call.token is None or call.token() is None:  # else ``retain_graph``: it is held on
+        if call.returned or call.token is None or call.token() is None:  # otherwise ``retain_graph`` keeps it alive
             self._freed(number)
 
     def _freed(self, number: int) -> None:
@@ -177,7 +177,7 @@ class StepCalls:
             self._events.append((NotedEvent.FREED, number))
 
     def _finish(self) -> None:
-        """Tell of the step, and begin a new one, if no call is alive."""
+        """If no call is alive, report the step and start a new one."""
         if not all(call.over for call in self._calls if call.graph.training):
             return
         calls, events = self._calls, self._events
@@ -199,7 +199,7 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
 
 
 def _storage(value: Any) -> int:
-    """A number for a tensor's storage; 0 for what has none."""
+    """Identity of a tensor's storage; 0 for values without one."""
     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
         return int(value.untyped_storage()._cdata)
     return 0

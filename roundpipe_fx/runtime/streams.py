@@ -1,8 +1,8 @@
-"""Streams and events behind the numbers that programs use.
+"""The streams and events that programs refer to by number.
 
-The graph of a program carries ``torch.ops.streams`` operations; its text calls ``streams.fork(0, 1)`` and its like.
-Those operators find streams by number in a table of Dynamo's that every trace clears, so here each does what the
-operator of its name does, on streams and events that belong to the program. On the CPU they do nothing.
+The graph of a program contains ``torch.ops.streams`` operations; its source calls ``streams.fork(0, 1)`` and so on. The
+operators look streams up in a table of Dynamo that every trace clears, so each method here does what the operator of
+the same name does, on streams and events that belong to the program. On the CPU they do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ FIRST_EVENT = 2
 
 
 class NoStreams:
-    """The CPU's: everything runs in the order of the program."""
+    """Streams of a program on the CPU: everything runs in program order."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around one run of the program."""
+        """Context manager around one run of the program."""
         yield
 
     def fork(self, from_stream: int, to_stream: int) -> None:
@@ -42,7 +42,7 @@ class NoStreams:
 
 
 class AcceleratorStreams:
-    """An accelerator's: stream 0 is the caller's, 1 a side stream; events are numbered from 2."""
+    """Streams of a program on an accelerator: 0 is the caller's stream, 1 a side stream; events are numbered from 2."""
 
     def __init__(self, device: torch.device, events: int) -> None:
         self._device = device
@@ -52,7 +52,7 @@ class AcceleratorStreams:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Around one run of the program, on its device: stream 0 is the caller's, and it is current again after."""
+        """Context manager around one run of the program. On exit, the caller's stream is current again."""
         with torch.accelerator.device_index(self._device.index):  # setting a stream sets the device as well
             main = torch.accelerator.current_stream(self._device)
             self._streams = [main, self._side]
@@ -70,15 +70,15 @@ class AcceleratorStreams:
         torch.accelerator.set_stream(self._streams[to_stream])
 
     def record_event(self, event: int, stream: int) -> None:
-        """Mark this point of ``stream``."""
+        """Record an event on ``stream``."""
         self._events[event - FIRST_EVENT].record(self._streams[stream])
 
     def wait_event(self, event: int, stream: int) -> None:
-        """Let ``stream`` wait for the marked point."""
+        """Make ``stream`` wait for an event."""
         self._events[event - FIRST_EVENT].wait(self._streams[stream])
 
     def record_streams(self, tensors: Sequence[torch.Tensor], stream: int) -> None:
-        """Tell the allocator that ``stream`` reads ``tensors``, which another stream made."""
+        """Tell the allocator that ``stream`` reads ``tensors``, which were allocated on another stream."""
         for tensor in tensors:
             if tensor.device.type == "cpu":  # generator states
                 continue
@@ -87,7 +87,7 @@ class AcceleratorStreams:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """A stream is its device's current one inside, and that device the current one: setting a stream sets both."""
+    """Context manager in which ``stream`` and its device are current. Setting a stream sets the device as well."""
     with torch.accelerator.device_index(stream.device.index):
         before = torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)

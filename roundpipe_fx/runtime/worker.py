@@ -1,7 +1,7 @@
-"""Workers: one thread a device, which issues its actions.
+"""Workers: one thread per device, which issues its actions.
 
-Workers on the CPU divide the cores among them, so that they truly run side by side. Threads end when the workers are
-closed, when nobody holds them any more, or with the process.
+Workers on the CPU divide the cores among them, so that they run in parallel. Threads end when the workers are closed or
+garbage-collected, or with the process.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ __all__ = ["Workers"]
 Job = Callable[[int, DeviceStreams], None]
 
 _PATIENCE = 5.0
-"""Seconds to wait for a thread to end; it ends after the operation that it is in."""
+"""Seconds to wait for a thread to end, which it does after its current operation."""
 
 
 class Workers:
-    """A worker for each of some devices.
+    """One worker per device.
+
+    Args:
+        devices: the devices; a device may occur several times.
 
     Attributes:
-        devices: one for each worker.
-        all_device_streams: likewise.
+        devices: the device of each worker.
+        all_device_streams: the streams of each worker.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
@@ -41,7 +44,7 @@ class Workers:
         threads = []
         for index, (device_streams, jobs) in enumerate(zip(self.all_device_streams, self._jobs, strict=True)):
             own = max(1, cores // sharing) if device_streams.device.type == "cpu" else None
-            # The thread holds nothing of this object, which may so be collected.
+            # The thread holds no reference to this object, so that it can be garbage-collected.
             thread = threading.Thread(
                 target=_work,
                 args=(index, device_streams, jobs, own, started),
@@ -51,11 +54,11 @@ class Workers:
             thread.start()
             threads.append(thread)
         started.wait()
-        torch.set_num_threads(cores)  # what threads of others start with; each worker has set its own
+        torch.set_num_threads(cores)  # the default of threads started later; each worker has set its own
         self.close = weakref.finalize(self, _stop, self._jobs, threads)
 
     def submit(self, job: Job) -> None:
-        """Have every worker call ``job`` with its number and lane. ``job`` must not raise."""
+        """Make every worker call ``job`` with its index and its streams. ``job`` must not raise."""
         if not self.close.alive:
             raise RuntimeError("the workers of this model have been closed.")
         for jobs in self._jobs:
@@ -75,7 +78,7 @@ def _work(
         if device_streams.device.type != "cpu":
             torch.accelerator.set_device_index(device_streams.device.index)
     except BaseException:
-        started.abort()  # or whoever starts the workers would wait for this one
+        started.abort()  # otherwise the constructor would wait for this thread forever
         raise
     started.wait()
     with torch.no_grad():
@@ -84,7 +87,7 @@ def _work(
             if job is None:
                 return
             job(index, device_streams)
-            del job  # what it holds must not live until the next one
+            del job  # its references must not live until the next job
 
 
 def _stop(jobs: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thread]) -> None:
@@ -92,4 +95,4 @@ def _stop(jobs: list[queue.SimpleQueue[Job | None]], threads: list[threading.Thr
         one.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(_PATIENCE)  # a thread that still runs when the interpreter goes down takes the process with it
+            thread.join(_PATIENCE)  # a thread that still runs at interpreter shutdown can crash the process

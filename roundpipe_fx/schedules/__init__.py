@@ -1,4 +1,4 @@
-"""Schedules: which device does what for which microbatch, in which order, as data; and how long that takes."""
+"""Schedules: which device runs which action for which microbatch, in which order; their time and memory."""
 
 from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
 from roundpipe_fx.schedules.gpipe import gpipe

@@ -1,4 +1,4 @@
-"""Actions: what a device does for one stage and one microbatch."""
+"""Actions: the work of a device for one stage and one microbatch."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ __all__ = ["Action", "ActionKind", "StageAction"]
 
 
 class ActionKind(enum.StrEnum):
-    """What an action does; the letter by which schedules print it."""
+    """What an action does. The value is the letter that schedules print."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
-    """What of a stage's backward needs no incoming gradient."""
+    """The part of a stage's backward that does not depend on the incoming gradient."""
     BACKWARD = "B"
     BACKWARD_INPUT = "I"
-    """The gradients of what a stage was given: what the stage before it waits for."""
+    """Gradients with respect to a stage's inputs, which the previous stage waits for."""
     BACKWARD_WEIGHT = "W"
-    """The gradients of a stage's parameters, for which nobody waits."""
+    """Gradients with respect to a stage's parameters, on which no other stage depends."""
     SEND = "S"
     RECEIVE = "V"
 
 
 StageAction = tuple[ActionKind, int]
-"""A kind of work and a stage: what an action does, without the microbatch."""
+"""A kind of work and a stage: an action without its microbatch."""
 
 _TEXT = re.compile(r"([FRBIW])(\d+)\.(\d+)$|([SV]):([FRBIW])(\d+)\.(\d+)([<>])(\d+)$")
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Something that a device does.
+    """One unit of work of a device.
 
-    ``str(action)`` is ``F2.5`` (forward of stage 2 for microbatch 5), ``S:F2.5>3`` (send what it made to device 3) or
+    ``str(action)`` is ``F2.5`` (forward of stage 2 for microbatch 5), ``S:F2.5>3`` (send its results to device 3) or
     ``V:F2.5<1`` (receive it from device 1).
 
     Attributes:
-        kind: what is done.
-        stage: of the model.
-        microbatch: counted from 0.
-        of: of a transfer, the kind of the action whose results travel.
-        peer: of a transfer, the other device.
+        kind: what the action does.
+        stage: index of the stage.
+        microbatch: index of the microbatch.
+        of: for a transfer, the kind of the action whose results are sent.
+        peer: for a transfer, index of the other device.
     """
 
     kind: ActionKind
@@ -53,7 +53,7 @@ class Action:
 
     @property
     def step(self) -> StageAction:
-        """The action without its microbatch; of a transfer, that of the action whose results travel."""
+        """The action without its microbatch; for a transfer, that of the action whose results are sent."""
         return (self.of or self.kind, self.stage)
 
     def __str__(self) -> str:
@@ -64,15 +64,18 @@ class Action:
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """An action from its text.
+        """Parse an action.
+
+        Args:
+            text: as ``str(action)`` returns it.
 
         Raises:
-            ValueError: the text is no action.
+            ValueError: ``text`` is not an action.
         """
         found = _TEXT.match(text)
         if found is None:
             raise ValueError(
-                f"{text!r} is no action: write a kind of F, R, B, I, W, a stage and a microbatch, as F0.3."
+                f"{text!r} is not an action: write one of F, R, B, I, W, a stage and a microbatch, such as F0.3."
             )
         if found.group(1):
             return cls(ActionKind(found.group(1)), int(found.group(2)), int(found.group(3)))

@@ -1,9 +1,9 @@
-"""Which layers go into which slot where the model lies on the host, and each slot's weights are brought for it.
+"""Which layers go into which slot where the model stays on the host and each slot's weights are copied for it.
 
-A slot is one visit: all microbatches run through it, one after another, while the next slot's weights are on their way.
-Fewer slots bring less and wait less; more slots have less of the model on the device at one time. Slots are balanced by
-what they compute for all microbatches together with what has to be brought for them, the forward's and the backward's
-independently of each other as in :mod:`roundpipe_fx.schedules.roundpipe_partition`.
+A slot is one residency window: all microbatches run through it, one after another, while the next slot's weights are
+copied. With fewer slots there are fewer copies and shorter waits; with more slots less of the model is on the device at
+one time. Slots are balanced by their compute time for all microbatches plus the time of their copies; forward and
+backward are divided independently, as in :mod:`roundpipe_fx.schedules.roundpipe_partition`.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, slot_
 __all__ = ["Weights", "balance_offloaded_stages", "residency_bytes"]
 
 _FUSED = 12
+"""At most this many segments are fused."""
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+"""Numbers of slots that are tried."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What segments read of a model that lies on the host.
+    """The tensors of a model on the host that each segment reads.
 
     Attributes:
         reads: for each segment, numbers of tensors.
         bytes: of each tensor.
-        bandwidth: bytes a second between the host and a device.
+        bandwidth: bytes per second between the host and a device.
     """
 
     reads: Sequence[frozenset[int]]
@@ -37,11 +39,11 @@ class Weights:
     bandwidth: float
 
     def of(self, first: int, last: int) -> frozenset[int]:
-        """What a run of segments reads."""
+        """Numbers of the tensors that segments ``first`` to ``last`` read."""
         return frozenset().union(*self.reads[first : last + 1])
 
     def size(self, tensors: frozenset[int]) -> int:
-        """Bytes of tensors."""
+        """Total bytes of some tensors."""
         return sum(self.bytes[tensor] for tensor in tensors)
 
 
@@ -54,17 +56,17 @@ def balance_offloaded_stages(
     weights: Weights,
     limit: int | None,
 ) -> RoundPipePartition:
-    """The division whose step is shortest among those with little enough of the model on a device.
+    """The partition with the shortest estimated step among those that fit a limit of bytes per device.
 
     Args:
         forward_seconds: of each segment, for one microbatch.
         backward_seconds: likewise, without recomputation; all zero: there is no backward.
         recompute: whether backward slots run the forward again.
-        devices: how many.
-        microbatches: how many.
-        weights: what segments read.
-        limit: bytes that weights and their gradients may take on a device at one time; ``None``, or where no division
-            has so few: as few as can be.
+        devices: number of devices.
+        microbatches: number of microbatches.
+        weights: the tensors that segments read.
+        limit: bytes that weights and their gradients may take on a device at one time. If it is ``None``, or no
+            partition fits, the partition that takes the fewest bytes is returned.
     """
     forward = list(forward_seconds)
     training = any(backward_seconds)
@@ -86,7 +88,7 @@ def balance_offloaded_stages(
 
 
 def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:
-    """Most bytes of weights and their gradients that a device has at one time, with slots handed out in turn."""
+    """Peak bytes of weights and their gradients on a device, with slots assigned to devices in turn."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
     gradients = [weights.size(own) if training and slot >= fused else 0 for slot, own in enumerate(reads)]
@@ -110,7 +112,7 @@ def _seconds(
     weights: Weights,
     training: bool,
 ) -> float:
-    """Seconds of a step: each slot takes as long as it computes, or as what comes and goes meanwhile."""
+    """Estimated seconds of a step: a slot takes the longest of its compute time and of its concurrent copies."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
     total = longest = 0.0

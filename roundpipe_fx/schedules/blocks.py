@@ -1,4 +1,4 @@
-"""Runs of actions as arrays, of which schedules are put together."""
+"""Sequences of actions as arrays, from which schedules are assembled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["block_of", "pairs", "run_of"]
 
 
 def run_of(device: int, devices: int, stages: int) -> list[int]:
-    """The consecutive stages of a device, where each device has as equal a number as can be."""
+    """Indices of a device's consecutive stages, with the stages divided among devices as evenly as possible."""
     return list(range(device * stages // devices, (device + 1) * stages // devices))
 
 
 def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: int = 0) -> np.ndarray:
-    """Microbatches from ``start`` on, each through all of ``stages`` in turn; shape (actions, 3)."""
+    """Actions that run each microbatch from ``start`` on through all ``stages`` in turn; shape (actions, 3)."""
     count = max(0, microbatches - start)
     made = np.empty((count * len(stages), 3), dtype=np.int32)
     made[:, 0] = NUMBER[kind]
@@ -28,6 +28,6 @@ def block_of(kind: ActionKind, stages: Sequence[int], microbatches: int, start: 
 
 
 def pairs(first: np.ndarray, second: np.ndarray, width: int) -> np.ndarray:
-    """Alternately ``width`` actions of ``first`` and ``width`` of ``second``; both have the same length."""
+    """``width`` actions of ``first`` and ``width`` actions of ``second`` in alternation; both have the same length."""
     both = np.stack([first.reshape(-1, width, 3), second.reshape(-1, width, 3)], axis=1)
     return both.reshape(-1, 3)

@@ -1,7 +1,8 @@
 """GPipe: all forwards, then all backwards.
 
-Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. With equal stages
-the devices idle for (p - 1) / (m + p - 1) of the time; every microbatch is in flight at once.
+Huang et al., "GPipe: efficient training of giant neural networks using pipeline parallelism", 2019. With equal stages,
+p devices and m microbatches, devices idle for (p - 1) / (m + p - 1) of the time; all microbatches are in flight at
+once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,13 @@ __all__ = ["gpipe"]
 
 
 def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
-    """Each device has a run of consecutive stages, as equal in number as can be."""
+    """The GPipe schedule. Each device has consecutive stages, divided as evenly as possible.
+
+    Args:
+        devices: number of devices.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
     orders = []
     for device in range(devices):
         own = run_of(device, devices, stages)

@@ -1,8 +1,8 @@
-"""The link between each device and the host, over which an offloaded model's tensors come and their gradients leave.
+"""The link between each device and the host, over which an offloaded model's tensors and gradients are copied.
 
-Both directions work beside the device and beside each other, one copy after another. What a visit reads begins to come
-when the visit before it begins, and a visit's gradients must have left before the visit after the next one begins
-(:mod:`roundpipe_fx.schedules.residency`).
+The two directions work in parallel with the device and with each other; copies in one direction run one after another.
+The copy of what a residency window reads begins when the previous window begins, and the gradients of a window must
+have been copied before the window after the next one begins (:mod:`roundpipe_fx.schedules.residency`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["HostLink"]
 
 
 class HostLink:
-    """The links of all devices, while a schedule is simulated."""
+    """State of all devices' links to the host while a schedule is simulated."""
 
     def __init__(self, windows: Sequence[Sequence[ResidencyWindow]], lengths: Sequence[int], bandwidth: float) -> None:
-        """With nothing on its way.
+        """Start with no copy in progress.
 
         Args:
-            windows: of each device.
-            lengths: how many actions each device has.
-            bandwidth: bytes a second.
+            windows: residency windows of each device.
+            lengths: number of actions of each device.
+            bandwidth: bytes per second, in each direction.
         """
         rows = [np.zeros((length, 4)) for length in lengths]
         for own, table in zip(windows, rows, strict=True):
@@ -40,12 +40,12 @@ class HostLink:
         self._left = np.zeros(len(lengths))
 
     def ready(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
-        """When actions can begin as far as the link goes.
+        """Earliest start of actions as far as the link is concerned, in seconds.
 
         Args:
-            devices: whose actions.
-            places: of the actions among those of all devices.
-            clock: when the devices have done what stands before.
+            devices: devices of the actions.
+            places: positions of the actions among those of all devices.
+            clock: seconds at which the devices have finished their previous actions.
         """
         begins, first, following, left = self._table[places].T
         begins = begins > 0
@@ -56,9 +56,9 @@ class HostLink:
         return np.where(begins, np.maximum(brought, gone), 0.0)
 
     def all_left(self, clock: np.ndarray) -> float:
-        """When the last gradient has left.
+        """Seconds at which the last gradient has been copied to the host.
 
         Args:
-            clock: when the devices have done all.
+            clock: seconds at which the devices have finished their last actions.
         """
         return float((np.maximum(self._left, clock) + self._last).max(initial=0.0))

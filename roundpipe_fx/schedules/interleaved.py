@@ -1,8 +1,8 @@
-"""Interleaved 1F1B: each device has several stages that lie apart, so the pipeline fills faster.
+"""Interleaved 1F1B: each device has several non-adjacent stages, so the pipeline fills faster.
 
 Narayanan et al., "Efficient large-scale language model training on GPU clusters using Megatron-LM", 2021. With v equal
-stages a device the bubble is v times smaller than 1F1B's, for more microbatches in flight. Microbatches go in groups of
-as many as there are devices; a last group that is smaller works too.
+stages per device, the bubble is v times smaller than that of 1F1B, at the cost of more microbatches in flight.
+Microbatches are processed in groups of the number of devices; the last group may be smaller.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ __all__ = ["interleaved"]
 
 
 def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
-    """Stage s runs on device s modulo ``devices``."""
-    # A last group that is smaller is scheduled as a whole one, of which some microbatches are then left out; so are
-    # stages, where some devices have one less.
+    """The interleaved 1F1B schedule. Stage s runs on device s modulo ``devices``.
+
+    Args:
+        devices: number of devices.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
+    # A smaller last group is scheduled as a full one and the missing microbatches are removed afterwards; likewise
+    # for stages, where some devices have one less than others.
     whole = -(-microbatches // devices) * devices
     all_stages = -(-stages // devices) * devices
     orders = []
@@ -35,7 +41,7 @@ def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
 
 
 def _grouped(kind: ActionKind, stages: list[int], group: int, microbatches: int) -> np.ndarray:
-    """Groups of microbatches; of each the first stage for all of the group, then the next stage."""
+    """For each group of microbatches: the first stage for the whole group, then the next stage."""
     rows = [
         (NUMBER[kind], stage, microbatch)
         for start in range(0, microbatches, group)

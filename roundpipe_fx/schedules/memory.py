@@ -1,16 +1,16 @@
-"""What steps cost, and the memory that a device needs for its part of a schedule.
+"""Costs of stage actions, and the peak memory of each device under a schedule.
 
-A value is on the device that makes it until the last step there that reads it. A device that reads what another has
-made has it from the moment it was made, whether it waits for it or not, until its own last reader. Between its
-actions a device holds such values; in an action it needs what the stage module needs beyond them. Gradients of
-parameters are there from a step's first microbatch to the end, gradients of inputs from their own microbatch to the
-end, where the batch's gradient is put together from them. Where a loss is computed outside, between all forwards and
-all backwards, its device needs room for that too.
+A value is on the device that computes it until its last reader there. A device that reads a value of another device
+holds it from the moment it is computed, whether it waits for it or not, until its own last reader. Between its actions
+a device holds such values; during an action it needs the peak of the stage module in addition. Gradients of parameters
+live from the first microbatch of a stage action to the end of the step, gradients of inputs from their own microbatch
+to the end, where they are concatenated to the batch's gradient. Where a loss is computed outside the model, between all
+forwards and all backwards, the caller's device needs memory for that too.
 
-A device may be slow and another fast, so what arrives is counted from the earliest action at which it can be there:
-that it needs before it is made, and no other, is certain to be over. The peak is therefore a bound whatever the
-timing is; on one device nothing arrives, and it is exact. Schedules of more than a hundred thousand actions are taken
-to be timed as simulated.
+Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
+have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is
+computed. The peak is therefore an upper bound for any timing; on one device nothing is received, and it is exact.
+Schedules of more than a hundred thousand actions are assumed to run as simulated.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ __all__ = ["Held", "StepCosts", "peaks_of"]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that outlive the step that makes them.
+    """Bytes that outlive the stage action that allocates them.
 
     Attributes:
-        bytes: how many, for one microbatch.
-        maker: the step.
-        readers: steps that read them.
-        lasts: whether they stay to the end where they are made.
+        bytes: number of bytes, for one microbatch.
+        maker: the stage action that allocates them.
+        readers: stage actions that read them.
+        lasts: whether they stay allocated to the end of the step, on the device of ``maker``.
     """
 
     bytes: int
@@ -48,30 +48,32 @@ class Held:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """What steps cost.
+    """Costs of stage actions. Bytes and seconds are those of one microbatch.
 
     Attributes:
-        seconds: of each step, for one microbatch.
-        transfer_seconds: of sending what the first step makes to the second, by (maker, reader); 0 where absent.
-        held: what outlives the step that makes it, for one microbatch.
-        peak_bytes: most bytes that a step allocates at one time beyond those that are there when it begins.
-        first_peak_bytes: the same where a device runs the step for the first time; what is not said is as later.
-        base_bytes: bytes that are there once a step has run for the first time (gradients of parameters), by step and
-            by number of the parameter: what several steps on one device add to is there once.
-        input_gradient_bytes: bytes of gradients of what each microbatch has for itself, by step and by number of the
-            input; of all microbatches on all devices they are made one at the end, on the first device.
-        brought_bytes: bytes that each microbatch has brought along from the beginning (incoming gradients), by the step
-            that reads them; where all forwards run before all backwards, from the first backward on.
-        outside_bytes: bytes that a loss outside needs for each microbatch, on the first device, between all forwards
-            and all backwards.
-        loss_bytes: bytes that stay of them until the last backward is over.
-        copied_bytes: bytes of the caller's tensors that a step reads, by step and by number of the tensor.
-        parameters: numbers of those that are the same for all microbatches.
-        away: devices that are not the caller's. They have copies of his tensors, taken to be there all the time; at the
-            end he gets their gradients, and has all of them.
-        on_host: numbers of the tensors that lie on the host: devices have them, and their gradients, for as long as
-            visits need them (:mod:`roundpipe_fx.schedules.residency`). What else is the caller's is on his device.
-        host_bandwidth: bytes a second between the host and a device.
+        seconds: of each stage action.
+        transfer_seconds: of sending the results of a stage action to a reader, by (maker, reader); 0 where absent.
+        held: bytes that outlive the stage action that allocates them.
+        peak_bytes: peak bytes that a stage action allocates beyond those that are allocated when it begins.
+        first_peak_bytes: the same for the first time that a device runs the stage action; where absent, as later.
+        base_bytes: bytes that stay allocated once a stage action has run for the first time (gradients of parameters),
+            by stage action and by number of the parameter. Stage actions on one device share a parameter's gradient.
+        input_gradient_bytes: bytes of gradients of inputs that each microbatch has for itself, by stage action and by
+            number of the input. At the end of the step those of all microbatches are concatenated on the first device.
+        brought_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated from the
+            beginning or, where all forwards run before all backwards, from the first backward on.
+        outside_bytes: bytes that a loss outside the model needs on the first device, between all forwards and all
+            backwards.
+        loss_bytes: those of ``outside_bytes`` that stay allocated until the last backward is over.
+        copied_bytes: bytes of the caller's tensors that a stage action reads, by stage action and by number of the
+            tensor.
+        parameters: numbers of the tensors that are shared by all microbatches.
+        away: devices other than the caller's. They hold copies of its tensors, assumed to be there for the whole step,
+            and return gradients at the end.
+        on_host: numbers of the tensors that stay on the host: devices hold copies of them, and their gradients, during
+            residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
+            ``None``: the model is not offloaded.
+        host_bandwidth: bytes per second between the host and a device.
     """
 
     seconds: Mapping[StageAction, float]
@@ -93,12 +95,12 @@ class StepCosts:
     def windows(
         self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
     ) -> list[list[ResidencyWindow]]:
-        """The visits of each device; none where no tensor lies on the host.
+        """The residency windows of each device; none if the model is not offloaded.
 
         Args:
-            schedule: what devices do.
-            codes: for each device the number of each action's step.
-            steps: by number.
+            schedule: the actions of each device.
+            codes: for each device, the number of each action's stage action.
+            steps: the stage actions, by number.
         """
         if self.on_host is None:
             return [[] for _ in codes]
@@ -113,7 +115,7 @@ class StepCosts:
 
 
 def _turn(order: np.ndarray, schedule: Schedule) -> int:
-    """How many of a device's actions are of the first half of a step, where there are halves."""
+    """Position at which a device's backwards begin, if all forwards run before all backwards; else 0."""
     return int((order[:, 0] == _FORWARD).sum()) if schedule.forwards_before_backwards else 0
 
 
@@ -128,22 +130,29 @@ def peaks_of(
     others: Mapping[int, StepCosts],
     windows: Sequence[Sequence[ResidencyWindow]],
 ) -> tuple[int, ...]:
-    """For each device the most bytes at one time.
+    """Peak bytes of each device.
+
+    For each device, ``changes[i]`` collects the bytes allocated minus the bytes freed just before its action i; its
+    cumulative sum is the level of bytes held while action i runs. Everything that outlives an action is entered there:
+    values from ``maker + 1`` (their maker counts them in its own peak) to ``last reader + 1``, received values from the
+    earliest action at which they can arrive, gradients from the first action that computes them to the end. The peak is
+    the largest sum of the level and the peak of the action that runs then. The moment between forwards and backwards,
+    and the end of the step, at which gradients are gathered, are counted separately.
 
     Args:
-        schedule: in which order devices run their actions.
-        codes: for each device the number of each action's step.
-        ends: for each device when its actions end.
-        waves: for each device a number for each action, greater than those of all that it waits for.
-        reads: the steps that each step reads, by number.
-        steps: by number.
-        costs: of the steps.
-        others: costs of microbatches that differ, by number.
-        windows: of each device, where tensors lie on the host.
+        schedule: the order in which devices run their actions.
+        codes: for each device, the number of each action's stage action.
+        ends: for each device, the seconds at which its actions end.
+        waves: for each device, a number for each action that is greater than those of all that it waits for.
+        reads: for each stage action, the numbers of those that it reads; padded with -1.
+        steps: the stage actions, by number.
+        costs: costs of the stage actions.
+        others: costs of microbatches of another size, by index.
+        windows: residency windows of each device, where tensors stay on the host.
     """
     number = {step: index for index, step in enumerate(steps)}
     places = Places(schedule, codes)
-    # The costs that there are, and whose each microbatch has.
+    # The distinct costs, and which of them each microbatch has.
     kinds = list({id(kind): kind for kind in (costs, *others.values())}.values())
     kind_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
     for batch, of_batch in others.items():
@@ -159,7 +168,8 @@ def peaks_of(
         certain = _certainly_over(schedule, codes, waves, reads, places)
     changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
     callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
-    made_here = 0  # of what lasts, by the caller's device, to which his outputs go
+    made_here = 0  # bytes of outputs that the caller's device computes itself; it gets the others too
+    # Values that outlive their stage action: on the device of their maker, then on every other device that reads them.
     for which, held in ((place, held) for place, kind in enumerate(kinds) for held in kind.held):
         maker = number[held.maker]
         for device, at, batches in places.of(maker):
@@ -181,6 +191,7 @@ def peaks_of(
                     arrives = np.searchsorted(ends[other], made[there], side="right")
                 np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
                 np.add.at(changes[other], until[there] + 1, -held.bytes)
+    # Gradients of inputs: from the first action of their microbatch that contributes to them, to the end of the step.
     of_inputs = [_by_owner(kind.input_gradient_bytes) for kind in kinds]
     for which, by_owner in enumerate(of_inputs):
         for device, change in enumerate(changes):
@@ -189,7 +200,7 @@ def peaks_of(
                 at = places.first(device, makers, np.flatnonzero(kind_of[: schedule.microbatches] == which))
                 np.add.at(change, at[at >= 0] + 1, size)
     inputs_gradients = sum(sum(of_inputs[which].values()) for which in kind_of[: schedule.microbatches].tolist())
-    put_together = 0  # one input after another, whose parts are gone then
+    put_together = 0  # inputs are concatenated one after another, and their parts freed
     if schedule.microbatches > 1:
         put_together = sum(max(of_inputs[which].values(), default=0) for which in kind_of[: schedule.microbatches])
     lasting = [sum(held.bytes for held in kind.held if held.lasts) for kind in kinds]
@@ -206,6 +217,8 @@ def peaks_of(
         kind_at = kind_of[order[:, 2]]
         turn = _turn(order, schedule)
         firsts = []
+        # Gradients of parameters: from the first action that adds to them. Those of an offloaded model leave after each
+        # residency window, and so begin again in the next one. Such first actions have peaks of their own, too.
         for part in [window.places for window in windows[device]] or [range(len(own))]:
             present, first = np.unique(own[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
@@ -218,20 +231,24 @@ def peaks_of(
         first = np.concatenate(firsts)
         _add_windows(change, windows[device])
         outside = 0
+        # Between forwards and backwards: outputs of other devices arrive at the caller's, where the loss is computed.
         if device == callers and (costs.away or schedule.forwards_before_backwards):
             change[turn] += outputs - made_here
         if schedule.forwards_before_backwards and device == callers:
             outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
             change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
         change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
+        # Copies of the caller's tensors live for the whole step.
         if costs.on_host is not None and device == callers:
             change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
         elif device in costs.away:
             change[0] += _copies(order, own, steps, costs)
+        # The peak while an action runs: what is held then, plus what the action itself allocates.
         levels = np.cumsum(change)
         level = levels[: len(own)]
         needed = peak[kind_at, own]
         needed[first] = first_peak[kind_at[first], own[first]]
+        # At the end of the step the caller's device holds all gradients, and concatenates those of inputs.
         brings_all = costs.away and device not in costs.away and costs.on_host is None
         at_end = 0
         if brings_all:
@@ -243,7 +260,7 @@ def peaks_of(
 
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
-    """Bytes by owner, of what several steps may make parts of."""
+    """Bytes by number of the input, whose gradient several stage actions may contribute to."""
     found: dict[int, int] = {}
     for of_step in gradients.values():
         for owner, size in of_step.items():
@@ -252,7 +269,7 @@ def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, i
 
 
 def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], costs: StepCosts) -> int:
-    """Bytes of the copies that a device has of the caller's tensors, but for those on the host."""
+    """Bytes of a device's copies of the caller's tensors, except those that stay on the host."""
     batches: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
     for code, batch in zip(codes.tolist(), order[:, 2].tolist(), strict=True):
@@ -265,7 +282,7 @@ def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], 
 
 
 def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None:
-    """What a device has of tensors on the host; gradients are there until the visit after is over."""
+    """Enter the tensors of residency windows; gradients of a window are freed when the next one is over."""
     for window in windows:
         change[window.places.start] += window.resident
         change[window.places.stop] -= window.resident
@@ -274,15 +291,17 @@ def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None
 
 
 _MOST_EXACT = 100_000
+"""Above this many actions the arrival of values is taken from the simulated times."""
 _FORWARD = KINDS.index(ActionKind.FORWARD)
 
 
 def _certainly_over(
     schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: Places
 ) -> list[np.ndarray]:
-    """For each device and each of its actions, how many actions of every device must be over when it ends.
+    """For each device and each of its actions, the number of actions of every device that must be over when it ends.
 
-    These are vector clocks: an action needs what stands before it on its device, and what it reads.
+    These are vector clocks (Fidge, 1988; Mattern, 1989): an action depends on the previous one of its device and on
+    those that it reads, so its clock is the maximum of theirs, plus itself.
     """
     clocks = [np.zeros((len(own), len(codes)), dtype=np.int64) for own in codes]
     order = sorted((wave, device, at) for device, own in enumerate(waves) for at, wave in enumerate(own.tolist()))

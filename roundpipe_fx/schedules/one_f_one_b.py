@@ -1,8 +1,8 @@
 """1F1B: as few microbatches in flight as keep all devices busy.
 
 Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN training", 2019, in the flushing form of
-"Memory-efficient pipeline-parallel DNN training", 2021. With equal stages it idles as long as GPipe, but device d of p
-holds at most p - d microbatches.
+"Memory-efficient pipeline-parallel DNN training", 2021. With equal stages its bubble is that of GPipe, but device d
+of p holds at most p - d microbatches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ __all__ = ["one_f_one_b"]
 
 
 def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
-    """Each device has a run of consecutive stages; it runs forwards ahead, then a forward and a backward in turn."""
+    """The 1F1B schedule. Each device has consecutive stages, divided as evenly as possible.
+
+    Args:
+        devices: number of devices.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
     orders = []
     for device in range(devices):
         own = run_of(device, devices, stages)

@@ -1,4 +1,4 @@
-"""Balance: a chain of items cut into runs so that the costliest run costs as little as can be. Exact."""
+"""Partition of a chain of items into consecutive runs whose largest cost is minimal, by dynamic programming. Exact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,15 @@ __all__ = ["add_stage", "even_runs", "partition"]
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """(first, last) of each of ``count`` runs of consecutive items, the slowest as fast as can be."""
+    """Divide items into consecutive runs so that the slowest run is as fast as possible.
+
+    Args:
+        seconds: of each item.
+        count: number of runs; at most the number of items.
+
+    Returns:
+        (first, last) item of each run.
+    """
     if not count:
         return []
     size = len(seconds)
@@ -24,13 +32,30 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
 
 
 def add_stage(best: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:
-    """Given the least slowest-stage cost of each prefix, the same with one stage more."""
+    """One step of the dynamic program over stages.
+
+    Args:
+        best: for each prefix of the items, the cost of the slowest stage in its best partition.
+        costs: ``costs[i, j]``: cost of a stage of items i up to j, exclusive.
+
+    Returns:
+        ``best`` for partitions into one more stage.
+    """
     count = costs.shape[0]
     return torch.maximum(best[:count, None], costs).amin(0)
 
 
 def partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[int]:
-    """First segment of each of exactly ``stages`` stages: least slowest stage, then least bytes across the cuts."""
+    """Partition segments into stages: minimal cost of the slowest stage, then minimal bytes across the cuts.
+
+    Args:
+        costs: ``costs[i, j]``: cost of a stage of segments i up to j, exclusive; infinite if it is not allowed.
+        entry_bytes: for each segment, bytes that are live across its beginning.
+        stages: number of stages.
+
+    Returns:
+        index of the first segment of each stage.
+    """
     count = costs.shape[0]
     best = costs[0]
     for _ in range(stages - 1):

@@ -1,4 +1,4 @@
-"""Places: where in the devices' orders each step runs, by microbatch."""
+"""Positions of stage actions in the devices' orders, by microbatch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Places"]
 
 
 class Places:
-    """Where in each device's order each step runs, by microbatch."""
+    """Positions at which stage actions run in each device's order, by microbatch."""
 
     def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
         self._at: list[dict[int, np.ndarray]] = []
@@ -34,11 +34,11 @@ class Places:
                 self._devices.setdefault(step, []).append(device)
 
     def devices(self, step: int) -> list[int]:
-        """The devices that run a step."""
+        """Devices that run a stage action."""
         return self._devices.get(step, [])
 
     def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
-        """For each device that runs a step: its number, the places, and the microbatches."""
+        """For each device that runs a stage action: the device, the positions, and their microbatches."""
         found = []
         for device in self.devices(step):
             at = self._at[device][step]
@@ -47,12 +47,12 @@ class Places:
         return found
 
     def where(self, step: int, microbatch: int) -> tuple[int, int]:
-        """The device and the place at which a step runs for a microbatch."""
+        """The device and the position at which a stage action runs for a microbatch."""
         found = ((d, int(self._at[d][step][microbatch])) for d in self.devices(step))
         return next((device, at) for device, at in found if at >= 0)
 
     def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
-        """The last place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
+        """For each microbatch, the last position on a device at which one of ``readers`` runs; -1 if none does."""
         latest = np.full(len(batches), -1, dtype=np.int64)
         for reader in readers:
             at = self._at[device].get(reader)
@@ -61,7 +61,7 @@ class Places:
         return latest
 
     def first(self, device: int, makers: Sequence[int], batches: np.ndarray) -> np.ndarray:
-        """The first place on a device at which one of some steps runs for each microbatch; -1: nowhere."""
+        """For each microbatch, the first position on a device at which one of ``makers`` runs; -1 if none does."""
         earliest = np.full(len(batches), -1, dtype=np.int64)
         for maker in makers:
             at = self._at[device].get(maker)

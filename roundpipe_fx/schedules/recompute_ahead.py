@@ -1,4 +1,4 @@
-"""Recomputation before the gradient arrives: it stands just before the wait for the gradient, not after it."""
+"""Recomputation is scheduled before the wait for the incoming gradient, so that it fills the wait."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ __all__ = ["with_recompute"]
 
 
 def with_recompute(schedule: Schedule, graph: StageGraph) -> Schedule:
-    """Put each stage's recomputation directly before its backward, where the schedule has none.
+    """Insert each stage's recomputation directly before its backward, if the schedule contains none.
 
     The backward waits for the gradient of the next stage; the recomputation does not, so it runs while the device
     waits.
+
+    Args:
+        schedule: the schedule.
+        graph: the stage actions that exist.
+
+    Returns:
+        the schedule with the recomputations inserted.
     """
     stages = [stage for kind, stage in graph.steps if kind is ActionKind.RECOMPUTE]
     recompute = NUMBER[ActionKind.RECOMPUTE]
     if not stages or any((order[:, 0] == recompute).any() for order in schedule.orders):
         return schedule
-    # The stage with which the backward ends may have gradients of parameters alone.
+    # The last stage of the backward may compute gradients of parameters only.
     first = {
         stage: next(
             k

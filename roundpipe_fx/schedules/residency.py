@@ -1,9 +1,10 @@
-"""Visits: which tensors of an offloaded model a device has, and when.
+"""Residency windows: which tensors of an offloaded model are on a device, and when.
 
-A visit is a run of a device's actions that are of one stage. A device has what the visit at hand reads and what the
-next one reads, which is brought while it works; at the end of a visit it lets go what neither of the following two
-reads. Gradients are added up during a visit and leave at its end, while the next one works; then they are gone. This is
-how RoundPipe (thustorage/RoundPipe) streams weights, and FSDP (Zhao et al., 2023) prefetches them.
+A window is a run of consecutive actions of a device that belong to one stage. The device has the tensors that the
+current window reads, and those of the next one, which are copied meanwhile; at the end of a window it frees the tensors
+that neither of the following two windows reads. Gradients are accumulated during a window, copied to the host during
+the next one, and then freed. This is how RoundPipe (thustorage/RoundPipe) streams weights, and how FSDP (Zhao et al.,
+2023) prefetches them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["ResidencyWindow", "residency_windows", "resident", "window_ranges"]
 
 
 def window_ranges(stages: Sequence[int] | np.ndarray) -> list[range]:
-    """The visits of a device: places of their actions.
+    """Positions of the actions of each residency window of a device.
 
     Args:
         stages: the stage of each of its actions.
@@ -32,10 +33,10 @@ def window_ranges(stages: Sequence[int] | np.ndarray) -> list[range]:
 
 
 def resident(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
-    """What a device has during each visit.
+    """Tensors that are on a device during each window: those that it reads and those of the next one.
 
     Args:
-        reads: what each visit reads.
+        reads: numbers of the tensors that each window reads.
     """
     nothing: AbstractSet[int] = frozenset()
     return [set(own) | following for own, following in zip_longest(reads, reads[1:], fillvalue=nothing)]
@@ -43,14 +44,14 @@ def resident(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
 
 @dataclass(frozen=True)
 class ResidencyWindow:
-    """A visit in bytes.
+    """A residency window, in bytes.
 
     Attributes:
-        places: of its actions.
-        resident: of tensors that are there during it.
-        first: of those, what nothing before it has brought: what the first visit reads.
-        brought: what is brought during it.
-        gradients: what it leaves, by number of the parameter.
+        places: positions of its actions.
+        resident: bytes of the tensors on the device during it.
+        first: bytes that are copied before it begins: what the first window reads.
+        brought: bytes that are copied to the device during it, for the next window.
+        gradients: bytes of the gradients that it accumulates, by number of the parameter.
     """
 
     places: range
@@ -67,14 +68,14 @@ def residency_windows(
     gradients: Sequence[Mapping[int, int]],
     turn: int = 0,
 ) -> list[ResidencyWindow]:
-    """The visits of a device.
+    """The residency windows of a device.
 
     Args:
-        stages: of each of its actions.
-        codes: number of the step of each of its actions.
-        reads: by number of a step, bytes of the tensors that it reads, by their numbers.
-        gradients: likewise of the gradients that it adds to.
-        turn: the action before which everything is let go: that with which the backward half of a step begins.
+        stages: stage of each of its actions.
+        codes: number of the stage action of each of its actions.
+        reads: for each stage action, bytes of the tensors that it reads, by number of the tensor.
+        gradients: for each stage action, bytes of the gradients that it adds to, by number of the parameter.
+        turn: position of the first action of the backward half of a step, before which everything is freed.
     """
     found: list[ResidencyWindow] = []
     for start, end in ((0, turn), (turn, len(stages))):

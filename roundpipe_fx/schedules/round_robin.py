@@ -1,15 +1,15 @@
-"""RoundPipe's dispatch: stages are not bound to devices but handed to a pool of them, one after another.
+"""RoundPipe's dispatch: stages are not bound to devices, but dispatched to a pool of them in turn.
 
-RoundPipe (thustorage/RoundPipe) treats devices as workers without state of their own. The forward and the backward
-are cut into slots independently, so that each takes about the same time however uneven the layers are; the last
-forward slot runs its own backward at once. A worker takes a slot for a group of microbatches, while the next worker
-has begun with the next slot. With equal slots and groups of at least as many microbatches as there are workers, these
-idle only while the first slots start and the last ones end.
+RoundPipe (thustorage/RoundPipe) treats devices as stateless workers. Forward and backward are cut into slots
+independently, so that all slots take about the same time however uneven the layers are; the last forward slot runs its
+own backward immediately. A worker runs a slot for a group of microbatches, while the next worker already runs the next
+slot. With equal slots and groups of at least as many microbatches as workers, workers idle only while the first slots
+start and the last ones end.
 
-Slots are handed out to the worker that will be free first, in turn among equals. A slot that is heavier than the rest
-(a head that cannot be cut) would make all that follow wait, so its group may be shared out: to as many workers as it
-is times as heavy as a slot on average. Groups of different sizes are tried, down to one microbatch a worker, and
-different numbers of workers that may share.
+Each slot is assigned to the worker that becomes free first, in turn among equals. A slot that is heavier than the rest
+(a head that cannot be cut) would delay everything after it, so its group may be shared among several workers: as many
+as the ratio of its seconds to the average slot's. Groups of different sizes are tried, down to one microbatch per
+worker, and different limits on the number of workers that share a group.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from roundpipe_fx.schedules.schedule import Schedule
 __all__ = ["Dispatch", "dispatch", "round_robin"]
 
 _SHARING = 4
+"""Upper limit on the number of workers that share a group."""
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """Which worker takes what.
+    """An assignment of slots to workers.
 
     Attributes:
-        runs: (slot, microbatches, worker), in the order in which they are handed out.
-        makespan: seconds, transfers left out.
+        runs: (slot, microbatches, worker), in the order of assignment.
+        makespan: seconds, without transfers.
     """
 
     runs: tuple[tuple[int, range, int], ...]
@@ -39,13 +40,13 @@ class Dispatch:
 
 
 def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bool = False) -> Dispatch:
-    """The shortest dispatch among those by groups of different sizes.
+    """The dispatch with the shortest makespan among group sizes and limits of sharing.
 
     Args:
-        devices: how many workers.
+        devices: number of workers.
         seconds: of each slot, for one microbatch.
-        microbatches: how many.
-        once: whether a slot is handed out once, for all microbatches: what it reads has to be brought for it.
+        microbatches: number of microbatches.
+        once: whether each slot is assigned once, for all microbatches, because its parameters are copied for it.
     """
     if once:
         return _by_groups(devices, seconds, microbatches, 1, 1)
@@ -89,15 +90,15 @@ def round_robin(
     seconds: Sequence[float] | None = None,
     once: bool = False,
 ) -> Schedule:
-    """Slots handed out for groups of microbatches.
+    """RoundPipe's schedule: slots dispatched for groups of microbatches.
 
     Args:
-        devices: how many.
-        fused: the slot that runs the forward's end and the backward's beginning.
-        slots: how many there are, those of the backward counted on from the forward's.
-        microbatches: how many.
-        seconds: of each slot, for one microbatch; ``None``: all the same.
-        once: whether a slot is handed out once.
+        devices: number of devices.
+        fused: index of the slot that runs the end of the forward and the beginning of the backward.
+        slots: number of slots; backward slots are numbered on from the forward slots.
+        microbatches: number of microbatches.
+        seconds: of each slot, for one microbatch; ``None``: all equal.
+        once: whether each slot is assigned once, for all microbatches.
     """
     orders: list[list[Action]] = [[] for _ in range(devices)]
     for slot, batches, worker in dispatch(devices, seconds or [1.0] * slots, microbatches, once).runs:

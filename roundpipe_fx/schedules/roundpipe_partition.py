@@ -1,12 +1,12 @@
 """Which layers go into which slot of RoundPipe's dispatch.
 
-Where a layer's backward, with its recomputation, takes three times its forward, a backward slot holds a third of the
-layers of a forward slot; and the model's end, whose head may be as heavy as several layers, runs its backward right
-after its forward, in one fused slot.
+If the backward of a layer with its recomputation takes three times as long as its forward, a backward slot holds a
+third of the layers of a forward slot. The end of the model, whose head may be as heavy as several layers, runs its
+backward right after its forward, in one fused slot.
 
-Every number of forward slots and of backward slots is looked at, with every end of the model that may be fused; slots
-of one kind are balanced exactly. A slot must be a small part of the model. Those that promise the shortest step by
-their work and their longest slot are dispatched on paper, and the one whose step is shortest is chosen.
+Every number of forward slots and of backward slots is considered, with every end of the model that may be fused; slots
+of one kind are balanced exactly. A slot must be a small part of the model. The partitions with the best estimates, from
+their total work and their longest slot, are simulated, and the one with the shortest step is chosen.
 """
 
 from __future__ import annotations
@@ -21,13 +21,16 @@ from roundpipe_fx.schedules.round_robin import dispatch
 __all__ = ["RoundPipePartition", "balance_roundpipe_stages", "is_spread", "slot_seconds"]
 
 _DISPATCHED = 400
+"""At most this many partitions are simulated."""
 _FUSED = 12
+"""At most this many segments are fused."""
 _SLOTS_A_DEVICE = 5
+"""At most this many slots per device."""
 
 
 @dataclass(frozen=True)
 class RoundPipePartition:
-    """How the segments are divided.
+    """A division of the segments into slots.
 
     Attributes:
         forward: (first, last) segment of each forward slot.
@@ -41,7 +44,7 @@ class RoundPipePartition:
 
     @property
     def slots(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return len(self.forward) + 1 + len(self.backward)
 
 
@@ -52,14 +55,14 @@ def balance_roundpipe_stages(
     devices: int,
     microbatches: int,
 ) -> RoundPipePartition:
-    """A division whose step is short.
+    """The partition with the shortest simulated step among those with the best estimates.
 
     Args:
         forward_seconds: of each segment, for one microbatch.
         backward_seconds: likewise, without recomputation.
         recompute: whether backward slots run the forward again.
-        devices: how many.
-        microbatches: how many.
+        devices: number of devices.
+        microbatches: number of microbatches.
     """
     forward, backward = list(forward_seconds), list(backward_seconds)
     again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
@@ -81,10 +84,10 @@ def slot_seconds(
     """Seconds of each slot, for one microbatch.
 
     Args:
-        tried: a division.
+        tried: a partition.
         forward: seconds of each segment's forward.
-        backward: of its backward.
-        again: of its backward with what is recomputed for it.
+        backward: seconds of its backward.
+        again: seconds of its backward with its recomputation.
     """
     first, last = tried.fused
     return [
@@ -95,9 +98,9 @@ def slot_seconds(
 
 
 def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bool:
-    """Whether no slot is most of the model: one a device at least, and the fused one no longer than the others.
+    """Whether no slot is most of the model: at least one slot per device, and the fused one no longer than the others.
 
-    Else what fits no device would be handed to one as a whole, and the fused slot keeps what others recompute.
+    Otherwise a single device would get what no device has memory for, since the fused slot recomputes nothing.
     """
     if tried.fused[0] == tried.fused[1]:
         return tried.slots >= min(devices, 1 + 2 * tried.fused[0])
@@ -127,5 +130,5 @@ def _divisions(forward: list[float], again: list[float], devices: int) -> Iterat
 
 
 def _estimate(slots: list[float], devices: int, microbatches: int) -> float:
-    """Seconds of a step with all workers busy but for the start and the end."""
+    """Estimated seconds of a step in which all workers are busy except at its start and end."""
     return microbatches * sum(slots) / devices + (devices - 1) * max(slots)

@@ -1,4 +1,4 @@
-"""Schedules: in which order each device does its actions, as data."""
+"""Schedules: the order in which each device runs its actions, as data."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ NUMBER = {kind: index for index, kind in enumerate(KINDS)}
 class Schedule:
     """An ordered list of actions for each device.
 
-    ``print(schedule)`` shows one line a device; :meth:`parse` reads that back. Transfers are no part of it: they follow
-    from who needs what (:func:`roundpipe_fx.schedules.with_transfers`).
+    ``print(schedule)`` shows one line per device, which :meth:`parse` reads back. Transfers are not part of it: they
+    are derived from the stage graph (:func:`roundpipe_fx.schedules.with_transfers`).
 
     Attributes:
-        name: how it came about.
+        name: name of the schedule.
         orders: for each device an array of shape (actions, 3): number of the kind, stage, microbatch. Compact, since a
             schedule of a thousand devices and ten thousand microbatches has twenty million actions.
-        forwards_before_backwards: whether no backward begins before all forwards of all devices are over.
+        forwards_before_backwards: whether all forwards of all devices finish before any backward begins.
     """
 
     name: str
@@ -43,63 +43,71 @@ class Schedule:
 
     @classmethod
     def of(cls, name: str, devices: Iterable[Sequence[Action]]) -> Schedule:
-        """A schedule from lists of actions, one a device.
+        """Make a schedule from lists of actions.
+
+        Args:
+            name: name of the schedule.
+            devices: the actions of each device, in order.
 
         Raises:
-            ValueError: a transfer is among them.
+            ValueError: one of the actions is a transfer.
         """
         orders = []
         for actions in devices:
             for action in actions:
                 if action.kind not in NUMBER:
-                    raise ValueError(f"{action}: transfers are not scheduled, they follow from who needs what.")
+                    raise ValueError(f"{action} is a transfer: leave transfers out, they are derived from the stages.")
             rows = [(NUMBER[action.kind], action.stage, action.microbatch) for action in actions]
             orders.append(np.array(rows, dtype=np.int32).reshape(-1, 3))
         return cls(name, tuple(orders))
 
     @classmethod
     def parse(cls, text: str, name: str = "given") -> Schedule:
-        """A schedule from its text: one line a device, ``device: action action …``; the number is optional.
+        """Parse a schedule.
+
+        Args:
+            text: one line per device, ``device: action action …``; the device's number is optional.
+            name: name of the schedule.
 
         Raises:
-            ValueError: something in it is no action.
+            ValueError: the text contains something that is not an action.
         """
         lines = [line.split(":", 1)[-1] if line.split(":", 1)[0].strip().isdigit() else line for line in _lines(text)]
         return cls.of(name, [[Action.parse(word) for word in line.split()] for line in lines])
 
     @property
     def devices(self) -> int:
-        """How many devices it is for."""
+        """Number of devices."""
         return len(self.orders)
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches it is for."""
+        """Number of microbatches."""
         return max((int(order[:, 2].max()) + 1 for order in self.orders if len(order)), default=0)
 
     @property
     def size(self) -> int:
-        """How many actions it has."""
+        """Number of actions."""
         return sum(len(order) for order in self.orders)
 
     def actions(self, device: int) -> list[Action]:
-        """What one device does, in order."""
+        """The actions of one device, in order."""
         return [Action(KINDS[kind], stage, microbatch) for kind, stage, microbatch in self.orders[device].tolist()]
 
     def only(self, *kinds: ActionKind) -> Schedule:
-        """The same without all actions of other kinds."""
+        """A copy with the actions of some kinds only."""
         numbers = [NUMBER[kind] for kind in kinds]
         orders = tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders)
         return dataclasses.replace(self, orders=orders)
 
     def halves(self) -> Schedule:
-        """The same, with all forwards before all backwards."""
+        """A copy with all forwards before all backwards."""
         forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
         orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
         return Schedule(self.name, orders, True)
 
     def restricted(self, graph: StageGraph) -> Schedule:
-        """The same without the actions whose steps are not in a graph."""
+        """A copy without the actions that are not in a stage graph."""
         known = np.array([NUMBER[kind] << 20 | stage for kind, stage in graph.steps], dtype=np.int32)
         keep = (np.isin(order[:, 0] << 20 | order[:, 1], known) for order in self.orders)
         return dataclasses.replace(

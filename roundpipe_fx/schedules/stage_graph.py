@@ -1,4 +1,4 @@
-"""The stage graph: which step needs the results of which, of its own microbatch or of the one before."""
+"""The stage graph: which stage action reads the results of which, for its own microbatch or the previous one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["StageGraph", "chain", "rounds"]
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What there is to do for a microbatch.
+    """The stage actions of one microbatch and their dependencies.
 
     Attributes:
-        reads: for each step those whose results it reads.
-        carried: for each step those whose results for the microbatch before it reads: statistics that each microbatch
-            updates.
+        reads: for each stage action, those whose results it reads.
+        carried: for each stage action, those whose results for the previous microbatch it reads, such as buffers that
+            each microbatch updates.
     """
 
     reads: Mapping[StageAction, tuple[StageAction, ...]]
@@ -25,20 +25,20 @@ class StageGraph:
 
     @property
     def steps(self) -> tuple[StageAction, ...]:
-        """All steps."""
+        """All stage actions."""
         return tuple(self.reads)
 
     def has(self, kind: ActionKind, stage: int) -> bool:
-        """Whether there is such a step."""
+        """Whether the graph has a stage action."""
         return (kind, stage) in self.reads
 
 
 def chain(stages: int, *, split: bool = False, recompute: bool = False, training: bool = True) -> StageGraph:
-    """The graph of a pipeline in which each stage reads the one before.
+    """The graph of a pipeline in which each stage reads the previous one.
 
     Args:
-        stages: how many.
-        split: whether the gradients of inputs and of parameters are made in steps of their own.
+        stages: number of stages.
+        split: whether gradients of inputs and of parameters are separate stage actions.
         recompute: whether stages have a recomputation.
         training: whether there is a backward.
     """
@@ -65,8 +65,8 @@ def rounds(fused: int, slots: int, *, recompute: bool = False) -> StageGraph:
     """The graph of RoundPipe's dispatch: forward slots up to ``fused``, backward slots from there on.
 
     Args:
-        fused: the slot that runs the forward's end and the backward's beginning.
-        slots: how many there are.
+        fused: index of the slot that runs the end of the forward and the beginning of the backward.
+        slots: number of slots.
         recompute: whether the backward slots after the fused one have a recomputation.
     """
     reads: dict[StageAction, tuple[StageAction, ...]] = {}

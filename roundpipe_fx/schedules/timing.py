@@ -1,9 +1,9 @@
-"""The simulator of time: when each action of a schedule runs, given what the steps cost.
+"""The simulator of time: when each action of a schedule runs, given the costs of the stage actions.
 
-An action starts when the device has done what stands before it and when all it reads has been made and, if another
-device made it, has travelled. Actions are run in waves: in each, every device runs its next action if that can start.
-A wave is a handful of array operations over the devices, so a thousand devices with ten thousand microbatches, twenty
-million actions, take seconds.
+An action starts when the device has finished its previous action and all values that the action reads have been
+computed and, if another device computed them, transferred. Actions are simulated in waves: in each wave, every device
+runs its next action if that can start. A wave is a few array operations over all devices, so that a thousand devices
+with ten thousand microbatches, which are twenty million actions, are simulated in seconds.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = ["Deadlock", "Timing", "simulate_time"]
 
 
 class Deadlock(ValueError):
-    """Devices wait for each other.
+    """The devices of a schedule wait for each other.
 
     Attributes:
-        waiting: for each device that waits, (device, what it would do next, what it waits for).
+        waiting: for each device that waits, (device, its next action, the action that it waits for).
     """
 
     def __init__(self, waiting: list[tuple[int, Action, Action]]) -> None:
         device, action, awaited = waiting[0]
         more = f"; {len(waiting) - 1} more devices wait" if len(waiting) > 1 else ""
         super().__init__(
-            f"the schedule comes to a stop: device {device} waits at {action} for {awaited}, "
+            f"the schedule deadlocks: device {device} waits at {action} for {awaited}, "
             f"which does not run before it{more}."
         )
         self.waiting = waiting
@@ -44,13 +44,13 @@ class Timing:
     """When the actions of a schedule run.
 
     Attributes:
-        schedule: which.
-        graph: who reads whom.
-        starts: for each device the second at which each of its actions starts.
-        ends: likewise.
-        peak_bytes: for each device the most bytes at one time.
-        brought_bytes: bytes of an offloaded model that are brought to the devices.
-        left: the second at which its last gradient has left them, where it is an offloaded one.
+        schedule: the schedule.
+        graph: which stage action reads which.
+        starts: for each device, the seconds at which its actions start.
+        ends: for each device, the seconds at which its actions end.
+        peak_bytes: peak bytes of each device.
+        brought_bytes: bytes of an offloaded model that are copied to the devices.
+        left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
     """
 
     schedule: Schedule
@@ -63,8 +63,7 @@ class Timing:
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end; with what comes before and leaves after of an offloaded
-        model."""
+        """Seconds from the first start to the last end; for an offloaded model with the copies before and after."""
         ends = [end[-1] for end in self.ends if len(end)]
         if self.left is not None:
             return max(self.left, *map(float, ends))
@@ -73,12 +72,12 @@ class Timing:
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each device works."""
+        """Seconds during which each device runs actions."""
         return tuple(float((end - start).sum()) for start, end in zip(self.starts, self.ends, strict=True))
 
     @property
     def bubble(self) -> float:
-        """Share of the devices' time in which they wait, in [0, 1)."""
+        """Share of the devices' time that they spend waiting, in [0, 1)."""
         total = self.makespan * self.schedule.devices
         return 1 - sum(self.busy) / total if total else 0.0
 
@@ -86,16 +85,19 @@ class Timing:
 def simulate_time(
     schedule: Schedule, graph: StageGraph, costs: StepCosts, others: Mapping[int, StepCosts] | None = None
 ) -> Timing:
-    """Run a schedule on paper.
+    """Simulate a schedule.
 
     Args:
-        schedule: what runs where, in order.
-        graph: who reads whom.
-        costs: in seconds and bytes, of a whole microbatch.
-        others: of microbatches that differ, by number; it is their bytes that are taken.
+        schedule: the actions of each device, in order.
+        graph: which stage action reads which.
+        costs: seconds and bytes of the stage actions, for a full microbatch.
+        others: costs of microbatches of another size, by index; only their bytes are used.
+
+    Returns:
+        start and end of each action in seconds, and peak bytes of each device.
 
     Raises:
-        Deadlock: devices wait for each other, or for what nobody does.
+        Deadlock: devices wait for each other, or for an action that is not in the schedule.
     """
     steps = list(graph.steps)
     number = {step: index for index, step in enumerate(steps)}
@@ -136,14 +138,19 @@ def _run(
     names: list[StageAction],
     link: HostLink | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """When each action ends, and in which wave it runs, for each device."""
+    """Simulate in waves; returns for each device the seconds at which its actions end, and the wave of each action.
+
+    A wave takes the next action of every device that has one left, and runs those whose sources have ended. ``end_of``
+    holds the end of every stage action for every microbatch, or NaN while it has not run: the maximum over an action's
+    sources is then NaN exactly if it cannot start yet. If no action of a wave can start, the schedule deadlocks.
+    """
     steps = len(names)
     lengths = np.array([len(own) for own in codes])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
     microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
     end_of = np.full((steps + 1, max(schedule.microbatches, 1)), np.nan)
-    end_of[steps] = -np.inf  # what is not read
+    end_of[steps] = -np.inf  # the source of actions that read nothing
     maker = np.full(end_of.shape, -1, dtype=np.int32)
     ends = np.empty(len(flat))
     waves = np.empty(len(flat), dtype=np.int32)
@@ -159,7 +166,8 @@ def _run(
         arrival = end_of[sources, batch[:, None]]
         if travels:
             arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
-        latest = arrival.max(axis=1)  # nan where something has not been made yet
+        latest = arrival.max(axis=1)  # NaN if a source has not run yet
+        # Buffers as updated by the previous microbatch; the first microbatch reads the caller's.
         if carried.size:
             before = np.where(batch[:, None] > 0, carried[own], -1)
             latest = np.maximum(latest, end_of[before, batch[:, None] - 1].max(axis=1))

@@ -1,7 +1,7 @@
-"""Transfers: what is sent where follows from who needs what.
+"""Transfers: sends and receives, derived from which stage action reads which.
 
-After an action its results go straight to every device that has a reader of them, whichever stage that is of, so values
-that skip stages travel once and not through the stages between. A device receives just before its first reader runs.
+After an action, its results are sent directly to every device that runs a reader of them, whatever its stage; so values
+that skip stages are sent once, and not through the stages between. A device receives just before its first reader runs.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ __all__ = ["with_transfers"]
 
 
 def with_transfers(schedule: Schedule, graph: StageGraph) -> list[list[Action]]:
-    """Each device's actions with the sends and receives between them.
+    """Each device's actions, with sends and receives inserted.
 
     Args:
-        schedule: a valid one.
-        graph: who reads whom.
+        schedule: a valid schedule.
+        graph: which stage action reads which.
     """
     orders = [schedule.actions(device) for device in range(schedule.devices)]
     where = {(action.step, action.microbatch): device for device, order in enumerate(orders) for action in order}

@@ -1,4 +1,4 @@
-"""Validation: a schedule is checked as a whole before anything runs."""
+"""Validation of a whole schedule before anything runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["InvalidScheduleError", "validate"]
 
 
 class InvalidScheduleError(PassedThrough, ValueError):
-    """A schedule that cannot run; the message names the action."""
+    """A schedule cannot run. The message names the action at fault."""
 
 
 def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: int) -> None:
-    """Check that a schedule does everything once, in an order in which it can be done.
+    """Check that a schedule contains every action exactly once, without deadlock.
 
     Args:
-        schedule: what is to be checked.
-        graph: what there is to do for each microbatch.
-        microbatches: how many there are.
-        devices: how many there are.
+        schedule: the schedule to check.
+        graph: the stage actions to run for each microbatch.
+        microbatches: number of microbatches.
+        devices: number of devices that are available.
 
     Raises:
-        InvalidScheduleError: an action is unknown, missing or there twice; a stage's microbatches are out of order
-            across its forwards, where statistics are updated; devices wait for each other; or there are too many.
+        InvalidScheduleError: an action is unknown, missing or duplicated; the forwards of a stage are not in the order
+            of microbatches, in which buffers are updated; the schedule deadlocks; or it has too many devices.
     """
     if schedule.devices > devices:
         raise InvalidScheduleError(f"the schedule is for {schedule.devices} devices, but there are {devices}.")
@@ -63,7 +63,8 @@ def _check(
     if not graph.has(kind, stage):
         example = Action(kind, stage, int(batches[0]))
         raise InvalidScheduleError(
-            f"{example} on device {device} is nothing that this model's stages do; they do {_steps_text(graph.steps)}."
+            f"{example} on device {device} is not an action of this model; valid actions are "
+            f"{_steps_text(graph.steps)}."
         )
     if (batches >= microbatches).any() or (batches < 0).any():
         wrong = Action(kind, stage, int(batches[(batches >= microbatches) | (batches < 0)][0]))
@@ -75,7 +76,7 @@ def _check(
         again = Action(kind, stage, int(twice[0]))
         devices = sorted({device, *(int(where[b]) for b in twice[:1] if where[b] >= 0)})
         places = "twice on device" if len(devices) == 1 else "on devices"
-        raise InvalidScheduleError(f"{again} is there more than once: {places} {', '.join(map(str, devices))}.")
+        raise InvalidScheduleError(f"{again} occurs more than once: {places} {', '.join(map(str, devices))}.")
     if kind is ActionKind.FORWARD and (np.diff(batches) < 0).any():
         late = int(batches[1:][np.diff(batches) < 0][0])
         raise InvalidScheduleError(

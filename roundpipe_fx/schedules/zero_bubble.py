@@ -1,9 +1,9 @@
-"""Zero bubble: the gradients of parameters, for which nobody waits, fill the places where devices would idle.
+"""Zero bubble: gradients of parameters, on which no other stage depends, are computed where devices would idle.
 
-The schedule ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2024: as 1F1B, but a stage's backward is split, and
-device d puts the gradients of parameters off by d microbatches, so that the gradients of inputs travel on at once. With
-equal stages of F, I and W seconds it idles for (p - 1)(F + I - W) seconds, where 1F1B idles for (p - 1)(F + I + W); no
-device holds more microbatches than 1F1B's first.
+The schedule ZB-H1 of Qi et al., "Zero bubble pipeline parallelism", 2024: as 1F1B, but a stage's backward is split,
+and device d delays the gradients of parameters by d microbatches, so that gradients of inputs are sent on immediately.
+With equal stages of F, I and W seconds each device idles for (p - 1)(F + I - W) seconds, where 1F1B idles for
+(p - 1)(F + I + W); no device holds more microbatches than the first device under 1F1B.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ __all__ = ["zero_bubble"]
 
 
 def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
-    """Each device has a run of consecutive stages; the backwards are split."""
+    """The ZB-H1 schedule. Each device has consecutive stages, divided as evenly as possible; backwards are split.
+
+    Args:
+        devices: number of devices.
+        stages: number of stages.
+        microbatches: number of microbatches.
+    """
     return Schedule.of(
         "zero_bubble",
         [_order(run_of(device, devices, stages), device, devices, microbatches) for device in range(devices)],

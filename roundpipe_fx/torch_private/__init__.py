@@ -1,7 +1,7 @@
-"""The one place that touches private torch APIs.
+"""The only place that uses private torch APIs.
 
-Tried with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so a torch
-release that moves something is answered here.
+Tested with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so changes of a
+torch release are handled here.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ from roundpipe_fx.torch_private.sizes import (
     bounds_of_data,
     data_dependent_symbol,
     input_sizes,
+    note_count,
+    note_counts,
     number_hint,
     shape_env_of,
     size_binding,
@@ -137,6 +139,8 @@ __all__ = [
     "module_path_text",
     "modules_being_compiled",
     "mutated_inputs",
+    "note_count",
+    "note_counts",
     "number_hint",
     "passed_through",
     "plain_input",

@@ -1,4 +1,4 @@
-"""AOTAutograd: the joint graph, its inputs and outputs, and operators' own backwards."""
+"""AOTAutograd: the joint graph, its inputs and outputs, and registered backwards of operators."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ __all__ = [
 
 
 def aot_autograd(**kwargs: Any) -> Callable[..., Any]:
-    """``torch._dynamo.backends.common.aot_autograd``: AOTAutograd as the second half of a Dynamo backend."""
+    """``torch._dynamo.backends.common.aot_autograd``: AOTAutograd as a Dynamo backend."""
     from torch._dynamo.backends.common import aot_autograd as make
 
     return make(**kwargs)
 
 
 def aot_flags() -> contextlib.AbstractContextManager[Any]:
-    """AOTAutograd's flags for our compilation: no donated buffers, so ``backward(retain_graph=True)`` works."""
+    """AOTAutograd's flags for our compilation: no donated buffers, so that ``backward(retain_graph=True)`` works."""
     return torch._functorch.config.patch(donated_buffer=False)
 
 
@@ -52,7 +52,7 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
 
 
 def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
-    """Inputs that AOTAutograd's epilogue updates in place: number of the input by number of the output it copies."""
+    """Numbers of inputs that AOTAutograd's epilogue updates in place, by number of the output that it copies."""
     places = {node.meta.get("desc"): place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     return {
         place: places[description.mutated_input]
@@ -62,17 +62,17 @@ def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
 
 
 def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
-    """For each incoming gradient of a joint graph the number of the forward output that it is the gradient of."""
+    """For each incoming gradient of a joint graph, the number of the forward output that it is the gradient of."""
     places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
     descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
     return [places[d.output] for d in descriptions if type(d).__name__ == "TangentAOTInput"]
 
 
 def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int | None]:
-    """For each output of a joint graph beyond the forward's the number of the input that it is the gradient of.
+    """For each output of a joint graph beyond the forward's, the number of the input that it is the gradient of.
 
-    ``None``: it is no gradient (the token of an effect), or there is none. A graph that AOTAutograd has not described
-    has a gradient for each input.
+    ``None``: the output is not a gradient (the token of an effect), or there is no gradient. A graph without
+    AOTAutograd's descriptions has a gradient for each input.
     """
     outputs: Any = joint.graph.output_node().args[0]
     gradients = list(outputs[num_forward_outputs:])
@@ -88,7 +88,7 @@ def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int
 
 
 def _differentiated_input(description: Any) -> Any:
-    """The description of the input whose gradient an output is; parts of tensor subclasses are described each."""
+    """The description of the input that an output is the gradient of; inner tensors of subclasses have their own."""
     if type(description).__name__ == "SubclassGetAttrAOTOutput":
         from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
 
@@ -98,23 +98,23 @@ def _differentiated_input(description: Any) -> Any:
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
-    """Whether a graph input orders effects (assertions, printing) and carries nothing; its value is ``None``."""
+    """Whether a graph input is a token that orders effects (assertions, printing); its value is ``None``."""
     return type(placeholder.meta.get("desc")).__name__ in ("ForwardTokenAOTInput", "BackwardTokenAOTInput")
 
 
 def plain_input(placeholder: fx.Node) -> int | None:
-    """Number of the input of Dynamo's graph that an input of AOTAutograd's graph is; ``None``: it is none, or part."""
+    """Number of the input of Dynamo's graph that a graph input is; ``None`` if it is none, or a part of one."""
     description: Any = placeholder.meta.get("desc")
     return description.idx if type(description).__name__ == "PlainAOTInput" else None
 
 
 def checkpoint_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
-    """What selective checkpointing says of a node of a joint graph."""
+    """The selective checkpoint policy of a node of a joint graph."""
     return node.meta.get("recompute")
 
 
 def registered_backwards(targets: Sequence[Any]) -> list[Any]:
-    """Definitions (``CustomOpDef``) of those operators whose backward was registered from Python."""
+    """Definitions (``CustomOpDef``) of the operators whose backward was registered from Python."""
     from torch._library.custom_ops import OPDEFS
 
     found = {}
@@ -132,11 +132,11 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
 
 
 def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
-    """Whether ``function`` runs on fake tensors without asking for data. What it does leaves no trace in a graph.
+    """Whether ``function`` runs on fake tensors without reading data. It is not recorded in a graph.
 
     Args:
-        function: run once, with nothing recorded.
-        tensors: some of the fake tensors that it reads, to find their shape environment by.
+        function: called once.
+        tensors: some of the fake tensors that it reads, which give the shape environment.
     """
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
@@ -154,17 +154,17 @@ def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:
 
 
 def default_partition(*args: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """AOTAutograd's own partition without recomputation."""
+    """AOTAutograd's default partition, without recomputation."""
     from torch._functorch.partitioners import default_partition as partition
 
     return partition(*args, **kwargs)
 
 
 def leave_unused_gradients_out(output: torch.Tensor) -> None:
-    """Let autograd hand ``None``, not a tensor of zeros, to a compiled backward for outputs that nobody used.
+    """Make autograd pass ``None`` instead of zeros to a compiled backward for unused outputs.
 
     Args:
-        output: what a program of ours returned, by way of AOTAutograd; its backward must cope with ``None``.
+        output: an output of one of our programs, returned by AOTAutograd. Its backward must accept ``None``.
     """
     if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
         output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]

@@ -18,19 +18,19 @@ def is_traced() -> bool:
 
 
 def boxed_codegen() -> Any:
-    """FX code generation for functions that take one list and clear it, so that arguments can die inside."""
+    """FX code generation for functions that take one list and clear it, so that arguments can be freed inside."""
     from torch.fx.graph import _BoxedCodeGen
 
     return _BoxedCodeGen()
 
 
 def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.GraphModule:
-    """An ``fx.GraphModule`` whose code is generated when it is first called or read: most never are.
+    """An ``fx.GraphModule`` whose code is generated when it is first needed, which for most modules is never.
 
     Args:
-        root: where the graph's attributes are.
-        graph: what it runs.
-        name: of its class.
+        root: has the attributes that the graph refers to.
+        graph: the graph.
+        name: name of its class.
     """
     from torch.fx._lazy_graph_module import _LazyGraphModule
 
@@ -38,10 +38,10 @@ def graph_module(root: Any, graph: fx.Graph, name: str = "GraphModule") -> fx.Gr
 
 
 def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Compile one functional ATen graph with Inductor. The result is boxed.
+    """Compile a functional ATen graph with Inductor. The result is boxed.
 
-    Random numbers are drawn as eager draws them (``fallback_random``), so that stages agree with ``aot_eager`` but for
-    rounding; outputs keep the strides that they have in the graph, which the next stage was compiled for.
+    Random numbers are those of eager mode (``fallback_random``), so that stages agree with ``aot_eager`` up to
+    rounding; outputs have the strides that they have in the graph, for which the next stage was compiled.
     """
     from torch._guards import TracingContext, detect_fake_mode, tracing
     from torch._inductor import config
@@ -51,7 +51,7 @@ def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
     from torch.fx.experimental.proxy_tensor import make_fx
 
     mode = detect_fake_mode(example_inputs)
-    # A tracing context of its own: Inductor reports output strides to the active one, which is the whole model's.
+    # A separate tracing context: Inductor reports output strides to the active one, which is the whole model's.
     with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(fallback_random=True):
         retrace = make_fx(module, decomposition_table=select_decomp_table(), _allow_non_fake_inputs=True)
         with mode if mode is not None else contextlib.nullcontext():
@@ -67,18 +67,18 @@ def inductor(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[
 
 
 def boxed_false() -> Any:
-    """Inductor's spelling of "no CUDA graphs"."""
+    """Inductor's value for "no CUDA graphs"."""
     from torch._inductor.utils import BoxedBool
 
     return BoxedBool(False)
 
 
 def has_kernel(operator: torch._ops.OpOverload, device: str) -> bool:
-    """Whether a device has a kernel of its own for an operator, rather than one composed of others."""
+    """Whether an operator has a kernel for a device, rather than a decomposition."""
     key = getattr(torch._C.DispatchKey, device.upper(), None)
     return key is not None and operator.has_kernel_for_dispatch_key(key)
 
 
 def without_wrapper(target: Callable[..., Any]) -> Callable[..., Any]:
-    """What an operator calls, which saves a Python call for each operation; anything else as it is."""
+    """The function that an operator calls, which saves a Python call per operation; other targets unchanged."""
     return target._op if type(target) is torch._ops.OpOverload else target

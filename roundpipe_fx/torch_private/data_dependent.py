@@ -1,12 +1,12 @@
-"""Frames that cannot be traced with numbers taken from tensors: they are traced again without.
+"""Frames that cannot be traced with data-dependent symbols are traced again without them.
 
-With ``capture_scalar_outputs`` and ``capture_dynamic_output_shape_ops`` what a tensor says becomes a symbol of the
-graph. Where Python needs to know it (``sizes[int(torch.rand(()) * 3)]``, a momentum that an operator takes as a plain
-number) Dynamo raises an error; without the flags it breaks the graph there, and the program runs.
+With ``capture_scalar_outputs`` and ``capture_dynamic_output_shape_ops``, values read from tensors become symbols of the
+graph. Where Python needs such a value (``sizes[int(torch.rand(()) * 3)]``, a momentum that an operator takes as a plain
+number), Dynamo raises an error; without the flags it breaks the graph there, and the program runs.
 
-Sizes of inputs that vary become symbols too, and some of PyTorch's own derivatives (``affine_grid``'s, 2.13) take plain
-numbers only; some operators (``fake_quantize_per_tensor_affine``) can be traced with these only. Such a frame is traced
-for the sizes at hand, and anew for others.
+Varying sizes of inputs become symbols too, but some of PyTorch's own derivatives (``affine_grid``, 2.13) accept plain
+numbers only, and some operators (``fake_quantize_per_tensor_affine``) can be traced only with these. Such a frame is
+traced for the current sizes, and recompiled for others.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _retried: set[tuple[str, int]] = set()
 
 
 def install_retries(active: Callable[[], bool]) -> None:
-    """Let Dynamo trace a frame again where it fails for want of data or plain sizes. Nothing of it has run by then.
+    """Make Dynamo retry a frame that it fails to trace for lack of data or plain sizes. Nothing of it has run by then.
 
     Args:
-        active: whether what this thread traces is ours.
+        active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.convert_frame import ConvertFrameAssert
 
@@ -65,7 +65,7 @@ def install_retries(active: Callable[[], bool]) -> None:
 
 
 def was_retried(file: str | None, line: int | None) -> bool:
-    """Whether a function that begins at a line failed to be traced, and then was."""
+    """Whether the function that begins at a line was traced in a retry."""
     return (file, line) in _retried
 
 
@@ -74,7 +74,7 @@ def _place(code: CodeType) -> tuple[str, int]:
 
 
 def _wants_data(error: BaseException) -> bool:
-    """Whether somebody asked for a number that is not known while tracing."""
+    """Whether an error means that a value was read that is not known while tracing."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -87,8 +87,8 @@ _WANTS_NUMBERS = (
     "Cannot call sizes() on tensor with symbolic",
     "Operator does not support running with fake tensors",
 )
-"""What PyTorch says where it asks for plain sizes of a tensor whose sizes are symbols: in C++, and of an operator
-without a fake kernel, which is run on real tensors to see what it makes."""
+"""Messages of PyTorch where it reads sizes of a tensor whose sizes are symbolic: in C++, and for an operator without a
+fake kernel, which is run on real tensors to find its results' shapes."""
 
 
 def _wants_numbers(error: BaseException) -> bool:

@@ -1,4 +1,4 @@
-"""Dynamo's flags, for our compilations only."""
+"""Flags of Dynamo, set for our compilations only."""
 
 from __future__ import annotations
 
@@ -38,16 +38,14 @@ trace_packed_sequences(lambda: _local.flags_are_set)
 
 @contextlib.contextmanager
 def dynamo_flags() -> Iterator[None]:
-    """Dynamo's flags for our compilation only, restored on exit.
+    """Context manager that sets Dynamo's flags for our compilation and restores them on exit.
 
-    Data-dependent shapes and scalars are captured into the graph instead of breaking it, where that can be, as are
-    branches on random numbers that can go one way only; ``nn.LSTM`` and its like are traced, and packed
-    sequences, loggers are skipped, and hooks that are added to a submodule later are noticed.
-    A function may be compiled more often than eight times before Dynamo runs it eagerly: within a budget in bytes there
-    is a plan for each range of sizes, and eagerly there is none.
+    Data-dependent shapes and scalars are captured into the graph instead of breaking it where possible, and so are
+    branches on random numbers with a known outcome. Recurrent modules and packed sequences are traced, loggers are
+    skipped, and hooks that are added to submodules later are guarded on. The recompile limit is raised: within a budget
+    in bytes there is a plan for each range of sizes, and none for code that runs eagerly.
 
-    Entered around each call of what is compiled, so it has to be quick. May be nested, which costs nothing: a step of
-    many calls enters it around all of them.
+    It is entered around each call of a compiled model, so it has to be fast. Nested uses cost nothing.
     """
     if _local.flags_are_set:
         yield
@@ -64,7 +62,7 @@ def dynamo_flags() -> Iterator[None]:
 
 @functools.lru_cache
 def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Callable[[], None]]:
-    """Sets the flags; returns what restores them. PyTorch's own quick form of ``config.patch``."""
+    """A function that sets the flags and returns one that restores them: PyTorch's fast form of ``config.patch``."""
     return torch._dynamo.config._make_closure_patcher(
         recompile_limit=max(recompile_limit, _MOST_COMPILATIONS),
         capture_dynamic_output_shape_ops=True,
@@ -76,7 +74,7 @@ def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Calla
 
 
 def _logging_functions() -> frozenset[Any]:
-    """Asked anew each time: Hugging Face adds methods to loggers when it is imported."""
+    """Logging functions to skip. Not cached: Hugging Face adds methods to loggers when it is imported."""
     found: set[Any] = set()
     for owner in (logging.Logger, logging.LoggerAdapter):
         for name in _LOGGER_METHODS:
@@ -87,9 +85,9 @@ def _logging_functions() -> frozenset[Any]:
 
 
 def log_metrics_with_functions() -> None:
-    """Let Dynamo log its configuration although ``ignore_logging_functions`` is set, which torch 2.11 fails to do.
+    """Make Dynamo log its configuration although ``ignore_logging_functions`` is set, which fails in torch 2.11.
 
-    It would log an error with a traceback at each compilation, and lose what it measured of it.
+    It would log an error with a traceback at each compilation, and lose its metrics.
     """
     from torch._dynamo import utils
 

@@ -1,10 +1,10 @@
-"""Updates of numbers in float64: Dynamo drops them, and here it does not.
+"""Updates of float64 scalars, which Dynamo drops (torch 2.13), are kept.
 
-A graph that reads a float64 tensor of no dimensions on the CPU is traced twice: AOTAutograd finds that the number is no
-argument of Python's, and asks Dynamo to begin again and leave it out where only ``item`` reads it
-(``OutputGraph.remove_tensorify_specialized_graphargs``). Dynamo then removes whatever node stands for that tensor and
-has no reader that is not ``item``, and that is more than the input: the result of ``counter.add_(1)`` is the counter
-too, and mostly has no reader at all. So the update is lost, and the counter keeps its value (torch 2.13).
+A graph that reads a zero-dimensional float64 tensor on the CPU is traced twice: AOTAutograd finds that the tensor is
+not a Python number, and makes Dynamo start again and remove it where only ``item`` reads it
+(``OutputGraph.remove_tensorify_specialized_graphargs``). Dynamo then removes every node whose value is that tensor and
+that has no reader other than ``item``. This is more than the input: the value of ``counter.add_(1)`` is the counter
+too, and often has no reader at all. So the update is lost, and the counter keeps its value.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["keep_float_updates"]
 
 
 def keep_float_updates(active: Callable[[], bool]) -> None:
-    """Let Dynamo remove inputs there, and no operations.
+    """Patch Dynamo so that it removes inputs only, and no operations.
 
     Args:
-        active: whether what this thread traces is ours.
+        active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.output_graph import OutputGraph
 
@@ -32,7 +32,7 @@ def keep_float_updates(active: Callable[[], bool]) -> None:
     def remove_inputs_alone(self: Any) -> None:
         if not active():
             return remove(self)
-        # It looks at what nodes stand for, so for the time being operations stand for nothing.
+        # It compares the example values of nodes, so these are removed from operations for the time being.
         stood_for = {
             node: node.meta.pop("example_value")
             for node in self.graph.nodes

@@ -1,4 +1,4 @@
-"""Memory: what the allocator hands out while something runs."""
+"""Memory: the allocator's activity while a function runs."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class ProfiledMemory:
-    """What the allocator of a device handed out while something ran.
+    """Memory that was allocated while a function ran.
 
     Attributes:
-        peak: bytes, beyond those that were allocated when it began, at most at one time.
-        left: those of them that are allocated still.
+        peak: peak bytes beyond those that were allocated when it began.
+        left: bytes that are still allocated.
     """
 
     peak: int
@@ -29,22 +29,25 @@ class ProfiledMemory:
 
 
 _watching = threading.local()
-"""Whom to tell about the memory of what runs in this thread, if it is being watched."""
+"""The callbacks to call with the memory of the function that is being profiled in a thread, if one is."""
 
 
 def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[ProfiledMemory], None]) -> _T:
-    """Run something and watch the allocator meanwhile, what kernels allocate inside themselves included.
+    """Run a function and measure its memory, including workspaces of kernels.
 
-    It is the profiler's record of this thread's allocations. What runs inside something that is watched already is
-    told of the memory of the whole.
+    It uses the profiler's record of this thread's allocations. If the function runs inside another one that is being
+    profiled, ``seen`` is called with the memory of the outer one.
 
     Args:
-        run: what to run.
+        run: the function.
         device_type: ``"cpu"`` or ``"cuda"``.
-        seen: told of the memory.
+        seen: called with the memory.
+
+    Returns:
+        the result of ``run``.
 
     Raises:
-        RuntimeError: a profiler of the user's runs on this thread.
+        RuntimeError: a profiler of the user is active on this thread.
     """
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
@@ -54,7 +57,7 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
         others.append(seen)
         return run()
     if profiler_runs():
-        raise RuntimeError("memory cannot be watched while a profiler runs on the same thread: stop one of the two.")
+        raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
     _watching.others = told = [seen]
@@ -74,10 +77,10 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
 
 
 def memory_is_profiled() -> bool:
-    """Whether this thread's memory is being watched, or a profiler of the user's runs on it."""
+    """Whether this thread's memory is being profiled, by us or by a profiler of the user."""
     return torch._C._autograd._profiler_enabled()
 
 
 def profiler_runs() -> bool:
-    """Whether a profiler of the user's runs on this thread."""
+    """Whether a profiler of the user is active on this thread."""
     return getattr(_watching, "others", None) is None and memory_is_profiled()

@@ -20,7 +20,7 @@ __all__ = [
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """No dispatch mode is active inside, the tracer's fake mode included: tensors that are made are real."""
+    """Context manager without active dispatch modes, including the tracer's fake mode, so that new tensors are real."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
@@ -34,14 +34,14 @@ _MODE_FLAGS = (
 
 
 def dispatch_mode_flags() -> tuple[bool, ...]:
-    """What Dynamo is told about dispatch modes being active: flags of the process, although modes are of a thread."""
+    """Process-wide flags that tell Dynamo which dispatch modes are active, although modes are thread-local."""
     from torch.utils import _python_dispatch
 
     return tuple(getattr(_python_dispatch, name) for name in _MODE_FLAGS)
 
 
 def set_dispatch_mode_flags(flags: tuple[bool, ...]) -> None:
-    """Set what :func:`dispatch_mode_flags` tells."""
+    """Set the flags that :func:`dispatch_mode_flags` returns."""
     from torch.utils import _python_dispatch
 
     for name, flag in zip(_MODE_FLAGS, flags, strict=True):
@@ -52,7 +52,7 @@ def set_dispatch_mode_flags(flags: tuple[bool, ...]) -> None:
 
 
 def active_dispatch_modes() -> list[Any]:
-    """The dispatch modes that are active in this thread, outermost first."""
+    """The active dispatch modes of the current thread, outermost first."""
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return list(_get_current_dispatch_mode_stack())
@@ -60,7 +60,7 @@ def active_dispatch_modes() -> list[Any]:
 
 @contextlib.contextmanager
 def dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
-    """Dispatch modes that another thread has active, active in this one too while that waits."""
+    """Context manager that activates the dispatch modes of another thread, which waits meanwhile."""
     with contextlib.ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
@@ -68,7 +68,7 @@ def dispatch_modes(modes: Sequence[Any]) -> Iterator[None]:
 
 
 def fakes_on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that stands a fake tensor, which has no memory, in for a tensor; ``torch.compile`` traces with it."""
+    """A function that replaces a tensor by a fake one on a device, with which ``torch.compile`` traces."""
     mode = FakeTensorMode()
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:

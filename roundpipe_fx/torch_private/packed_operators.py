@@ -1,8 +1,8 @@
 """Operators on packed sequences, for graphs.
 
-PyTorch's own read on the host how many sequences there are at each step, and have no fake implementation. These call
-them as they are, so they have their bits. A layer's backward runs its forward once more: what each step computed is
-made where it is needed, and never saved.
+PyTorch's own operators read the number of sequences at each step on the host, and have no fake implementation. The ones
+here call them, so results are bitwise equal. The backward of a layer runs its forward once more, so the intermediate
+results of its steps are never saved.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ __all__ = ["pack", "pad", "recur"]
 def pack(
     padded: Tensor, lengths: Tensor, batch_first: bool, rows: int | None, steps: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The numbers of sequences, step by step, and how many sequences there are at each step.
+    """Pack padded sequences.
 
     Args:
         padded: sequences, the longest first.
-        lengths: theirs, on the CPU.
-        batch_first: whether the sequences are the first dimension, rather than the steps.
-        rows: the sum of the lengths, where it is known while tracing.
-        steps: the greatest length, where it is known while tracing.
+        lengths: their lengths, on the CPU.
+        batch_first: whether sequences are the first dimension, rather than steps.
+        rows: sum of the lengths, if it is known while tracing.
+        steps: largest length, if it is known while tracing.
+
+    Returns:
+        the elements of the sequences step by step, and the number of sequences at each step.
     """
     data, batch_sizes = torch._VF._pack_padded_sequence(padded, lengths, batch_first)
     return data.clone() if _share_storage(data, padded) else data, batch_sizes
@@ -58,7 +61,7 @@ def _pack_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 
 @torch.library.custom_op("roundpipe_fx::unpack", mutates_args=())
 def unpack(data: Tensor, batch_sizes: Tensor, batch_first: bool, shape: Sequence[int]) -> Tensor:
-    """Packed numbers where they were in padded sequences of a shape, and zeros elsewhere."""
+    """Padded sequences of a shape, with zeros as padding, from packed data."""
     return torch.ops.aten._pack_padded_sequence_backward(data, shape, batch_sizes, batch_first).contiguous()
 
 
@@ -74,18 +77,21 @@ pack.register_autograd(_pack_backward, setup_context=_keep_for_pack)
 def pad(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, value: float, steps: int, sequences: int
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences, padded, and their lengths.
+    """Pad packed sequences.
 
     Args:
-        data: the numbers of the sequences, step by step.
-        batch_sizes: how many sequences there are at each step.
-        batch_first: whether the sequences become the first dimension, rather than the steps.
-        value: of the numbers that are added.
-        steps: the length that sequences are given.
-        sequences: how many there are.
+        data: the elements of the sequences, step by step.
+        batch_sizes: number of sequences at each step.
+        batch_first: whether sequences become the first dimension, rather than steps.
+        value: value of the padding.
+        steps: length of the padded sequences.
+        sequences: number of sequences.
+
+    Returns:
+        the padded sequences and their lengths.
 
     Raises:
-        ValueError: a sequence is longer.
+        ValueError: a sequence is longer than ``steps``.
     """
     longest = batch_sizes.size(0)
     if steps < longest:
@@ -119,7 +125,7 @@ def _pad_backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Any, ...]:
 
 @torch.library.custom_op("roundpipe_fx::unpad", mutates_args=())
 def unpad(padded: Tensor, lengths: Tensor, batch_first: bool, rows: int) -> Tensor:
-    """What padded sequences hold within their lengths, step by step."""
+    """The elements of padded sequences within their lengths, step by step."""
     data = torch._VF._pack_padded_sequence(padded, lengths, batch_first)[0]
     return data.clone() if _share_storage(data, padded) else data
 
@@ -145,19 +151,22 @@ def recur(
     bidirectional: bool,
     autocast: torch.dtype | None,
 ) -> list[Tensor]:
-    """Layers of a recurrent network on packed sequences, without dropout: the output, and the last of each state.
+    """Run layers of a recurrent network on packed sequences, without dropout.
 
     Args:
         kind: ``lstm``, ``gru``, ``rnn_tanh`` or ``rnn_relu``.
-        data: the numbers of the sequences, step by step.
-        batch_sizes: how many sequences there are at each step.
-        states: the first ones: hidden, and of cells.
-        weights: of all layers, as the function takes them.
+        data: the elements of the sequences, step by step.
+        batch_sizes: number of sequences at each step.
+        states: initial hidden states and, for an LSTM, cell states.
+        weights: weights of all layers, in the order of ``torch.lstm`` and similar functions.
         biases: whether biases are among them.
-        layers: how many there are.
+        layers: number of layers.
         training: whether the module is in training mode.
-        bidirectional: whether the sequences are read backwards too.
-        autocast: what autocast computes in where it is on.
+        bidirectional: whether sequences are also processed backwards.
+        autocast: dtype of autocast, if it is enabled.
+
+    Returns:
+        the output, and the final states.
     """
     return _run(kind, data, batch_sizes, states, weights, (biases, layers, 0.0, training, bidirectional), autocast)
 
@@ -207,7 +216,7 @@ def _types_under_autocast(
     options: tuple[Any, ...],
     autocast: torch.dtype,
 ) -> list[torch.dtype]:
-    """What the results are of: one step of one sequence tells."""
+    """Dtypes of the results under autocast, found by running one step of one sequence."""
     one = [state.new_empty([state.shape[0], 1, state.shape[2]]) for state in states]
     first = tuple(one) if kind == "lstm" else one[0]
     enabled = torch._C._get_mkldnn_enabled()
@@ -258,25 +267,25 @@ def recur_backward(
     needs: Sequence[bool],
     sums: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """Gradients of data, states and weights, those of them that need one.
+    """Gradients of those of data, states and weights that need one.
 
-    Each step adds to the gradient of a weight. Where others have added to it before, autograd goes on from their sum,
-    and a sum in another order would have other bits.
+    Each step adds to the gradient of a weight. If the gradient has a value already, autograd accumulates into that; an
+    addition in another order would not be bitwise equal.
 
     Args:
-        gradients: of the results.
-        kind: as :func:`recur` has it, and so on.
-        data: see there.
-        batch_sizes: see there.
-        states: see there.
-        weights: see there.
-        biases: see there.
-        layers: see there.
-        training: see there.
-        bidirectional: see there.
-        autocast: see there.
+        gradients: gradients of the results.
+        kind: as in :func:`recur`.
+        data: as in :func:`recur`.
+        batch_sizes: as in :func:`recur`.
+        states: as in :func:`recur`.
+        weights: as in :func:`recur`.
+        biases: as in :func:`recur`.
+        layers: as in :func:`recur`.
+        training: as in :func:`recur`.
+        bidirectional: as in :func:`recur`.
+        autocast: as in :func:`recur`.
         needs: which of data, states and weights need a gradient.
-        sums: for each gradient that is returned, what others have added to it before; may be empty.
+        sums: for each returned gradient, its accumulated value; may be empty.
     """
     with _autograd():
         wanted = iter(needs)
@@ -287,7 +296,7 @@ def recur_backward(
         leaves = [value for value in own if value.requires_grad]
         totals = zip(leaves, sums or [None] * len(leaves), strict=True)
         begun = [(value.view_as(value), total) for value, total in totals if total is not None]
-        results += [value for value, _ in begun]  # autograd begins with what was called last
+        results += [value for value, _ in begun]  # autograd starts with the last call
         incoming = [*gradients, *(total for _, total in begun)]
         made = torch.autograd.grad(results, leaves, incoming, allow_unused=True, materialize_grads=True)
     return [
@@ -323,7 +332,7 @@ recur.register_autograd(_recur_backward, setup_context=_keep_for_recur)
 
 @contextlib.contextmanager
 def _autograd() -> Iterator[None]:
-    """Within an operator's kernel, where it is switched off, let autograd record."""
+    """Context manager that enables autograd inside an operator's kernel, where it is disabled."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for key in _AUTOGRAD:
         excluded = excluded.remove(key)
@@ -346,5 +355,5 @@ def _share_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_taken(gradient: Tensor, *others: Sequence[Tensor]) -> bool:
-    """Whether a result lies where another does, or an operand: an operator's results are nobody else's."""
+    """Whether two tensors share a storage, which results of an operator must not do with others."""
     return any(_share_storage(gradient, other) for several in others for other in several)

@@ -1,11 +1,11 @@
-"""Packed sequences: Dynamo traces them here, where it skips them otherwise.
+"""Packed sequences: makes Dynamo trace functions on them, which it skips otherwise.
 
-``pack_padded_sequence`` and ``pad_packed_sequence`` are functions that Dynamo does not look into, and the recurrent
-modules read on the host how many sequences there are. While our compilations trace, it inlines the functions below in
-their place; what cannot be traced in these is an operator of :mod:`roundpipe_fx.torch_private.packed_operators`.
+Dynamo does not trace ``pack_padded_sequence`` and ``pad_packed_sequence``, and recurrent modules read the number of
+sequences on the host. In our compilations Dynamo inlines the functions below instead; what cannot be traced in these is
+an operator of :mod:`roundpipe_fx.torch_private.packed_operators`.
 
-How many sequences there are is known from the padded tensor. The packed sequence carries it, or else the size of the
-last states, which users add to and compare with others, would be known at run time only.
+The number of sequences is known from the padded tensor. The packed sequence stores it, because otherwise the size of
+the last states, which users add to and compare with others, would be known only at run time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ __all__ = ["trace_packed_sequences"]
 
 
 def trace_packed_sequences(active: Callable[[], bool]) -> None:
-    """Let Dynamo trace packed sequences.
+    """Patch Dynamo so that it traces packed sequences.
 
     Args:
-        active: whether what this thread traces is ours.
+        active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.functions import SkipFunctionVariable, UserFunctionVariable
@@ -66,7 +66,7 @@ def _argument(position: int, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _is_packed(variable: Any) -> bool:
-    """Whether what Dynamo traces is a packed sequence."""
+    """Whether a variable of Dynamo is a packed sequence."""
     try:
         return variable is not None and issubclass(variable.python_type(), PackedSequence)
     except NotImplementedError:
@@ -74,7 +74,7 @@ def _is_packed(variable: Any) -> bool:
 
 
 def _are_read_from_tensors(variable: Any) -> bool:
-    """Whether what Dynamo traces is a list of numbers that tensors hold, which are not known while tracing."""
+    """Whether a variable of Dynamo is a list of numbers read from tensors, which are not known while tracing."""
     items = getattr(variable.realize(), "items", ()) if variable is not None else ()
     numbers = [getattr(item.realize(), "sym_num", None) for item in items] if isinstance(items, list | tuple) else []
     return any(number is not None and free_unbacked_symbols(number) for number in numbers)
@@ -93,7 +93,7 @@ def pack_padded_sequence(
 def pack_by_numbers_of_tensors(
     input: Tensor, lengths: Any, batch_first: bool = False, enforce_sorted: bool = True
 ) -> PackedSequence:
-    """The same with lengths such as ``lengths.tolist()``."""
+    """``pack_padded_sequence`` for lengths that were read from a tensor, such as ``lengths.tolist()``."""
     tensor = torch.stack([torch.scalar_tensor(length, dtype=torch.int64, device="cpu") for length in lengths])
     return _pack(input, tensor, batch_first, enforce_sorted, None, None)
 
@@ -134,7 +134,7 @@ _TRACED_FUNCTIONS: dict[Any, Any] = {
 
 
 def _sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
-    """How many sequences there are."""
+    """The number of sequences."""
     if hasattr(packed, "_sequences"):
         return packed._sequences
     if packed.sorted_indices is not None:
@@ -143,10 +143,10 @@ def _sequences(packed: Any, states: tuple[Tensor, ...] | None) -> Any:
 
 
 def forward(self: Any, input: Any, hx: Any = None) -> Any:
-    """That of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` on a packed sequence, traced.
+    """The ``forward`` of ``nn.RNN``, ``nn.LSTM`` and ``nn.GRU`` on a packed sequence, for tracing.
 
-    A layer at a time where there is dropout in between, which PyTorch's graphs know, and on the CPU, where the same
-    happens inside.
+    Layers run one by one if there is dropout between them, which then is in the graph, and on the CPU, where the
+    kernels do the same internally.
     """
     self._update_flat_weights()
     data, batch_sizes = input.data, input.batch_sizes

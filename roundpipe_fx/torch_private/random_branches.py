@@ -1,8 +1,8 @@
-"""Branches on random numbers that can go one way only: layer drop with a probability of zero.
+"""Branches on random numbers whose outcome is known, such as layer drop with a probability of zero.
 
-``if torch.rand([]) < self.layerdrop: continue`` stands in the layer loop of many models, and Dynamo breaks the graph
-there, at each layer, also where ``layerdrop`` is 0, as it is by default. Numbers of ``torch.rand`` lie in [0, 1), so
-the comparison is then known while tracing.
+Many models have ``if torch.rand([]) < self.layerdrop: continue`` in their loop over layers, and Dynamo breaks the graph
+there at each layer, even if ``layerdrop`` is 0, which is the default. ``torch.rand`` returns numbers in [0, 1), so the
+outcome of the comparison is then known while tracing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["install_known_branches", "resolved_random_branch"]
 
 
 def install_known_branches(active: Callable[[], bool]) -> None:
-    """Let Dynamo not break where a random number decides nothing; the comparison stays in the graph.
+    """Keep Dynamo from breaking the graph at branches with a known outcome; the comparison stays in the graph.
 
-    Dynamo's tensors become constants where they are known: before it breaks at a branch it asks for that.
+    Before Dynamo breaks at a branch, it asks whether the tensor is a constant; then it is one if its value is known.
 
     Args:
-        active: whether what this thread traces is ours.
+        active: whether the current thread traces one of our compilations.
     """
     from torch._dynamo.variables.tensor import TensorVariable
 
@@ -32,7 +32,7 @@ def install_known_branches(active: Callable[[], bool]) -> None:
         return
 
     def as_python_constant(self: Any) -> Any:
-        # Bodies of higher-order operators break nothing: what they draw must stay with them.
+        # Not in bodies of higher-order operators, which must keep their random operations.
         if active() and self.proxy.tracer.parent is None:
             known = _outcome(self.proxy.node)
             if known is not None:
@@ -43,7 +43,7 @@ def install_known_branches(active: Callable[[], bool]) -> None:
 
 
 def resolved_random_branch(node: fx.Node) -> fx.Node | None:
-    """The random number of a comparison in Dynamo's graph whose outcome was known; else ``None``."""
+    """The random number of a comparison in Dynamo's graph whose outcome is known; ``None`` for other nodes."""
     return None if _outcome(node) is None else next(arg for arg in node.args if _is_draw(arg))  # type: ignore[return-value]
 
 
@@ -55,7 +55,7 @@ def _is_draw(arg: Any) -> bool:
 
 
 def _outcome(node: fx.Node) -> bool | None:
-    """What a comparison of a random number with another gives, whatever is drawn; else ``None``."""
+    """The outcome of a comparison with a random number; ``None`` if it depends on that, or for other nodes."""
     if node.op != "call_function" or node.target not in _MIRRORED:
         return None
     compare, (left, right) = node.target, node.args
@@ -72,7 +72,7 @@ def _outcome(node: fx.Node) -> bool | None:
 
 
 def _number(arg: Any) -> Any:
-    """A number, or one that may vary from call to call and is guarded as it is compared."""
+    """A number, or a symbolic one, on whose comparison Dynamo guards; ``None`` for other arguments."""
     if isinstance(arg, int | float):
         return arg
     value = arg.meta.get("example_value") if isinstance(arg, fx.Node) else None

@@ -1,8 +1,8 @@
-"""Recurrence: ``nn.LSTM`` as the operations that it is made of.
+"""Recurrence: ``nn.LSTM`` decomposed into basic operations.
 
-On the CPU ``torch.lstm`` runs a layer as one operator of oneDNN's. That one returns nothing for one of its results,
-which AOTAutograd then fails to save for the backward. Without oneDNN it is made of operations that every pass knows, as
-``torch.gru`` and the others are anyway.
+On the CPU ``torch.lstm`` runs a layer as one oneDNN operator, which returns an undefined tensor for one of its results,
+and AOTAutograd then fails to save that for the backward. Without oneDNN it is decomposed into basic operations, as
+``torch.gru`` and the others always are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["spell_out_lstm"]
 
 
 def spell_out_lstm(module: fx.GraphModule) -> None:
-    """Have a graph of Dynamo's, and those it calls, run each LSTM without oneDNN."""
+    """Make each LSTM in Dynamo's graph, and in the graphs that it calls, run without oneDNN."""
     for graph in (own.graph for own in module.modules() if isinstance(own, fx.GraphModule)):
         for node in graph.nodes:
             if node.op == "call_function" and node.target in (torch.lstm, torch._VF.lstm):

@@ -15,8 +15,8 @@ __all__ = ["draws_on_own_device", "rng_states", "run_and_save_rng_state", "run_w
 
 @contextlib.contextmanager
 def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]]:
-    """Remember the states of the CPU's and these devices' generators; yields a function that goes back to them."""
-    host = torch.default_generator.clone_state()  # no tensor: it would be among the step's own
+    """Save the generator states of the CPU and of some devices; yields a function that restores them."""
+    host = torch.default_generator.clone_state()  # not a tensor, which would count as memory of the step
     others = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore() -> None:
@@ -29,10 +29,10 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
 
 @functools.cache
 def draws_on_own_device(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """``run_and_save_rng_state`` or ``run_with_rng_state``, of the generator that the operator draws from.
+    """Make ``run_and_save_rng_state`` or ``run_with_rng_state`` use the generator of the operator's device.
 
-    On CUDA the two save and set the state of the *current* device's generator, whichever device the operator is on: in
-    a model on several devices a dropout would be replayed with another mask.
+    On CUDA they save and set the state of the *current* device's generator, whatever the operator's device is: in a
+    model on several devices, a dropout would be replayed with another mask.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

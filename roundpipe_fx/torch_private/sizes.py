@@ -1,13 +1,16 @@
-"""Sizes that are symbols: what to plan with, and which depend on data."""
+"""Symbolic sizes: numbers to plan with, and which of them depend on data."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "InputSize",
@@ -16,6 +19,8 @@ __all__ = [
     "bounds_of_data",
     "data_dependent_symbol",
     "input_sizes",
+    "note_count",
+    "note_counts",
     "number_hint",
     "shape_env_of",
     "size_binding",
@@ -24,7 +29,7 @@ __all__ = [
 
 
 def shape_env_of(value: Any) -> Any | None:
-    """The ShapeEnv behind a fake tensor or symbolic scalar, or ``None``."""
+    """The ShapeEnv of a fake tensor or symbolic scalar; ``None`` if it has none."""
     if isinstance(value, torch.Tensor):
         mode = getattr(value, "fake_mode", None)
         return getattr(mode, "shape_env", None)
@@ -33,7 +38,7 @@ def shape_env_of(value: Any) -> Any | None:
 
 
 def size_binding(size: torch.SymInt) -> dict[Any, Any]:
-    """``node.meta["unbacked_bindings"]`` of a node whose first dimension defines the unknown ``size``."""
+    """``node.meta["unbacked_bindings"]`` of a node whose first dimension defines the unbacked ``size``."""
     from torch.fx.experimental.symbolic_shapes import CallMethodKey
     from torch.utils._pytree import SequenceKey
 
@@ -49,8 +54,8 @@ _LARGEST_BOUND = 1 << 40
 def size_hint(size: Any) -> int:
     """A number to plan with for a size that may be symbolic.
 
-    What was assumed for it (:func:`assume_sizes`); else the traced example's value where there is one; for a
-    data-dependent size (``nonzero``) its upper bound, since a plan must hold for it; 1024 where no bound is known.
+    The value assumed by :func:`assume_sizes`, if there is one; else the value of the traced example; for a
+    data-dependent size (``nonzero``) its upper bound, since a plan must hold for it; 1024 if no bound is known.
     """
     if isinstance(size, int):
         return size
@@ -60,16 +65,16 @@ def size_hint(size: Any) -> int:
     values = {}
     for symbol in expression.free_symbols:
         assumed, backed = getattr(shape_env, _ASSUMED, {}).get(str(symbol)), _backed_hint(shape_env, symbol)
-        most = _upper_bound(shape_env, symbol) if backed is None else None
+        most = _most(shape_env, symbol) if backed is None else None
         if assumed is not None:
-            values[symbol] = assumed if most is None else min(assumed, most)  # with headroom it may be above the bound
+            values[symbol] = assumed if most is None else min(assumed, most)  # with headroom, it may exceed the bound
         else:
             values[symbol] = backed if backed is not None else most or _UNKNOWN_SIZE
     return int(expression.xreplace(values))
 
 
 def number_hint(number: Any) -> Any:
-    """A plain number for a symbolic one, to try operators with; asking the symbol itself would guard on its value."""
+    """A plain number for a symbolic one, to run operators with. Converting the symbol would guard on its value."""
     if isinstance(number, torch.SymInt):
         return size_hint(number)
     if isinstance(number, (torch.SymFloat, torch.SymBool)):
@@ -85,11 +90,73 @@ def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
     return upper if upper is not None and upper < _LARGEST_BOUND else None
 
 
+def _most(shape_env: Any, symbol: Any) -> int | None:
+    """The largest value of a data-dependent symbol, as far as it is known."""
+    counted = getattr(shape_env, _COUNTED, {}).get(str(symbol))
+    most = _upper_bound(shape_env, symbol)
+    if most is not None or counted is None:
+        return most
+    return math.prod(map(size_hint, counted))
+
+
+_COUNTED = "roundpipe_fx_counted_shapes"
+"""By data-dependent symbol, the shape of what it counts elements of."""
+
+
+def note_count(count: Any, shape: Sequence[Any]) -> None:
+    """Let :func:`size_hint` know that a data-dependent size is at most the number of elements of a shape.
+
+    PyTorch notes an upper bound only if these sizes are plain numbers.
+
+    Args:
+        count: the size.
+        shape: of what it counts elements of, such as a mask.
+    """
+    symbol = data_dependent_symbol(count)
+    if symbol is not None:
+        shape_env = count.node.shape_env
+        if not hasattr(shape_env, _COUNTED):
+            setattr(shape_env, _COUNTED, {})
+        getattr(shape_env, _COUNTED)[symbol] = tuple(shape)
+
+
+def note_counts(joint: fx.GraphModule) -> None:
+    """The same for all results of a graph whose sizes count elements of an operand."""
+    for node in joint.graph.nodes:
+        shape = _counted_shape(node) if node.meta.get("unbacked_bindings") else None
+        if shape is None:
+            continue
+        known = {str(size) for source in node.all_input_nodes for size in _sizes(source.meta.get("val"))}
+        for size in _sizes(node.meta.get("val")):
+            if str(size) not in known:
+                note_count(size, shape)
+
+
+def _sizes(value: Any) -> list[Any]:
+    return [size for item in tree_leaves(value) if isinstance(item, torch.Tensor) for size in item.shape]
+
+
+def _counted_shape(node: fx.Node) -> Sequence[Any] | None:
+    """The shape of what the result's size counts elements of; ``None`` for other operators."""
+    aten = torch.ops.aten
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet in (aten.nonzero, aten._unique2, aten.unique_consecutive, aten.unique_dim):
+        return node.args[0].meta["val"].shape  # type: ignore[union-attr]
+    if packet is aten.masked_select:
+        shapes = [operand.meta["val"].shape for operand in node.args]  # type: ignore[union-attr]
+        pairs = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+        return [max(pair, key=size_hint) for pair in pairs]  # broadcast
+    if packet is aten.index:
+        indices = [index.meta["val"] for index in node.args[1] if index is not None]  # type: ignore[union-attr]
+        return next((index.shape for index in indices if index.dtype in (torch.bool, torch.uint8)), None)
+    return None
+
+
 _ASSUMED = "roundpipe_fx_assumed_sizes"
 
 
 def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
-    """Let :func:`size_hint` take these values for sizes of a graph, by symbol."""
+    """Set the values that :func:`size_hint` returns for sizes of a graph, by symbol."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
@@ -98,7 +165,7 @@ def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
 
 
 def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
-    """What :func:`assume_sizes` was given for a graph."""
+    """The values set by :func:`assume_sizes` for a graph."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
@@ -107,7 +174,7 @@ def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
 
 
 def bounds_of_data(joint: fx.GraphModule, symbols: Collection[str]) -> dict[str, int]:
-    """Upper bounds of sizes that depend on data, by symbol; of those that have one."""
+    """Upper bounds of data-dependent sizes, by symbol; sizes without a bound are absent."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
@@ -118,7 +185,7 @@ def bounds_of_data(joint: fx.GraphModule, symbols: Collection[str]) -> dict[str,
 
 
 def data_dependent_symbol(size: Any) -> str | None:
-    """The symbol's name, if a size is one that depends on data and nothing else."""
+    """The name of the symbol, if a size is a single data-dependent symbol; else ``None``."""
     if not isinstance(size, torch.SymInt):
         return None
     expression = size.node.shape_env.replace(size.node.expr)
@@ -135,15 +202,15 @@ def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
 
 @dataclass(frozen=True)
 class InputSize:
-    """A size of the graph's inputs that is a symbol.
+    """A symbolic size of the graph's inputs.
 
     Attributes:
-        symbol: its name.
+        symbol: name of the symbol.
         node: an input that has the size.
         dim: the dimension.
-        size: of that dimension; may be more than the symbol alone, a multiple say.
-        at_hand: the symbol's value in the inputs at hand.
-        largest: the most that the user lets it be, where a range was given (``torch._dynamo.mark_dynamic``).
+        size: size of that dimension; may be an expression, such as a multiple of the symbol.
+        at_hand: value of the symbol in the current inputs.
+        largest: upper bound of the symbol, if the user gave a range (``torch._dynamo.mark_dynamic``).
     """
 
     symbol: str
@@ -154,11 +221,11 @@ class InputSize:
     largest: int | None
 
     def keep_within(self, least: int, most: int) -> None:
-        """Have the graph used from one value of the symbol to another only: others compile anew."""
+        """Guard that the graph is used only for values of the symbol in a range; others recompile."""
         expression = self.size.node.expr
         symbols = {str(symbol): symbol for symbol in expression.free_symbols}
         low, high = (int(expression.xreplace({symbols[self.symbol]: value})) for value in (least, most))
-        # Asking a symbolic size adds what was answered to the graph's guards.
+        # Converting a symbolic comparison to bool adds its outcome to the graph's guards.
         if least > 2:
             bool(self.size >= low)
         bool(self.size <= high)
@@ -180,7 +247,7 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
                 continue
             (symbol,) = symbols
             name = str(symbol)
-            # The dimension that is the symbol itself says it best.
+            # Prefer a dimension whose size is the symbol itself.
             if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
                 largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
                 found[name] = InputSize(name, node, dim, size, hint, largest)
@@ -188,7 +255,7 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
 
 
 def _bounded_by_user(shape_env: Any) -> set[Any]:
-    """Symbols for which the user gave a range; narrowing it would be an error."""
+    """Symbols with a range given by the user, which must not be narrowed."""
     from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 
     found = set()

@@ -1,8 +1,8 @@
-"""The user's own exceptions: what a model raises while it is traced as one graph.
+"""Exceptions that the user's model raises while it is traced as one graph.
 
-Where a graph may break, Dynamo runs a function that raises eagerly, so the exception is the user's. As one graph
-(``fullgraph=True``) it raises its own ``Unsupported`` instead, with the user's exception as text. What the user raised
-is found by running the function once more, on fake tensors: nothing is computed, updated or drawn.
+If graph breaks are allowed, Dynamo runs a function that raises eagerly, so the user gets the original exception. With
+``fullgraph=True`` it raises ``Unsupported`` instead, with the user's exception as text. The original exception is
+recovered by running the function once more on fake tensors, so that nothing is computed, updated or drawn.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ __all__ = ["keep_users_exceptions"]
 T = TypeVar("T")
 
 _OF_THE_CALL = ("Observed exception", "failed to bind arguments")
-"""How Dynamo's message begins where the traced code raises, whoever wrote the line that does."""
+"""Beginnings of Dynamo's messages where the traced code raises an exception."""
 
 
 def keep_users_exceptions(
     function: Callable[..., T], modules: Collection[nn.Module], /, *args: Any, **kwargs: Any
 ) -> T:
-    """Call what is compiled as one graph. If tracing meets an exception of the user's, it is raised as it is.
+    """Call a function that is compiled as one graph, and raise exceptions of the traced code unchanged.
 
     Args:
-        function: what ``torch.compile`` returned.
-        modules: whose tensors it may read, and what it may change attributes of.
-        *args: for the function.
-        **kwargs: for the function.
+        function: returned by ``torch.compile``.
+        modules: modules whose tensors it may read, and whose attributes it may change.
+        *args: passed to the function.
+        **kwargs: passed to the function.
     """
     from torch._dynamo.exc import Unsupported
 
@@ -52,7 +52,7 @@ def keep_users_exceptions(
 def _raised_on_fakes(
     function: Callable[..., Any], modules: Collection[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Exception | None:
-    """What a call raises; ``None``: nothing, or it asks for data that fake tensors do not have."""
+    """The exception that a call raises on fake tensors; ``None`` if there is none, or it needs data."""
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -85,12 +85,12 @@ def _raised_on_fakes(
 
 
 _OF_FAKES = "FakeTensor"
-"""Where PyTorch takes no fake tensor, as ``torch.zeros`` for a size, it says what it was given."""
+"""Occurs in errors of functions that do not accept fake tensors, such as ``torch.zeros`` for a size."""
 
 
 @contextlib.contextmanager
 def _replaced(modules: Collection[nn.Module], replacement: Callable[[Any], Any]) -> Iterator[None]:
-    """Attributes of modules are replaced, and afterwards again what they were."""
+    """Context manager in which attributes of modules are replaced; they are restored on exit."""
     kept = [
         (own, dict(own)) for module in modules for own in (vars(module), *map(vars(module).get, _REGISTERED)) if own
     ]
@@ -109,7 +109,7 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def _is_of_user(error: BaseException) -> bool:
-    """Whether it was raised by code that is not PyTorch's."""
+    """Whether an exception was raised by code outside of PyTorch."""
     place = error.__traceback__
     assert place is not None
     while place.tb_next is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -200,3 +201,38 @@ def test_a_plan_for_larger_sizes_of_data_serves_where_the_search_misses_one_for_
     with pytest.raises(InfeasibleBudgetError) as error:
         lower_for_sizes(joint, {symbol: 10}, lower, lambda _: False)
     assert error.value.minimum == 1000 - 64
+
+
+class _Routed(nn.Module):
+    """Rows are picked by a mask, a condition or equality, and go through a layer of their own."""
+
+    def __init__(self, pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.pick = nn.Linear(16, 16), nn.Linear(16, 64), pick
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.first(x))
+        return self.second(y[self.pick(y)]).exp().mean() + y.square().mean()
+
+
+@pytest.mark.parametrize(
+    "pick",
+    [
+        lambda y: y[:, 0] > 0,
+        lambda y: torch.where(y[:, 0] > 0)[0],
+        lambda y: (y[:, 0] > 0).nonzero().squeeze(1),
+        lambda y: torch.unique((y[:, 0] > 0).long()),
+        lambda y: (y[:, :1] * 0 + y[None, :, 0] * 0).long().masked_select(y[:, :1] > 0),
+    ],
+    ids=["mask", "where", "nonzero", "unique", "select"],
+)
+def test_sizes_of_data_are_bounded_by_symbolic_sizes(pick: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A count of rows is planned with at most as many rows as there are, whether their number is a symbol or not."""
+
+    def planned(dynamic: bool) -> int:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = roundpipe_fx.compile(_Routed(pick), memory_budget=1.0, dynamic=dynamic)
+        return model.trace(torch.randn(12, 16)).peak_bytes
+
+    assert planned(True) == planned(False)

@@ -203,5 +203,5 @@ def test_misuse() -> None:
         make(torch.int32)
     model = make()
     backward(model)
-    with pytest.raises(RuntimeError, match=r"'0\.weight' has a gradient, and no optimizer was given its copy"):
+    with pytest.raises(RuntimeError, match=r"'0\.weight' has a gradient, but no optimizer was given its copy"):
         model.step(lambda: None)

@@ -20,12 +20,12 @@ def test_a_valid_schedule_passes() -> None:
     ("old", "new", "message"),
     [
         ("B0.1", "", r"B0\.1 is missing"),
-        ("B0.1", "B0.1 B0.1", r"B0\.1 is there more than once: twice on device 0"),
-        ("F1.0 B1.0", "F1.0 F0.0 B1.0", r"F0\.0 is there more than once: on devices 0, 1"),
-        ("B0.1", "B7.1", r"B7\.1 on device 0 is nothing that this model's stages do; they do F0 to F1, B0 to B1"),
-        ("B0.1", "B0.1 W0.1", r"W0\.1 on device 0 is nothing"),
+        ("B0.1", "B0.1 B0.1", r"B0\.1 occurs more than once: twice on device 0"),
+        ("F1.0 B1.0", "F1.0 F0.0 B1.0", r"F0\.0 occurs more than once: on devices 0, 1"),
+        ("B0.1", "B7.1", r"B7\.1 on device 0 is not an action of this model; valid actions are F0 to F1, B0 to B1"),
+        ("B0.1", "B0.1 W0.1", r"W0\.1 on device 0 is not an action of this model"),
         ("B0.1", "B0.5", r"B0\.5 on device 0: there are 2 microbatches"),
-        ("F1.0 B1.0", "B1.0 F1.0", r"comes to a stop: device 0 waits at B0\.0 for B1\.0"),
+        ("F1.0 B1.0", "B1.0 F1.0", r"the schedule deadlocks: device 0 waits at B0\.0 for B1\.0"),
         ("F0.0 F0.1", "F0.1 F0.0", r"F0\.0 on device 0 comes after a later microbatch"),
     ],
 )

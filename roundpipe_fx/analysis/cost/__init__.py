@@ -1,4 +1,4 @@
-"""What operations cost: seconds, modelled or measured, and the memory that kernels need for themselves."""
+"""Costs of operations: seconds, modelled or measured, and workspaces of kernels in bytes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def cost_model(kind: str, device: torch.device, name: str | None = None) -> Cost
 
     Args:
         kind: ``"roofline"`` or ``"measured"``.
-        device: where the work runs.
-        name: of a device in :data:`DEVICES`, instead of the one at hand.
+        device: the device that the work runs on.
+        name: name of a device in :data:`DEVICES` to model instead of ``device``.
     """
     roofline = roofline_of(device, name)
     return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

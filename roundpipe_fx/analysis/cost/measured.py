@@ -1,8 +1,8 @@
-"""Measured costs: every distinct operator signature of a graph, timed once on the device.
+"""Measured costs: each distinct operator signature of a graph is timed once on the device.
 
-The times are kept on disk as JSON, by device, torch version and signature, so a graph is measured once a machine.
-``$ROUNDPIPE_FX_CACHE`` names the folder, else ``$XDG_CACHE_HOME/roundpipe_fx`` or ``~/.cache/roundpipe_fx``. A file
-that is corrupt or of another device is ignored with a warning; it is data and never run.
+Times are stored on disk as JSON, by device, torch version and signature, so a graph is measured once per machine. The
+folder is ``$ROUNDPIPE_FX_CACHE``, else ``$XDG_CACHE_HOME/roundpipe_fx`` or ``~/.cache/roundpipe_fx``. A file that is
+corrupt or belongs to another device is ignored with a warning; files are read as data and never executed.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ log = logging.getLogger(__name__)
 
 _FORMAT = "roundpipe_fx costs 1"
 _RUNS = 5
+"""Number of runs of which the median is taken."""
 
 
 def cache_folder() -> Path:
-    """Where measured costs are kept."""
+    """The folder in which measured costs are stored."""
     named = os.environ.get("ROUNDPIPE_FX_CACHE")
     if named:
         return Path(named)
@@ -45,12 +46,12 @@ def cache_folder() -> Path:
 
 @dataclass
 class MeasuredCosts:
-    """A cost model by measurement; what cannot be run alone costs what the roofline says.
+    """A cost model by measurement. Operations that cannot be run alone have the seconds of the roofline model.
 
     Attributes:
-        roofline: for transfers, and for what is not measured.
-        device: where to measure.
-        seconds_by_signature: what was measured.
+        roofline: for transfers, and for operations that are not measured.
+        device: the device to measure on.
+        seconds_by_signature: measured seconds.
     """
 
     roofline: Roofline
@@ -59,22 +60,22 @@ class MeasuredCosts:
 
     @classmethod
     def load(cls, roofline: Roofline, device: torch.device) -> MeasuredCosts:
-        """Costs with what the disk knows about this device."""
+        """Load the costs of a device that are stored on disk."""
         path = _path(device)
         return cls(roofline, device, _read(path, device) if path.exists() else {})
 
     @property
     def overhead(self) -> float:
-        """Seconds that launching an operation costs."""
+        """Seconds of launching an operation."""
         return self.roofline.overhead
 
     @property
     def host(self) -> float:
-        """Bytes a second between the device and the host."""
+        """Bytes per second between the device and the host."""
         return self.roofline.host
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32) -> float:
-        """As the roofline's: for what is no single operation."""
+        """Modelled seconds, for work that is not a single operation."""
         return self.roofline.seconds(flops, traffic, dtype)
 
     def transfer_seconds(self, size: int) -> float:
@@ -94,14 +95,14 @@ class MeasuredCosts:
         return self.seconds_by_signature[signature]
 
     def save(self) -> None:
-        """Keep what was measured on disk."""
+        """Store the measured costs on disk."""
         path = _path(self.device)
         path.parent.mkdir(parents=True, exist_ok=True)
         known = _read(path, self.device) if path.exists() else {}
         text = json.dumps({**_header(self.device), "seconds": {**known, **self.seconds_by_signature}}, indent=0)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         partial.write_text(text)
-        partial.replace(path)  # another process reads the old file or the new one, never half of one
+        partial.replace(path)  # atomic: another process reads the old file or the new one
 
     def _measure(self, node: fx.Node) -> float | None:
         try:
@@ -114,7 +115,7 @@ class MeasuredCosts:
                 restore()
             return statistics.median(taken)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-            # Made-up inputs do not suit every operator.
+            # Not every operator accepts made-up inputs.
             log.info("%s cannot be measured alone: %s", node.target, error)
             return None
 
@@ -156,7 +157,7 @@ def _read(path: Path, device: torch.device) -> dict[str, float]:
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict) or {key: content.get(key) for key in _header(device)} != _header(device):
-            raise ValueError("it is of another device or torch version, or no file of costs")
+            raise ValueError("it belongs to another device or torch version, or is not a file of costs")
         return {str(key): float(value) for key, value in content["seconds"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         warnings.warn(f"roundpipe_fx: the file of measured costs {path} is ignored: {error}", stacklevel=2)

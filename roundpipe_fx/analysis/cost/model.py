@@ -1,4 +1,4 @@
-"""What passes ask of a cost model, whichever it is."""
+"""The interface of a cost model."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ class CostModel(Protocol):
 
     @property
     def overhead(self) -> float:
-        """Seconds that launching an operation costs, whatever its size."""
+        """Seconds of launching an operation, independent of its size."""
 
     @property
     def host(self) -> float:
-        """Bytes a second between the device and the host."""
+        """Bytes per second between the device and the host."""
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = ...) -> float:
-        """Modelled seconds of ``flops`` operations that move ``traffic`` bytes."""
+        """Modelled seconds of ``flops`` floating-point operations that read and write ``traffic`` bytes."""
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
-        """Seconds of a node's operation, which has so many flops and moves so many bytes."""
+        """Seconds of a node's operation, which has ``flops`` floating-point operations and moves ``traffic`` bytes."""
 
     def transfer_seconds(self, size: int) -> float:
         """Modelled seconds of sending ``size`` bytes to another device."""

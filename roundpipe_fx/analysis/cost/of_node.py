@@ -1,4 +1,4 @@
-"""What a node costs: bytes of new storage, floating-point operations, modelled seconds."""
+"""Costs of a node: bytes of new storage, floating-point operations, modelled seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["annotate_node", "note_bytes", "tensor_bytes"]
 
 
 def annotate_node(node: fx.Node, costs: CostModel) -> None:
-    """Mark one node with its bytes, flops and seconds."""
+    """Annotate a node with the bytes that it allocates, its flops and its seconds."""
     inherited = {storage for source in input_nodes(node) for storage in storages(source)}
     own = storages(node)
     if is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own):
@@ -30,14 +30,14 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         tuple_item = not values or inherited.issuperset(own)
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
     if not new_bytes:
-        node.meta.pop(Mark.WORKSPACE, None)  # it came with what was copied from another node
+        node.meta.pop(Mark.WORKSPACE, None)  # copied together with another node's annotations
     node.meta[Mark.BYTES] = new_bytes
     node.meta[Mark.FLOPS] = flops
     node.meta[Mark.SECONDS] = seconds
 
 
 def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) -> int:
-    """Bytes of the storages behind ``values``, each storage once, those in ``exclude`` not at all."""
+    """Bytes of the storages of ``values``, each storage once, without those in ``exclude``."""
     seen = set(exclude or ())
     total = 0
     for value in values:
@@ -56,7 +56,7 @@ _NOTED = "roundpipe_fx_bytes"
 
 
 def note_bytes(value: torch.Tensor, size: int) -> None:
-    """Note what a fake tensor that is not strided takes; without, it counts as if it were dense."""
+    """Record the bytes of a fake tensor that is not strided; otherwise it counts as a dense one."""
     setattr(value, _NOTED, size)
 
 

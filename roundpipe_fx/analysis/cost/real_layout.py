@@ -1,11 +1,11 @@
-"""real_layout: how a node's results really lie in memory, where fake kernels are not to be trusted with it.
+"""Real layouts: the strides of a node's results where fake kernels may compute others.
 
-Fake kernels of operators that are decompositions order a result's dimensions like another operand than the real one
-does, or choose other strides for dimensions of one element. These change no place in memory, but kernels choose by them
-how to go through a tensor, and so how to round.
+Fake kernels of operators that are decompositions order a result's dimensions like another operand than the real kernel
+does, or choose other strides for dimensions of size 1. The latter do not change addresses, but kernels choose the order
+of their loops by them, and thereby the rounding.
 
-A pointwise operator is run on small tensors that lie like its operands, which tells all that there is to know; others
-are run as they are, which tells their workspace too (:mod:`roundpipe_fx.analysis.cost.trial`).
+A pointwise operator is run on small tensors with the layouts of its operands, which determines its result's layout;
+other operators are run as they are, which measures their workspace too (:mod:`roundpipe_fx.analysis.cost.trial`).
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ __all__ = ["layout_of", "lies_plainly", "note_sparse_bytes", "real_values", "sma
 log = logging.getLogger(__name__)
 
 ValueOf = Callable[[fx.Node], Any]
-"""Says what a node's value is taken to be."""
+"""Returns the value that a node is assumed to have."""
 
 _LARGEST_SMALL = 3
 _FOREIGN = 1009
-"""From here on, strides in small tensors of dimensions of one element that have nothing to do with the others'."""
+"""From here on: strides in small tensors, of dimensions of size 1, that are unrelated to other strides."""
 
 
 def layout_of(value: torch.Tensor) -> Layout:
-    """How a fake tensor lies."""
+    """Sizes and strides of a fake tensor as numbers."""
     return Layout(tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride())))
 
 
 def lies_plainly(value: torch.Tensor) -> bool:
-    """Whether a tensor lies in the order of its dimensions, those of one element too."""
+    """Whether a tensor is contiguous, and dimensions of size 1 have the strides of a contiguous tensor as well."""
     if value.layout is not torch.strided:
         return False
     sizes, strides = layout_of(value)
@@ -83,19 +83,19 @@ _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.
 
 
 def _has_known_order(node: fx.Node) -> bool:
-    """Whether results lie as noted however operands do."""
+    """Whether the result's strides do not depend on the operands'."""
     target: Any = node.target
     return target.overloadpacket in _PRODUCTS
 
 
 def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
-    """Note the bytes of a node's result that is sparse: how many elements it has, its fake kernel does not say."""
+    """Record the bytes of a sparse result, whose number of elements its fake kernel does not tell."""
     values = [value for value in tensor_values(node) if value.layout is not torch.strided]
     if len(values) == 1 and device is not None and is_measured(node, device):
         trial = try_apart(node, device)
         if trial is not None:
             operands = [value for source in node.all_input_nodes for value in tensor_values(source)]
-            note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may be made of its operands
+            note_bytes(values[0], trial.left + tensor_bytes(operands))  # it may share memory with its operands
 
 
 def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")) -> list[torch.Tensor] | None:
@@ -143,7 +143,7 @@ def _values(
 
 
 class _Small(NamedTuple):
-    """A small tensor that lies like another."""
+    """A small tensor with the order of dimensions of another one."""
 
     layout: Layout
     dtype: torch.dtype
@@ -151,14 +151,14 @@ class _Small(NamedTuple):
 
 
 class _Scale:
-    """Small tensors for large ones, and back. Strides of dimensions of one element keep their places."""
+    """Maps tensors to small ones, and layouts of small results back. Keeps the strides of dimensions of size 1."""
 
     def __init__(self) -> None:
         self._operands: list[tuple[Layout, torch.Tensor]] = []
         self._foreign: dict[int, int] = {}
 
     def small(self, value: torch.Tensor) -> _Small:
-        """The small tensor for an operand."""
+        """The small tensor of an operand."""
         sizes, strides = layout_of(value)
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
         found = [0] * len(sizes)
@@ -184,7 +184,7 @@ class _Scale:
         return self._foreign.setdefault(stride, _FOREIGN + len(self._foreign))
 
     def large(self, noted: torch.Tensor, small: Layout) -> torch.Tensor | None:
-        """A fake tensor like the noted one that lies as the small result does; ``None``: it cannot be told."""
+        """The fake tensor ``noted`` with the layout of a small result; ``None`` if it cannot be determined."""
         if small.sizes != tuple(min(size_hint(size), _LARGEST_SMALL) for size in noted.shape):
             return None
         shape = str(tuple(noted.shape))
@@ -211,7 +211,7 @@ class _Scale:
 
 
 def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
-    """Dimensions of more than one element, from the innermost in memory to the outermost."""
+    """Dimensions of size above 1, from the innermost in memory to the outermost."""
     return sorted((dim for dim, size in enumerate(sizes) if size > 1), key=lambda dim: (strides[dim], -dim))
 
 
@@ -242,7 +242,7 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
 
 
 def _as_it_lies(noted: torch.Tensor, layout: Layout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """A fake tensor like the noted one that lies as a real result of the sizes that are planned with."""
+    """The fake tensor ``noted`` with the layout of a real result; ``None`` if it cannot be determined."""
     known = layout_of(noted)
     if known == layout or known.sizes != layout.sizes:
         return noted
@@ -252,7 +252,7 @@ def _as_it_lies(noted: torch.Tensor, layout: Layout, operands: Sequence[torch.Te
     for operand in operands:
         if operand.layout is torch.strided and str(tuple(operand.shape)) == shape and layout_of(operand) == layout:
             return _lying_like(noted, operand)
-    # Sizes are symbols: strides are products of them.
+    # Sizes are symbolic: strides are products of them.
     strides: list[Any] = [0] * noted.dim()
     following, reached = 1, 1
     for dim in sorted(range(noted.dim()), key=lambda dim: (layout.strides[dim], layout.sizes[dim] > 1, -dim)):
@@ -275,7 +275,7 @@ def _lying(noted: torch.Tensor, strides: Sequence[Any]) -> torch.Tensor:
 
 
 def _in_storage(value: torch.Tensor | None, size: int) -> torch.Tensor | None:
-    """A fake tensor in a larger storage, if it is in one: some kernels make more than they return."""
+    """A fake tensor in a storage of ``size`` bytes: some kernels allocate more than they return."""
     if value is None:
         return None
     more = size - size_hint(value.untyped_storage().nbytes())

@@ -1,9 +1,9 @@
-"""The roofline model: an operation takes the longer of its arithmetic and its memory traffic.
+"""The roofline model: an operation takes the longer of its arithmetic time and its memory time.
 
 Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
 Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
-(``torch.utils.flop_counter``). Random numbers come on top: the CPU's generator draws one after another, however many
-threads there are (``benchmarks/drawing.py`` measures it).
+(``torch.utils.flop_counter``). Random numbers are added: the CPU's generator draws sequentially, whatever the number of
+threads (measured by ``benchmarks/drawing.py``).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Roofline:
-    """What bounds a device.
+    """The limits of a device.
 
     Attributes:
-        name: the device, in words.
-        flops: attainable floating-point operations a second, by dtype; ``torch.float32`` stands in for the rest.
-        bandwidth: memory bytes a second.
-        link: bytes a second from this device to another.
-        host: bytes a second between this device and the host, in each direction.
-        overhead: seconds that launching an operation costs, whatever its size.
-        memory: bytes of the device; 0 where that is no fixed number.
-        draw: seconds that drawing a random number takes beyond writing it.
-        full: elements of a result from which on a kernel keeps the whole device busy.
+        name: name of the device.
+        flops: attainable floating-point operations per second, by dtype; other dtypes count as ``torch.float32``.
+        bandwidth: memory bandwidth in bytes per second.
+        link: bytes per second from this device to another one.
+        host: bytes per second between this device and the host, in each direction.
+        overhead: seconds of launching an operation, independent of its size.
+        memory: bytes of memory of the device; 0 if it is not fixed.
+        draw: seconds of drawing a random number, in addition to writing it.
+        full: number of elements of a result from which on a kernel keeps the whole device busy.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Roofline:
         return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
-        """Modelled seconds of ``flops`` operations that move ``traffic`` bytes and draw so many random numbers."""
+        """Modelled seconds of an operation with ``flops``, ``traffic`` in bytes, and ``draws`` random numbers."""
         peak = self.flops.get(dtype, self.flops[torch.float32])
         return max(flops / peak, traffic / self.bandwidth) + draws * self.draw + self.overhead
 
@@ -93,11 +93,11 @@ DEVICES: Mapping[str, Roofline] = {
 
 
 def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
-    """The roofline for a device: by its reported name where it is in the table, a typical one otherwise.
+    """The roofline of a device: by its reported name if that is in the table, else a typical one.
 
     Args:
         device: the device.
-        name: of a device in the table, instead of the one at hand.
+        name: name of a device in the table to model instead of ``device``.
     """
     if name is not None:
         return DEVICES[name]
@@ -134,14 +134,14 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
 def numbers_drawn(target: Any, result: Any) -> int:
     """Random numbers that an operator draws for its result.
 
-    Attention is marked as drawing too; the CPU's kernel does not, and no other device's takes long to.
+    Attention has the tag of random operations too, but the CPU's kernel draws none, and other devices draw quickly.
     """
     if not has_tag(target, torch.Tag.nondeterministic_seeded):
         return 0
     if any(argument.name == "dropout_p" for argument in target._schema.arguments):
         return 0
     values = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
-    return _shape(values[-1]).numel() if values else 0  # the mask, where there are several; never a generator's state
+    return _shape(values[-1]).numel() if values else 0  # of several results the mask; never a generator state
 
 
 def _shape(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""signature: operators told apart by what they are given, and made-up arguments to run them alone."""
+"""Signatures of operator calls, and made-up arguments to run an operator alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["made_up_arguments", "signature_of"]
 
 
 def signature_of(node: fx.Node, single: bool = False) -> str:
-    """The operator with shapes, strides and dtypes of its operands, and its other arguments.
+    """A text of the operator with shapes, strides and dtypes of its operands, and its other arguments.
 
     Args:
         node: the node.
-        single: as if all operands had one element.
+        single: whether sizes are left out, as if all operands had one element.
     """
 
     def text(value: Any) -> str:
@@ -41,13 +41,13 @@ def signature_of(node: fx.Node, single: bool = False) -> str:
 def made_up_arguments(
     node: fx.Node, device: torch.device, fill: Callable[[torch.Tensor], torch.Tensor], single: bool = False
 ) -> tuple[Any, Any]:
-    """Arguments and keyword arguments like a node's, with real tensors on a device.
+    """Positional and keyword arguments like those of a node, with real tensors.
 
     Args:
         node: the node.
-        device: where the tensors are made.
-        fill: puts numbers into a tensor.
-        single: make tensors of one element.
+        device: the device of the tensors.
+        fill: fills a tensor with numbers.
+        single: whether tensors have one element.
     """
 
     def real(value: Any) -> Any:
@@ -57,7 +57,7 @@ def made_up_arguments(
             shape = [1 if single else size_hint(size) for size in value.shape]
             stride = [size_hint(step) for step in value.stride()]
             made = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
-            # Kernels that know nothing of these bits copy the operand first.
+            # Kernels that do not support the conjugate and negative bits copy such an operand first.
             made = made.conj() if value.is_conj() else made
             return torch._neg_view(made) if value.is_neg() else made
         return number_hint(value)

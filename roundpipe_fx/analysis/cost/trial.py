@@ -1,7 +1,7 @@
-"""trial: an operator run once, alone, on made-up operands: what it allocates, and how its results lie in memory.
+"""Trials: an operator is run once, alone, on made-up operands, to measure its workspace and its results' layouts.
 
-Neither is in a graph. Fake kernels tell most strides rightly, not all; what a kernel allocates for itself they do not
-tell at all. What depends on the numbers that an operator is given is taken from several: the most that any need.
+Neither is known from a graph: fake kernels compute most strides correctly but not all, and no workspaces. Where a
+workspace depends on values, several inputs are tried and the largest result is used.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Layout(NamedTuple):
-    """How a tensor lies in memory."""
+    """Sizes and strides of a tensor."""
 
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
@@ -39,14 +39,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """What running an operator alone has shown.
+    """The result of running an operator alone.
 
     Attributes:
         workspace: bytes that its kernel allocates and frees before it returns.
-        left: bytes that it allocates and does not, and those of a copy of a result that is sparse: autograd makes one
+        left: bytes that it allocates and does not free, plus those of a copy of a sparse result, which autograd makes
             for the leaf.
-        layouts: of its results, flattened; ``None`` for those that are no strided tensors.
-        storages: bytes behind its results, flattened.
+        layouts: layouts of its results, flattened; ``None`` for results that are not strided tensors.
+        storages: bytes of the storages of its results, flattened.
     """
 
     workspace: int
@@ -61,14 +61,17 @@ _MOST_KNOWN = 1 << 14
 
 
 def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Trial | None:
-    """Run a node's operator alone, or remember what that has shown; ``None``: made-up operands do not suit it.
+    """Run a node's operator alone, unless an equal call has been tried before.
 
-    To be called where neither a mode nor a profiler of the user's is active (:func:`run_apart`).
+    Must be called where no dispatch mode and no profiler is active (:func:`run_apart`).
 
     Args:
         node: an operation on fake tensors.
-        device: where to run it.
-        single: on operands of one element.
+        device: the device to run it on.
+        single: whether its operands have one element.
+
+    Returns:
+        ``None`` if the operator does not accept made-up operands.
     """
     key = _key_of(node, device, single)
     with _trying:
@@ -83,7 +86,7 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
 
 
 def try_apart(node: fx.Node, device: torch.device) -> Trial | None:
-    """The same (:func:`try_alone`) from anywhere: if it has not been tried yet, in a thread of its own."""
+    """As :func:`try_alone`, but callable from anywhere: an operator that has not been tried runs in another thread."""
     key = _key_of(node, device, False)
     with _trying:
         if key in _tried:
@@ -92,7 +95,7 @@ def try_apart(node: fx.Node, device: torch.device) -> Trial | None:
 
 
 def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...]:
-    # What kernels do may depend on these settings too.
+    # The choice of kernels may depend on these settings too.
     settings = (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
@@ -103,7 +106,7 @@ def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...
 
 
 def run_apart(work: Callable[[], T]) -> T:
-    """Run something in a thread of its own: it has no modes, and no profiler of the user's."""
+    """Run a function in another thread, where no dispatch mode and no profiler of the user is active."""
     with ThreadPoolExecutor(1, "roundpipe_fx trials") as thread:
         return thread.submit(work).result()
 
@@ -119,7 +122,7 @@ _BY_NUMBERS = (
     aten._embedding_bag_sparse_backward,
     aten._embedding_bag_per_sample_weights_backward,
 )
-"""Beside operators whose results' sizes depend on data: those whose workspace does, found by trying all on the CPU."""
+"""Operators whose workspace depends on values, though their results' sizes do not; found by trying all on the CPU."""
 
 
 def _depends_on_numbers(node: fx.Node) -> bool:
@@ -147,7 +150,7 @@ def _ones(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Numbers that differ: as many as there may be of small integers, and large ones of both signs."""
+    """Distinct numbers: small integers up to ``limit``, and large numbers of both signs."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         count = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)
@@ -166,14 +169,14 @@ def _run_on(
         args, kwargs = made_up_arguments(node, device, fill, single)
         with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
             try:
-                if device.type != "cpu":  # the first time handles and kernels are loaded
+                if device.type != "cpu":  # the first run loads handles and kernels
                     node.target(*args, **kwargs)  # type: ignore[operator]
                 seen: list[ProfiledMemory] = []
                 result = profile_memory(lambda: node.target(*args, **kwargs), device.type, seen.append)  # type: ignore[operator]
             finally:
                 restore()
     except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
-        # Made-up operands do not suit every operator.
+        # Not every operator accepts made-up operands.
         log.info("%s cannot be tried alone: %s", node.target, error)
         return None
     results = tree_leaves(result)

@@ -1,11 +1,10 @@
-"""workspace: bytes that an operator's kernel allocates for itself and frees before it returns.
+"""Workspaces: bytes that an operator's kernel allocates and frees before it returns.
 
-Convolutions reorder their operands, attention keeps sums for each thread, an operand of another type is converted
-first. None of this is in a graph, and all of it is in memory. It is measured: the operator is run once, alone, on
-made-up operands, and what the allocator hands out meanwhile is noted. Operators that do the same on the same shapes
-are run once. Operators that are not PyTorch's own are not run for this: what they do may depend on data, or reach
-beyond this process. Steps show what they need (:class:`roundpipe_fx.api.learned.Learned`), and what stages hold
-beyond their plan that a compiler has ordered and fused as it likes.
+Convolutions reorder their operands, attention keeps sums for each thread, operands of another dtype are converted
+first. This is not visible in a graph, so it is measured: each distinct operator call is run once, alone, on made-up
+operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
+they do may depend on data, or have effects outside of this process; their workspaces are measured as steps run
+(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ __all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "workspaces_of"]
 aten = torch.ops.aten
 
 COMPILED_STAGES = "compiled stages"
-"""Under this name it is learned what a step holds at most beyond its plan because a compiler made its stages."""
+"""Name under which the bytes are learned that a step with compiled stages takes beyond its plan."""
 
 _OWN = ("aten", "prims", "streams")
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
@@ -43,24 +42,27 @@ _FACTORIES = (
     aten.scalar_tensor,
     aten.zeros,
 )
-"""Of the operators without operands, those that fill the one tensor that they allocate."""
+"""Operators without operands that only fill the tensor that they allocate."""
 
 
 def workspaces_of(
     nodes: Iterable[fx.Node], device: torch.device, fused: bool = False, learned: Mapping[str, int] | None = None
 ) -> dict[fx.Node, int]:
-    """Bytes that kernels need beside their operands and results, by node; absent where they need none.
+    """Workspaces of nodes.
 
-    PyTorch's own operators are measured; where the numbers matter that they are given, the most that several need.
+    PyTorch's own operators are measured, with several inputs where their workspace depends on values.
 
     Args:
         nodes: operations on fake tensors.
-        device: where to measure.
-        fused: a compiler makes the stages: pointwise operations become kernels that need none.
-        learned: what other operators, and compiled stages, have been seen to need, by name.
+        device: the device to measure on.
+        fused: whether a compiler fuses pointwise operations, which then have no workspace.
+        learned: measured bytes of custom operators, and of compiled stages, by name.
+
+    Returns:
+        bytes by node; absent where a node has no workspace.
     """
     learned = learned or {}
-    beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # nobody knows where in the step
+    beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # where in the step is not known
     asked: dict[str, list[fx.Node]] = {}
     found: dict[fx.Node, int] = {}
     for node in nodes:
@@ -79,7 +81,7 @@ def workspaces_of(
 
 
 def depends_on_data(node: fx.Node) -> bool:
-    """Whether a node calls an operator that needs what the numbers say that it is given, or nobody knows what."""
+    """Whether the workspace of a node's operator depends on values, or is not known."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False
@@ -95,7 +97,7 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 
 def _is_free_of_sizes(node: fx.Node) -> bool:
-    """Whether a pointwise operation copies no operand: beside numbers that it is given it needs nothing."""
+    """Whether the workspace of a pointwise operation does not depend on sizes, because it converts no operand."""
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     kinds = {value.dtype for value in operands}
     if not _is_pointwise(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
@@ -108,7 +110,7 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
 
 
 def is_measured(node: fx.Node, device: torch.device) -> bool:
-    """Whether what a node's kernel needs for itself is to be measured: it may be something, and it can be tried."""
+    """Whether the workspace of a node is measured: it may be nonzero, and the operator can be run alone."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return False
@@ -118,7 +120,7 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
     if any(value.device.type != device.type for value in (*operands, *tensor_values(node))):
         return False
     if device.type != "cpu":
-        # Its kernels convert as they go. cuBLAS works in memory of the stream, which stays allocated.
+        # CUDA kernels convert operands on the fly. The workspace of cuBLAS belongs to the stream and stays allocated.
         return target.overloadpacket not in _PRODUCTS and not _is_pointwise(node)
     if target.overloadpacket in _PRODUCTS:
         return not all(value.dtype in (torch.float32, torch.float64) and _is_matrix(value) for value in operands)
@@ -126,13 +128,13 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
 
 
 def _is_number(given: Any) -> bool:
-    """Whether an argument is a number, which kernels make a tensor of; a size that is a symbol is one too."""
+    """Whether an argument is a number or a symbolic one, which kernels convert to a tensor."""
     value = given.meta.get("val") if isinstance(given, fx.Node) else given
     return isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat)
 
 
 def _is_matrix(value: torch.Tensor) -> bool:
-    """Whether BLAS takes a matrix as it lies."""
+    """Whether BLAS accepts the strides of a matrix."""
     return value.dim() < 2 or 1 in (value.stride(-1), value.stride(-2))
 
 
