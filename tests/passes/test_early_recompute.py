@@ -125,7 +125,7 @@ def _waits(joint: JointGraph, node: fx.Node) -> bool:
     return node in joint.tangents or any(_waits(joint, source) for source in input_nodes(node))
 
 
-def test_as_text_what_waits_for_no_gradient_may_be_early() -> None:
+def test_as_text_a_reduction_of_what_is_recomputed_runs_early() -> None:
     before = """\
 def joint(
     x: float32[4, 8],
@@ -134,10 +134,12 @@ def joint(
     # forward, stage 0, segment 0
     exp: float32[4, 8] = aten.exp.default(x)
     tanh: float32[4, 8] = aten.tanh.default(exp)
+    # recompute, stage 0, segment 0
+    exp_1: float32[4, 8] = aten.exp.default(x)  # repeats: exp
     # backward, stage 0, segment 0
-    square: float32[4, 8] = aten.mul.Tensor(tanh, tanh)
-    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
-    return (tanh,), (mul_1,)
+    amax: float32[4, 1] = aten.amax.default(exp_1, [1], True)
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, amax)
+    return (tanh,), (mul,)
 """
     made = after(early_recompute, before, name="early_recompute")
     expecttest.assert_expected_inline(
@@ -150,10 +152,12 @@ def joint(
     # forward, stage 0, segment 0
     exp: float32[4, 8] = aten.exp.default(x)
     tanh: float32[4, 8] = aten.tanh.default(exp)
+    # recompute, stage 0, segment 0
+    exp_1: float32[4, 8] = aten.exp.default(x)  # repeats: exp
+    amax: float32[4, 1] = aten.amax.default(exp_1, [1], True)
     # backward, stage 0, segment 0
-    square: float32[4, 8] = aten.mul.Tensor(tanh, tanh)
-    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, square)
-    return (tanh,), (mul_1,)
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, amax)
+    return (tanh,), (mul,)
 """,
     )
 

@@ -212,7 +212,7 @@ def joint(
 
 
 def test_as_text_what_would_lie_otherwise_is_copied() -> None:
-    """The text says that the product's strides are those of its operand; real ones are contiguous."""
+    """The text says that the result is contiguous; real ones have the strides of the operand."""
     before = """\
 def joint(
     x: float32[8, 4],

@@ -163,7 +163,7 @@ def joint(
     )
 
 
-def test_as_text_backward_nodes_follow_their_forward() -> None:
+def test_as_text_segments_begin_where_it_is_known_alone() -> None:
     before = """\
 def joint(
     x: float32[4, 8],
