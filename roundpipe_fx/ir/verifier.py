@@ -2,7 +2,7 @@
 
 - Each node comes after what it reads; what it reads is in the graph; every node has a value (``meta["val"]``).
 - Inputs come first and stay what they were, but for the sums that accumulate_gradients adds; the forward returns as
-  much as before, and no gradient gets lost.
+  much as before, and no gradient gets lost (in a pipeline it may be returned in parts).
 - No node reads one that runs later in a step: the forward none of the backward, what recomputes early nothing that
   waits for a gradient, nobody a module that a schedule may put off. The forward reads earlier segments and stages, the
   backward later ones.
@@ -36,7 +36,7 @@ class Snapshot:
         marks: by node its marks.
         inputs: the graph's inputs.
         forward_outputs: how many outputs are the forward's.
-        gradients: how many are the backward's.
+        gradients: how many are the backward's, further parts of gradients left out.
     """
 
     marks: Mapping[fx.Node, Mapping[str, Any]]
@@ -48,7 +48,7 @@ class Snapshot:
 def snapshot(joint: JointGraph) -> Snapshot:
     """What :func:`verify` compares a graph with."""
     marks = {node: {key: node.meta[key] for key in MARK_USES if key in node.meta} for node in joint.graph.nodes}
-    return Snapshot(marks, tuple(joint.inputs), len(joint.forward_outputs), len(joint.gradients))
+    return Snapshot(marks, tuple(joint.inputs), len(joint.forward_outputs), len(joint.gradients) - len(joint.parts))
 
 
 def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str]) -> None:
@@ -114,11 +114,11 @@ def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
             f"pass {name!r}: the graph's inputs are {[node.name for node in joint.inputs]}, and were "
             f"{[node.name for node in before.inputs]}: a pass must leave them as they are."
         )
-    outputs = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
-    if outputs[0] != before.forward_outputs or len(joint.gradients) < before.gradients or outputs[1] < 0:
+    found = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
+    if found != (before.forward_outputs, before.gradients):
         raise InvalidGraphError(
-            f"pass {name!r}: the graph returns {outputs[0]} outputs of the forward and {len(joint.gradients)} "
-            f"gradients, and returned {before.forward_outputs} and {before.gradients}."
+            f"pass {name!r}: the graph returns {found[0]} outputs of the forward and {found[1]} gradients, and "
+            f"returned {before.forward_outputs} and {before.gradients}."
         )
 
 
