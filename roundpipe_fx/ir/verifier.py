@@ -1,7 +1,7 @@
 """The verifier: what holds for a graph after every pass.
 
 - Each node comes after what it reads; what it reads is in the graph; every node has a value (``meta["val"]``).
-- Inputs come first and stay what they were, but for the sums that accumulate_gradients adds; the forward returns as
+- Inputs stay what they were, but for the sums that accumulate_gradients adds; the forward returns as
   much as before, and no gradient gets lost (in a pipeline it may be returned in parts).
 - No node reads one that runs later in a step: the forward none of the backward, what recomputes early nothing that
   waits for a gradient, nobody a module that a schedule may put off. The forward reads earlier segments and stages, the
@@ -92,8 +92,6 @@ def verify_graph(graph: fx.Graph, name: str) -> None:
             raise _error(name, node, f"it reads {missing.name!r}, which {where}")
         if node.name in names:
             raise _error(name, node, "another node has its name")
-        if node.op == "placeholder" and any(other.op != "placeholder" for other in seen):
-            raise _error(name, node, "an input stands behind what computes")
         if node.op != "output" and "val" not in node.meta and not _returns_nothing(node):
             raise _error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
         seen.add(node)
