@@ -18,7 +18,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.in_place import operands_to_write_over
 from roundpipe_fx.analysis.liveness import Event
-from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes, returned_view_bytes
 from roundpipe_fx.analysis.recomputation import Form, is_mask_only, rng_shape_source_of, selection, state_bytes
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
@@ -302,7 +302,7 @@ def read_operations(
         tangents,
         held,
         loss_bytes(expected, granularity),
-        lasting_bytes(expected, granularity),
+        lasting_bytes(expected, granularity) + returned_view_bytes(joint, granularity),
         frozenset(gradients - {OUTSIDE}),
         recipes,
         mask_only,

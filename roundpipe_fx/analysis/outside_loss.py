@@ -23,9 +23,9 @@ from collections.abc import Collection
 from torch import fx
 
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values, viewed
 
-__all__ = ["expect_loss", "lasting_bytes", "loss_bytes"]
+__all__ = ["expect_loss", "lasting_bytes", "loss_bytes", "returned_view_bytes"]
 
 _CROSS_ENTROPY = (3, 0)
 _SQUARED_ERROR = (5, 1)
@@ -72,6 +72,22 @@ def loss_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
 def lasting_bytes(tangents: Collection[fx.Node], granularity: int = 1) -> int:
     """Bytes of a loss outside that stay allocated until the backward is over. Arguments as for :func:`loss_bytes`."""
     return _bytes(tangents, granularity, 1)
+
+
+def returned_view_bytes(joint: JointGraph, granularity: int = 1) -> int:
+    """Bytes of gradients that come from returned views of inputs: allocated outside, until the backward is over.
+
+    Autograd differentiates such an output by itself; its gradient has the size of the whole input. At the end it is
+    added to the gradient that the graph computes, into a new tensor.
+    """
+    differentiated = {owner for owner in joint.gradient_owners if owner is not None}
+    primals = joint.primals
+    inputs = {primals[owner] for owner in differentiated}
+    total = 0
+    for place, node in enumerate(joint.forward_outputs):
+        if isinstance(node, fx.Node) and place not in joint.updates and viewed(node) in inputs:
+            total += 2 * _rounded(tensor_bytes(tensor_values(viewed(node))), granularity)
+    return total
 
 
 def _bytes(tangents: Collection[fx.Node], granularity: int, which: int) -> int:

@@ -200,8 +200,13 @@ def course_of(
     tangents: Collection[fx.Node] = (),
     granularity: int = 1,
     updates: Collection[int] = (),
+    outside: int = 0,
 ) -> Course:
-    """Follow both programs once. Arguments as for :func:`simulate_programs`."""
+    """Follow both programs once.
+
+    Arguments as for :func:`simulate_programs`; ``outside``: bytes that are allocated elsewhere from the loss until the
+    backward is over.
+    """
     run = _CallSimulation(granularity)
     returned = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
     kept = (leaves for place, leaves in enumerate(returned[: forward.outputs]) if place not in updates)
@@ -220,9 +225,9 @@ def course_of(
             for node in backward.inputs
             if node not in given and not is_sum(node)
         }
-        outside = run.numbers.new_of(lasting_bytes(tangents, granularity))
-        arriving[len(run.events)] = [outside, *(storage for leaves in arrived.values() for storage in leaves)]
-        lasting += [outside, *(storage for node in tangents for storage in arrived.get(node, ()))]
+        loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
+        arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
+        lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         given = {**given, **arrived}
         lasting += [
             storage

@@ -19,7 +19,7 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.cost import COMPILED_STAGES
-from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes
+from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.codegen import Program, seen_by_autograd
@@ -195,7 +195,8 @@ class _Compilation:
                 self.learned.see_workspace(COMPILED_STAGES, peak - planned)
 
         device = lowered.setting.device
-        outside = lasting_bytes(lowered.tangents, allocation_granularity(device))
+        granularity = allocation_granularity(device)
+        outside = lasting_bytes(lowered.tangents, granularity) + returned_view_bytes(lowered.joint, granularity)
         return ProfiledStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:

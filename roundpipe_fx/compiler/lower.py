@@ -18,6 +18,7 @@ from roundpipe_fx.analysis.caching_allocator import allocator_of
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model, tensor_bytes
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.simulator import (
     Course,
     PeakMoment,
@@ -137,7 +138,8 @@ class Lowered:
     @functools.cached_property
     def _course(self) -> Course:
         granularity = allocation_granularity(self.setting.device)
-        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates)
+        outside = returned_view_bytes(self.joint, granularity)
+        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates, outside)
 
     @functools.cached_property
     def _peak(self) -> PeakMoment:

@@ -182,3 +182,24 @@ def test_looking_at_the_generator_takes_no_memory() -> None:
     with roundpipe_fx.measure_peak() as peak:
         compiled(torch.ones(1, 2)).sum().backward()
     assert peak.bytes <= compiled.plan.budget < torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize("view", [lambda x: x[:, 0], lambda x: x.transpose(0, 1)])
+def test_gradients_of_returned_views_of_inputs_are_counted(view) -> None:
+    """Autograd differentiates a returned view of an input by itself, and adds that gradient to the graph's."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x @ self.weight, view(x)
+
+    model = roundpipe_fx.compile(Net(), memory_budget=0.0)
+    for _ in range(2):
+        x = torch.randn(50, 64, requires_grad=True)
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            first, second = model(x)
+            (first.sum() + second.sum()).backward()
+    assert peak.bytes <= model.plan.peak_bytes
