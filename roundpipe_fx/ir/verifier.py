@@ -66,6 +66,9 @@ def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str
     verify_graph(joint.graph, name)
     _verify_ends(joint, name, before)
     for node in joint.computed():
+        # The branches of a ``cond`` are graphs, without a value.
+        if node.op != "get_attr" and "val" not in node.meta and not _returns_nothing(node):
+            raise _error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
         for source in node.all_input_nodes:
             reason = _wrong_read(joint, node, source)
             if reason is not None:
@@ -74,7 +77,7 @@ def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str
 
 
 def verify_graph(graph: fx.Graph, name: str) -> None:
-    """Check the order and the values of any graph.
+    """Check the order of any graph.
 
     Args:
         graph: a joint graph's, a stage module's or a program's; not changed.
@@ -92,8 +95,6 @@ def verify_graph(graph: fx.Graph, name: str) -> None:
             raise _error(name, node, f"it reads {missing.name!r}, which {where}")
         if node.name in names:
             raise _error(name, node, "another node has its name")
-        if node.op != "output" and "val" not in node.meta and not _returns_nothing(node):
-            raise _error(name, node, 'it has no value: a pass that adds a node sets its node.meta["val"]')
         seen.add(node)
         names.add(node.name)
     if graph.output_node() is not next(reversed(graph.nodes)):
@@ -134,6 +135,8 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
     of_source = source.meta.get(Mark.PHASE)
     if of_source is None:
         return None
+    if phase is Phase.RECOMPUTE and of_source in (Phase.BACKWARD, Phase.WEIGHT) and _runs_before(joint, source, node):
+        return None
     if _LATER[of_source] > _LATER[phase]:
         return f"it is {phase} and reads {source.name!r}, which is {of_source}: that runs later"
     if of_source is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
@@ -149,6 +152,12 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
     return None
 
 
+def _runs_before(joint: JointGraph, source: fx.Node, node: fx.Node) -> bool:
+    """Whether a stage's whole backward runs before another stage's recomputation."""
+    own, other = _stage(joint, node), _stage(joint, source)
+    return own is not None and other is not None and other > own
+
+
 def _segment(_joint: JointGraph, node: fx.Node) -> int | None:
     return node.meta.get(Mark.SEGMENT)
 
@@ -157,7 +166,7 @@ def _stage(joint: JointGraph, node: fx.Node) -> int | None:
     """The stage, counted such that the backward runs from the last to the first; RoundPipe's slots are counted on."""
     stage = node.meta.get(Mark.STAGE)
     slots = any(cut.first <= before.last for before, cut in zip(joint.cuts, joint.cuts[1:], strict=False))
-    return -stage if stage is not None and slots and node.meta[Mark.PHASE] is Phase.BACKWARD else stage
+    return -stage if stage is not None and slots and node.meta[Mark.PHASE] is not Phase.FORWARD else stage
 
 
 def _verify_marks(joint: JointGraph, name: str, before: Snapshot, known: Collection[str]) -> None:
