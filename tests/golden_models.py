@@ -300,7 +300,7 @@ GOLDEN: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], i
 PINNED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]], int | list[str]]] = {
     **{name: GOLDEN[name] for name in ("dropout_mlp", "mixture_of_experts", "layer_drop")},
     "tied_embedding": (TiedEmbedding, _tokens, 2),
-    "unet": (UNet, lambda: {"x": torch.randn(2, 3, 8, 8)}, ["up.0"]),
+    "unet": (UNet, lambda: {"x": torch.randn(2, 3, 8, 8)}, ["down.1"]),
     "encoder_decoder": (
         CrossAttending,
         lambda: {"source": torch.randn(2, 3, 8), "target": torch.randn(2, 4, 8)},

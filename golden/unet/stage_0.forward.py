@@ -15,12 +15,6 @@ def stage_0_forward(args):
         down_0_1_running_var,  # float32[4]
         down_0_1_weight,  # float32[4]
         down_0_1_bias,  # float32[4]
-        down_1_0_weight,  # float32[8, 4, 3, 3]
-        down_1_1_num_batches_tracked,  # int64[]
-        down_1_1_running_mean,  # float32[8]
-        down_1_1_running_var,  # float32[8]
-        down_1_1_weight,  # float32[8]
-        down_1_1_bias,  # float32[8]
     ) = args
     args.clear()
     # down.0.0
@@ -36,17 +30,4 @@ def stage_0_forward(args):
     # model
     max_pool2d_with_indices: "(float32[2, 4, 4, 4], int64[2, 4, 4, 4])" = aten.max_pool2d_with_indices.default(relu, [2, 2])
     getitem_5: "float32[2, 4, 4, 4]" = max_pool2d_with_indices[0];  max_pool2d_with_indices = None
-    # down.1.0
-    convolution_1: "float32[2, 8, 4, 4]" = aten.convolution.default(getitem_5, down_1_0_weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1);  getitem_5 = down_1_0_weight = None
-    # down.1.1
-    add_1: "int64[]" = aten.add.Tensor(down_1_1_num_batches_tracked, 1);  down_1_1_num_batches_tracked = None
-    _native_batch_norm_legit_functional_1: "(float32[2, 8, 4, 4], float32[8], float32[8], float32[8], float32[8])" = aten._native_batch_norm_legit_functional.default(convolution_1, down_1_1_weight, down_1_1_bias, down_1_1_running_mean, down_1_1_running_var, True, 0.1, 1e-05);  convolution_1 = down_1_1_weight = down_1_1_bias = down_1_1_running_mean = down_1_1_running_var = None
-    getitem_7: "float32[2, 8, 4, 4]" = _native_batch_norm_legit_functional_1[0]
-    getitem_10: "float32[8]" = _native_batch_norm_legit_functional_1[3]
-    getitem_11: "float32[8]" = _native_batch_norm_legit_functional_1[4];  _native_batch_norm_legit_functional_1 = None
-    # down.1.2
-    relu_1: "float32[2, 8, 4, 4]" = aten.relu_.default(getitem_7);  getitem_7 = None
-    # model
-    upsample_nearest2d_default: "float32[2, 8, 8, 8]" = aten.upsample_nearest2d.default(relu_1, [8, 8]);  relu_1 = None
-    cat: "float32[2, 12, 8, 8]" = aten.cat.default([upsample_nearest2d_default, relu], 1);  upsample_nearest2d_default = relu = None
-    return (add, getitem_3, getitem_4, add_1, getitem_10, getitem_11, cat)
+    return (add, getitem_3, getitem_4, relu, getitem_5)
