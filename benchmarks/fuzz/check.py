@@ -17,20 +17,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
-import linecache
-import sys
 import traceback
-import types
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch._dynamo.backends.debugging import aot_eager
+from torch import nn
 
 import roundpipe_fx
 from benchmarks.fuzz.case import Case
@@ -38,16 +33,11 @@ from benchmarks.fuzz.meter import AllocatorPeak, StoragePeak
 from benchmarks.fuzz.operations import KINDS
 from benchmarks.fuzz.options import compile_options, describe
 from benchmarks.fuzz.program import Program, write_program
+from benchmarks.fuzz.references import References, Skip, WithLoss
 from benchmarks.fuzz.steps import Left, differences, eager_microbatches, left_by, loss_of, take_step
-from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.passes.stages import InvalidStageError
-from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
 
-__all__ = ["Failure", "Result", "check_case", "module_of"]
-
-_numbers = itertools.count()
-
-_ROUNDING = {"float64": 1e-7, "float32": 1e-3}
+__all__ = ["Failure", "Result", "check_case"]
 
 
 @dataclass(frozen=True)
@@ -99,41 +89,6 @@ class Result:
             self.failures.append(Failure(kind, way, wrong, size))
 
 
-def module_of(program: Program, plain: bool = False) -> Callable[[], nn.Module]:
-    """Makes the program's module, always the same one.
-
-    Args:
-        program: what was written.
-        plain: without checkpoints and scopes, which run twice what updates buffers, and read these as they are by then.
-    """
-    name = f"<case {program.case.seed} {program.case.number}>"
-    source = program.source
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    # Dynamo looks modules up by name, and keeps what it found where the caller's globals are: so each has its own.
-    module = types.ModuleType(f"fuzzed_program_{next(_numbers)}")
-    sys.modules[module.__name__] = module
-    exec(compile(source, name, "exec"), module.__dict__)
-    if plain:
-        module.__dict__.update(torch_checkpoint=_called, roundpipe_fx=_PLAIN)
-
-    def make() -> nn.Module:
-        torch.manual_seed(program.case.number)
-        return module.Net().to(program.dtype)
-
-    return make
-
-
-def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    return function(*args)
-
-
-_PLAIN = types.SimpleNamespace(
-    checkpoint=_called,
-    gradient_checkpoint_scope=contextlib.nullcontext,
-    memory_budget=contextlib.nullcontext,
-)
-
-
 def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Result:
     """Run a case; ``say`` is told what runs next."""
     result = Result()
@@ -144,8 +99,8 @@ def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Re
         result.kinds = program.kinds
         result.differentiates_beside_a_loss = "a loss beside outputs" in program.notes
         try:
-            references = _References(program, say)
-        except _Skip as skip:
+            references = References(program, say)
+        except Skip as skip:
             result.skipped.append(str(skip))
             return result
         finally:
@@ -160,7 +115,7 @@ def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Re
                 continue  # mostly the same one
             try:
                 _CHECKS[way["mode"]](program, references, way, result)
-            except _Skip as skip:
+            except Skip as skip:
                 result.skipped.append(str(skip))
             except Exception as error:
                 if isinstance(error, InvalidStageError) and "has no operations" in str(error):
@@ -176,10 +131,6 @@ def check_case(case: Case, say: Callable[[str], None] = lambda text: None) -> Re
     return result
 
 
-class _Skip(Exception):
-    """The reference cannot do it."""
-
-
 def _text(error: Exception) -> str:
     last = traceback.extract_tb(error.__traceback__)[-1]
     inner = [
@@ -187,120 +138,6 @@ def _text(error: Exception) -> str:
     ]
     where = inner[-1] if inner else last
     return f"{type(error).__name__}: {str(error).strip()[:600]}\n  at {where.filename}:{where.lineno} in {where.name}"
-
-
-class _References:
-    """A program's steps as eager and ``aot_eager`` take them."""
-
-    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
-        self.program = program
-        self.make, self.make_plain = module_of(program), module_of(program, plain=True)
-        self.tolerance = _ROUNDING[program.case.dtype]
-        self.random = "random" in program.notes
-        self.batches = [(program.case.batch[0], 1), (program.case.batch[0], 2), (program.case.batch[1], 3)]
-        if not any(way.get("third") for way in program.case.ways):
-            del self.batches[2]  # another batch is traced with symbols for sizes, which takes long
-        say("eager")
-        self.eager = self._steps(lambda net: net, plain=True)
-        for left in self.eager:
-            tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
-            if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
-                raise _Skip("eager: not finite")
-        again = self._steps(lambda net: net, plain=True)
-        if any(differences(one, other, self.tolerance * 1e-3) for one, other in zip(again, self.eager, strict=True)):
-            raise _Skip("eager: two runs differ")
-        if not any(g is not None for g in self.eager[0].gradients.values()):
-            raise _Skip("eager: no gradients")
-        say("aot_eager")
-        self.aot = self._by_aot_eager(lambda net: net)
-        self.aot_is_wrong = any(
-            differences(one, other, self.tolerance) for one, other in zip(self.aot, self.eager, strict=True)
-        )
-
-    def draws_in_vain(self, loss_alone: bool) -> bool:
-        """Whether a compiled program draws less than eager: what nobody reads is not drawn, and the rest differs then.
-
-        Args:
-            loss_alone: only the loss is read.
-        """
-        if not self.random:
-            return False
-        compiled = self._by_aot_eager(_WithLoss) if loss_alone else self.aot
-        return any(
-            not torch.equal(one.state, other.state)  # type: ignore[arg-type]
-            for one, other in zip(compiled, self.eager, strict=True)
-        )
-
-    @property
-    def loss_is_outside(self) -> bool:
-        """Whether the program returns other than one number."""
-        outputs = self.eager[0].outputs
-        return len(outputs) != 1 or outputs[0].dim() > 0 or outputs[0].is_complex()
-
-    def _by_aot_eager(self, part: Callable[[nn.Module], nn.Module]) -> list[Left]:
-        torch._dynamo.reset()
-        with dynamo_flags(), torch._dynamo.config.patch(allow_rnn=True) if "rnn" in self.program.notes else _nothing():
-            try:
-                return self._steps(lambda net: torch.compile(part(net), backend=_aot_eager, fullgraph=True))
-            except Exception as error:
-                raise _Skip(f"aot_eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
-
-    def _steps(self, compiled: Callable[[nn.Module], Any], plain: bool = False) -> list[Left]:
-        net = self.make_plain() if plain else self.make()
-        run = compiled(net)
-        try:
-            return [
-                take_step(run, net, self.inputs(place), seed, count=place == 1)
-                for place, (_, seed) in enumerate(self.batches)
-            ]
-        except Exception as error:
-            if plain:
-                raise _Skip(f"eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
-            raise
-
-    def inputs(self, place: int) -> list[torch.Tensor]:
-        rows, seed = self.batches[place]
-        return self.program.inputs(rows, seed)
-
-    def state(self, place: int) -> torch.Tensor | None:
-        """The generator's, after a step."""
-        return self.aot[place].state
-
-    def wrong(self, left: Left, place: int) -> dict[str, str]:
-        """How a step differs from what it is held against."""
-        eager = self.eager[place]
-        bits = differences(left, self.aot[place], None)
-        if not bits:
-            # Bits of a reference that is wrong in float64 are wrong.
-            sure = self.aot_is_wrong and not self.random and self.program.case.dtype == "float64"
-            return differences(left, eager, self.tolerance) if sure else {}
-        if self.aot_is_wrong:
-            return differences(left, eager, self.tolerance)
-        # A reference whose error is below what float32 rounds is not seen to be wrong; eager's bits are right then.
-        return bits if differences(left, eager, None) else {}
-
-
-class _WithLoss(nn.Module):
-    """A program that returns its loss alone."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        return loss_of(self.net(*inputs))
-
-
-def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    # oneDNN's LSTM rounds otherwise, and AOTAutograd cannot save what it returns.
-    spell_out_lstm(module)
-    keep_resolved_random_branches(module)
-    return aot_eager(module, inputs)
-
-
-@contextlib.contextmanager
-def _nothing() -> Any:
-    yield
 
 
 def _held(
@@ -319,7 +156,7 @@ def _held(
     )
 
 
-def _check_step(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+def _check_step(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
     net = references.make()
     options = compile_options(way, net)
     if "between" in way:
@@ -383,7 +220,7 @@ def _settled(model: Any, net: nn.Module, peak: StoragePeak, step: Callable[[Stor
     return peak.peak
 
 
-def _check_questions(references: _References, left: Left, way: Mapping[str, Any], result: Result) -> None:
+def _check_questions(references: References, left: Left, way: Mapping[str, Any], result: Result) -> None:
     allowed = _asked_by(references, 1)
     assert left.asked is not None
     mine = _total(left.asked)
@@ -392,7 +229,7 @@ def _check_questions(references: _References, left: Left, way: Mapping[str, Any]
     result.check("questions in the backward", way, f"{again}" if again else "")
 
 
-def _asked_by(references: _References, place: int) -> int:
+def _asked_by(references: References, place: int) -> int:
     """Questions that a step may ask: as many as eager, and what Dynamo's guards read."""
     eager = references.eager[place].asked
     assert eager is not None
@@ -417,7 +254,7 @@ def _check_peak(
     result.check("budget", way, text if over > 0 else "", over / (plan.budget * share))
 
 
-def _between(references: _References, way: Mapping[str, Any]) -> int:
+def _between(references: References, way: Mapping[str, Any]) -> int:
     least = _minimum(references, way)
     torch._dynamo.reset()
     net = references.make()
@@ -428,7 +265,7 @@ def _between(references: _References, way: Mapping[str, Any]) -> int:
     return least + int(way["between"] * max(0, whole - least))
 
 
-def _minimum(references: _References, way: Mapping[str, Any], asked: int = 1) -> int:
+def _minimum(references: References, way: Mapping[str, Any], asked: int = 1) -> int:
     net = references.make()
     options = compile_options({**way, "memory_budget": None}, net)
     torch._dynamo.reset()
@@ -436,10 +273,10 @@ def _minimum(references: _References, way: Mapping[str, Any], asked: int = 1) ->
         roundpipe_fx.compile(net, memory_budget=asked, **options).trace(*references.inputs(0))
     except roundpipe_fx.InfeasibleBudgetError as error:
         return _learned_minimum(references, way, error.minimum)
-    raise _Skip("a budget of one byte could be met")
+    raise Skip("a budget of one byte could be met")
 
 
-def _learned_minimum(references: _References, way: Mapping[str, Any], stated: int) -> int:
+def _learned_minimum(references: References, way: Mapping[str, Any], stated: int) -> int:
     """The least budget of the second step on.
 
     Of a model that returns a number, that is taken to be the loss; that other outputs are differentiated too, as they
@@ -463,7 +300,7 @@ def _learned_minimum(references: _References, way: Mapping[str, Any], stated: in
             return stated
 
 
-def _check_minimum(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+def _check_minimum(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
     stated = _minimum(references, way, way["asked"])
     net = references.make()
     torch._dynamo.reset()
@@ -490,7 +327,7 @@ def _check_minimum(program: Program, references: _References, way: Mapping[str, 
     _check_peak(model.plan, top, way, result, "step 2 at the minimum", same=True)
 
 
-def _check_shares(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+def _check_shares(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
     peaks = []  # of the allocator: a plan counts what kernels take for themselves
     for share in way["shares"]:
         torch._dynamo.reset()
@@ -513,17 +350,17 @@ def _check_shares(program: Program, references: _References, way: Mapping[str, A
             torch._dynamo.reset()
             net = references.make()
             peaks.append(
-                _allocated(roundpipe_fx.compile(_WithLoss(net), memory_budget=share), net, references.inputs(1))
+                _allocated(roundpipe_fx.compile(WithLoss(net), memory_budget=share), net, references.inputs(1))
             )
     result.check("smaller budget, lower peak", way, "" if peaks == sorted(peaks) else f"{way['shares']}: {peaks}")
 
 
-def _check_pipeline(program: Program, references: _References, way: Mapping[str, Any], result: Result) -> None:
+def _check_pipeline(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
     call = way["call"]
     if "outputs without a batch" in program.notes and way["microbatches"] > 1:
         call = "forward_backward"
     if references.draws_in_vain(call == "forward_backward"):
-        raise _Skip("microbatches: numbers are drawn that nobody reads")
+        raise Skip("microbatches: numbers are drawn that nobody reads")
     mirror = references.make_plain()
     places = [0, 1, 2] if way.get("third") else [0, 1]
     expected = []
@@ -532,16 +369,16 @@ def _check_pipeline(program: Program, references: _References, way: Mapping[str,
         try:
             expected.append(eager_microbatches(mirror, references.inputs(place), seed, way["microbatches"], call))
         except Exception as error:
-            raise _Skip(f"microbatches: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
+            raise Skip(f"microbatches: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
         left = expected[-1]
         tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
         if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
-            raise _Skip("microbatches: not finite")
+            raise Skip("microbatches: not finite")
     net = references.make()
     try:
         model = roundpipe_fx.compile(net, **compile_options(way, net))
     except ValueError as error:
-        raise _Skip(f"refused: {str(error)[:80]}") from None
+        raise Skip(f"refused: {str(error)[:80]}") from None
     for place in places:
         inputs, (_, seed) = references.inputs(place), references.batches[place]
         peak = StoragePeak() if place else None
@@ -568,7 +405,7 @@ def _check_pipeline(program: Program, references: _References, way: Mapping[str,
 
 
 def _check_pipelined_questions(
-    model: Any, net: nn.Module, references: _References, eager: Left, way: Mapping[str, Any], call: str, result: Result
+    model: Any, net: nn.Module, references: References, eager: Left, way: Mapping[str, Any], call: str, result: Result
 ) -> None:
     state = copy.deepcopy(net.state_dict())
     with roundpipe_fx.count_host_syncs() as asked:
@@ -587,12 +424,12 @@ def _pipelined(
         return take_step(model, net, inputs, seed, meter=meter)
     net.zero_grad()
     torch.manual_seed(seed)
-    with meter or _nothing():
+    with meter or contextlib.nullcontext():
         loss = model.forward_backward(*inputs, loss_fn=loss_of)
     return left_by(net, inputs, None, loss)
 
 
-_CHECKS: dict[str, Callable[[Program, _References, Mapping[str, Any], Result], None]] = {
+_CHECKS: dict[str, Callable[[Program, References, Mapping[str, Any], Result], None]] = {
     "step": _check_step,
     "pipeline": _check_pipeline,
     "shares": _check_shares,

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.fuzz.case import Case, Element
-from benchmarks.fuzz.check import Failure, module_of
+from benchmarks.fuzz.check import Failure
 from benchmarks.fuzz.operations import KINDS
 from benchmarks.fuzz.options import compile_options, describe, simpler
 from benchmarks.fuzz.program import write_program
+from benchmarks.fuzz.references import module_of
 
 __all__ = ["reduced", "script"]
 

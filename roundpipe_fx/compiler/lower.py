@@ -360,9 +360,8 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         followed, schedule = chosen.followed, chosen.candidate.schedule
         early = early_within(followed, schedule, beside)
         excess = 0
-        for tried in (
-            (schedule,) if early is schedule else (early, schedule)
-        ):  # programs may differ a little from what was planned
+        # Emitted programs may need a little more than was planned: then nothing is early.
+        for tried in (schedule,) if early is schedule else (early, schedule):
             own = (joint if followed is not whole or shared is None else shared).copy()
             remat = remat_schedule(followed, tried).on(own.graph)
             lowered = emit(own, setting.knowing(schedule=remat), chosen=chosen)

@@ -16,7 +16,7 @@ import torch._dynamo.exc
 from torch import fx
 from torch._dynamo.eval_frame import OptimizedModule
 
-from roundpipe_fx.torch_private.data_dependent import was_retried
+from roundpipe_fx.torch_private.tracing_retries import was_retried
 
 __all__ = [
     "OptimizedModule",

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch._dynamo
 
-from roundpipe_fx.torch_private.data_dependent import install_retries
 from roundpipe_fx.torch_private.float_updates import keep_float_updates
 from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private.random_branches import install_known_branches
+from roundpipe_fx.torch_private.tracing_retries import install_retries
 
 __all__ = ["dynamo_flags", "log_metrics_with_functions"]
 

@@ -1,4 +1,4 @@
-"""Numbers that Python itself reads from tensors: the graph breaks there, where without us it would too."""
+"""Frames that are traced again: numbers that Python reads break the graph; sizes that must be plain are."""
 
 from __future__ import annotations
 

@@ -1,0 +1,175 @@
+"""A program's steps as eager and ``aot_eager`` take them: what compiled steps are held against."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import linecache
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._dynamo.backends.debugging import aot_eager
+
+from benchmarks.fuzz.program import Program
+from benchmarks.fuzz.steps import Left, differences, loss_of, take_step
+from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
+from roundpipe_fx.torch_private import dynamo_flags, spell_out_lstm
+
+__all__ = ["References", "Skip", "WithLoss", "module_of"]
+
+_numbers = itertools.count()
+
+_ROUNDING = {"float64": 1e-7, "float32": 1e-3}
+
+
+class Skip(Exception):
+    """The reference cannot do it."""
+
+
+def module_of(program: Program, plain: bool = False) -> Callable[[], nn.Module]:
+    """Makes the program's module, always the same one.
+
+    Args:
+        program: what was written.
+        plain: without checkpoints and scopes, which run twice what updates buffers, and read these as they are by then.
+    """
+    name = f"<case {program.case.seed} {program.case.number}>"
+    source = program.source
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+    # Dynamo looks modules up by name, and keeps what it found where the caller's globals are: so each has its own.
+    module = types.ModuleType(f"fuzzed_program_{next(_numbers)}")
+    sys.modules[module.__name__] = module
+    exec(compile(source, name, "exec"), module.__dict__)
+    if plain:
+        module.__dict__.update(torch_checkpoint=_called, roundpipe_fx=_PLAIN)
+
+    def make() -> nn.Module:
+        torch.manual_seed(program.case.number)
+        return module.Net().to(program.dtype)
+
+    return make
+
+
+def _called(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    return function(*args)
+
+
+_PLAIN = types.SimpleNamespace(
+    checkpoint=_called,
+    gradient_checkpoint_scope=contextlib.nullcontext,
+    memory_budget=contextlib.nullcontext,
+)
+
+
+class References:
+    """A program's steps as eager and ``aot_eager`` take them."""
+
+    def __init__(self, program: Program, say: Callable[[str], None]) -> None:
+        self.program = program
+        self.make, self.make_plain = module_of(program), module_of(program, plain=True)
+        self.tolerance = _ROUNDING[program.case.dtype]
+        self.random = "random" in program.notes
+        self.batches = [(program.case.batch[0], 1), (program.case.batch[0], 2), (program.case.batch[1], 3)]
+        if not any(way.get("third") for way in program.case.ways):
+            del self.batches[2]  # another batch is traced with symbols for sizes, which takes long
+        say("eager")
+        self.eager = self._steps(lambda net: net, plain=True)
+        for left in self.eager:
+            tensors = [*left.outputs, left.loss, *left.gradients.values(), *left.buffers.values()]
+            if not all(torch.isfinite(t).all() for t in tensors if t is not None and not t.is_complex()):
+                raise Skip("eager: not finite")
+        again = self._steps(lambda net: net, plain=True)
+        if any(differences(one, other, self.tolerance * 1e-3) for one, other in zip(again, self.eager, strict=True)):
+            raise Skip("eager: two runs differ")
+        if not any(g is not None for g in self.eager[0].gradients.values()):
+            raise Skip("eager: no gradients")
+        say("aot_eager")
+        self.aot = self._by_aot_eager(lambda net: net)
+        self.aot_is_wrong = any(
+            differences(one, other, self.tolerance) for one, other in zip(self.aot, self.eager, strict=True)
+        )
+
+    def draws_in_vain(self, loss_alone: bool) -> bool:
+        """Whether a compiled program draws less than eager: what nobody reads is not drawn, and the rest differs then.
+
+        Args:
+            loss_alone: only the loss is read.
+        """
+        if not self.random:
+            return False
+        compiled = self._by_aot_eager(WithLoss) if loss_alone else self.aot
+        return any(
+            not torch.equal(one.state, other.state)  # type: ignore[arg-type]
+            for one, other in zip(compiled, self.eager, strict=True)
+        )
+
+    @property
+    def loss_is_outside(self) -> bool:
+        """Whether the program returns other than one number."""
+        outputs = self.eager[0].outputs
+        return len(outputs) != 1 or outputs[0].dim() > 0 or outputs[0].is_complex()
+
+    def _by_aot_eager(self, part: Callable[[nn.Module], nn.Module]) -> list[Left]:
+        torch._dynamo.reset()
+        recurrent = "rnn" in self.program.notes
+        with dynamo_flags(), torch._dynamo.config.patch(allow_rnn=True) if recurrent else contextlib.nullcontext():
+            try:
+                return self._steps(lambda net: torch.compile(part(net), backend=_aot_eager, fullgraph=True))
+            except Exception as error:
+                raise Skip(f"aot_eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
+
+    def _steps(self, compiled: Callable[[nn.Module], Any], plain: bool = False) -> list[Left]:
+        net = self.make_plain() if plain else self.make()
+        run = compiled(net)
+        try:
+            return [
+                take_step(run, net, self.inputs(place), seed, count=place == 1)
+                for place, (_, seed) in enumerate(self.batches)
+            ]
+        except Exception as error:
+            if plain:
+                raise Skip(f"eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
+            raise
+
+    def inputs(self, place: int) -> list[torch.Tensor]:
+        rows, seed = self.batches[place]
+        return self.program.inputs(rows, seed)
+
+    def state(self, place: int) -> torch.Tensor | None:
+        """The generator's, after a step."""
+        return self.aot[place].state
+
+    def wrong(self, left: Left, place: int) -> dict[str, str]:
+        """How a step differs from what it is held against."""
+        eager = self.eager[place]
+        bits = differences(left, self.aot[place], None)
+        if not bits:
+            # Bits of a reference that is wrong in float64 are wrong.
+            sure = self.aot_is_wrong and not self.random and self.program.case.dtype == "float64"
+            return differences(left, eager, self.tolerance) if sure else {}
+        if self.aot_is_wrong:
+            return differences(left, eager, self.tolerance)
+        # A reference whose error is below what float32 rounds is not seen to be wrong; eager's bits are right then.
+        return bits if differences(left, eager, None) else {}
+
+
+class WithLoss(nn.Module):
+    """A program that returns its loss alone."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return loss_of(self.net(*inputs))
+
+
+def _aot_eager(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    # oneDNN's LSTM rounds otherwise, and AOTAutograd cannot save what it returns.
+    spell_out_lstm(module)
+    keep_resolved_random_branches(module)
+    return aot_eager(module, inputs)
