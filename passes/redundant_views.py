@@ -7,6 +7,8 @@ earlier value.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -59,19 +61,22 @@ def _is_plain_view(node: fx.Node) -> bool:
 
 
 def _shown_earlier(node: fx.Node) -> fx.Node | None:
-    """The last of the values that a node is a view of which shows the same; ``None`` if there is none."""
-    earlier = node
-    while _is_plain_view(earlier):
+    """The last of the values that a plain view is a view of which shows the same; ``None`` if there is none."""
+    shown = _description(node)
+    (earlier,) = input_nodes(node)
+    while _description(earlier) != shown:
+        if not _is_plain_view(earlier):
+            return None
         (earlier,) = input_nodes(earlier)
-        if _description(earlier) == _description(node):
-            return earlier
-    return None
+    return earlier
 
 
-def _description(node: fx.Node) -> tuple[str, ...]:
-    """What a tensor shows of its storage. As text: comparing symbolic sizes would add guards."""
+def _description(node: fx.Node) -> tuple[Any, ...]:
+    """What a tensor shows of its storage. Sizes as text: comparing symbolic sizes would add guards."""
     value: torch.Tensor = node.meta["val"]
     return (
-        *map(str, (tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)),
-        *map(str, (value.is_conj(), value.is_neg())),
+        str((*value.shape, "strides", *value.stride(), value.storage_offset())),
+        value.dtype,
+        value.is_conj(),
+        value.is_neg(),
     )

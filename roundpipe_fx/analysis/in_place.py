@@ -72,12 +72,13 @@ def in_place_forms(
     in_place, with_output = _in_place_form(node), _form_with_output(node)
     if in_place is None and with_output is None:
         return []
+    read: list[fx.Node] = []
+    fx.node.map_arg((node.args, node.kwargs), read.append)
     operands = [
         argument
         for argument in node.args
         if isinstance(argument, fx.Node)
-        and sum(other is argument for other in node.all_input_nodes) == 1
-        and sum(other is argument for other in node.args) == 1
+        and read.count(argument) == 1  # once, lists of indices included
         and dies(argument, node)
         and _same_layout(argument, node)
     ]

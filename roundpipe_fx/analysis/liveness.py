@@ -6,7 +6,7 @@ event its operands and its results are alive.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,35 @@ def peak_of(
         the peak.
     """
     arriving = arriving or {}
+    last = _last_uses(events, before, lasting, arriving)
+    peak, at = sum(sizes[storage] for storage in before if last[storage] >= 0), -1
+    for position, (during, _) in enumerate(_levels(events, sizes, before, arriving, last, allocator)):
+        if during > peak:
+            peak, at = during, position
+    return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
+
+
+def levels_of(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    lasting: Collection[int] = (),
+    arriving: Mapping[int, Collection[int]] | None = None,
+) -> list[tuple[int, int]]:
+    """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`peak_of`.
+
+    The largest of the former is the peak.
+    """
+    arriving = arriving or {}
+    return list(_levels(events, sizes, (), arriving, _last_uses(events, (), lasting, arriving)))
+
+
+def _last_uses(
+    events: Sequence[Event],
+    before: Collection[int],
+    lasting: Collection[int],
+    arriving: Mapping[int, Collection[int]],
+) -> dict[int, int]:
+    """By storage, the position where it dies: -1 if nobody reads it, the number of events if it lives to the end."""
     last = dict.fromkeys(before, -1)
     for position, arrived in arriving.items():
         last.update(dict.fromkeys(arrived, position))
@@ -94,6 +123,17 @@ def peak_of(
     for storage in lasting:
         if storage in last:
             last[storage] = len(events)
+    return last
+
+
+def _levels(
+    events: Sequence[Event],
+    sizes: Sequence[int] | Mapping[int, int],
+    before: Collection[int],
+    arriving: Mapping[int, Collection[int]],
+    last: Mapping[int, int],
+    allocator: CachingAllocator | None = None,
+) -> Iterator[tuple[int, int]]:
     # By position. Lasting storages are at ``len(events)``; index -1, the last entry, holds those never read.
     dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
     for storage, position in last.items():
@@ -101,7 +141,6 @@ def peak_of(
     counted: Any = sizes if allocator is None else {}
     reuse_scope: dict[int, Any] = {}
     live = sum(sizes[storage] for storage in before if last[storage] >= 0)
-    peak, at = live, -1
     for position, event in enumerate(events):
         if position in arriving:
             if allocator is not None:
@@ -122,52 +161,13 @@ def peak_of(
         if allocator is not None:
             workspace = allocator.take(_WORKSPACE, workspace, event.stream)
             allocator.give_back(_WORKSPACE)
-        if live + workspace > peak:
-            peak, at = live + workspace, position
+        during = live + workspace
         for storage in dying[position]:
             if storage != written:
                 live -= counted[storage]
                 if allocator is not None:
                     allocator.give_back(storage)
-    return LivePeak(peak, at, _alive(events, sizes, before, arriving, last, at) if list_live else ())
-
-
-def levels_of(
-    events: Sequence[Event],
-    sizes: Sequence[int] | Mapping[int, int],
-    lasting: Collection[int] = (),
-    arriving: Mapping[int, Collection[int]] | None = None,
-) -> list[tuple[int, int]]:
-    """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`peak_of`.
-
-    The largest of the former is the peak.
-    """
-    levels: list[tuple[int, int]] = []
-    arriving = arriving or {}
-    last: dict[int, int] = {}
-    for position, event in enumerate(events):
-        last.update(dict.fromkeys((*arriving.get(position, ()), *event.makes), position))
-        last.update((storage, position) for storage in event.reads if storage in last)
-    last.update((storage, len(events)) for storage in lasting if storage in last)
-    dying: list[list[int]] = [[] for _ in range(len(events) + 1)]
-    for storage, position in last.items():
-        dying[position].append(storage)
-    reuse_scope: dict[int, Any] = {}
-    live = 0
-    for position, event in enumerate(events):
-        live += sum(sizes[storage] for storage in (*arriving.get(position, ()), *event.makes))
-        reuse_scope.update(dict.fromkeys(event.makes, event.reuse_scope))
-        inplace_candidates = (
-            s
-            for s in event.inplace_candidates
-            if last.get(s) == position and s in reuse_scope and reuse_scope[s] == event.reuse_scope
-        )
-        written = next(inplace_candidates, None)
-        live -= sizes[written] if written is not None else 0
-        during = live + event.workspace
-        live -= sum(sizes[storage] for storage in dying[position] if storage != written)
-        levels.append((during, live))
-    return levels
+        yield during, live
 
 
 def _alive(

@@ -400,7 +400,7 @@ class _Unfilled:
         """Count a node."""
         seconds = node.meta[Mark.SECONDS]
         self._seconds[part] += seconds
-        if sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
+        if seconds and sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
             self._small[part] += seconds
 
     def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:

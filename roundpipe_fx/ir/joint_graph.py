@@ -311,11 +311,10 @@ def _tensors(value: Any) -> Sequence[torch.Tensor]:
 
 def storages(node: fx.Node) -> list[int]:
     """Identities of the storages of a node's values; equal identities mean aliases."""
-    return [_storage_id(value) for value in tensor_values(node) if value.layout is torch.strided]
-
-
-def _storage_id(value: torch.Tensor) -> int:
-    return value.untyped_storage()._cdata
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor):  # nearly always, and asked for more often than anything else
+        return [value.untyped_storage()._cdata] if value.layout is torch.strided else []
+    return [value.untyped_storage()._cdata for value in tensor_values(node) if value.layout is torch.strided]
 
 
 def is_tensor(node: fx.Node) -> bool:
@@ -352,8 +351,8 @@ def is_view(node: fx.Node) -> bool:
     own = storages(node)
     if not own:
         return False
-    of_inputs = {storage for source in input_nodes(node) for storage in storages(source)}
-    return all(storage in of_inputs for storage in own)
+    of_inputs = [storage for source in node.all_input_nodes for storage in storages(source)]
+    return own[0] in of_inputs if len(own) == 1 else set(own).issubset(of_inputs)
 
 
 def viewed(node: fx.Node) -> fx.Node:

@@ -62,7 +62,10 @@ def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[in
     backward = []
     position = 0
     for segment, block in schedule.backward:
-        marked = (dataclasses.replace(step, early=position + place in early) for place, step in enumerate(block))
+        marked = (
+            step if step.early is (place in early) else dataclasses.replace(step, early=place in early)
+            for place, step in enumerate(block, position)
+        )
         backward.append((segment, tuple(marked)))
         position += len(block)
     return dataclasses.replace(schedule, backward=tuple(backward))

@@ -226,7 +226,8 @@ def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
             sizes[-3 - index] = graph.states[index]
             arriving[index] = (-3 - index,)
     backward, latest, copied = backward_events(graph, steps, sizes, states)
-    backward = _early_first(backward)
+    if any(step.early for step in steps):
+        backward = _early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.copied), (), workspace=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)

@@ -22,10 +22,10 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
     if is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own):
         new_bytes, flops, seconds = 0, 0, 0.0
     else:
-        new_bytes = tensor_bytes(tensor_values(node), exclude=inherited)
+        values = tensor_values(node)
+        new_bytes = tensor_bytes(values, exclude=inherited)
         flops = flops_of(node)
         read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
-        values = tensor_values(node)
         dtype = values[0].dtype if values else torch.float32
         tuple_item = not values or inherited.issuperset(own)
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
