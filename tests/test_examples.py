@@ -62,6 +62,7 @@ def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 def test_with_your_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("docs/with-your-trainer.md", tmp_path, monkeypatch)
     assert (tmp_path / "trained" / "checkpoint-4" / "config.json").exists() and (tmp_path / "adapters").exists()
+    assert (tmp_path / "saved" / ".metadata").exists()
 
 
 def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

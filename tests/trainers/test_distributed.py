@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -59,8 +61,19 @@ def _gradients(wrapped: nn.Module, rank: int) -> list[torch.Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
-def _process(rank: int, store: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def _saved_and_loaded(folder: str) -> None:
+    """Each process saves its shards of a compiled model, and loads them into a model that is neither."""
+    torch.manual_seed(0)
+    model, loaded = Net(), Net()
+    sharded = _sharded(_compiled(model))
+    sharded(torch.randn(4, 16)).square().sum().backward()
+    dcp.save(get_model_state_dict(sharded), checkpoint_id=folder)
+    dcp.load(get_model_state_dict(loaded), checkpoint_id=folder)
+    assert all(map(torch.equal, loaded.parameters(), (own.full_tensor() for own in model.parameters())))
+
+
+def _process(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         for name, (wrap, plain) in WAYS.items():
             torch.manual_seed(0)
@@ -70,6 +83,7 @@ def _process(rank: int, store: str) -> None:
             found = _gradients(wrapped, rank)
             assert all(map(torch.equal, found, expected)), name
             assert roundpipe_fx.plans(wrapped)[-1].training, name
+        _saved_and_loaded(f"{folder}/checkpoint")
         dist.barrier()  # a process that left now would reset connections that the other still reads
     finally:
         dist.destroy_process_group()
@@ -78,4 +92,4 @@ def _process(rank: int, store: str) -> None:
 @pytest.mark.long
 def test_data_parallel(tmp_path: Path) -> None:
     # A file, not a port: another test may take the port, and a server of keys may leave before its clients.
-    torch.multiprocessing.spawn(_process, (str(tmp_path / "store"),), nprocs=2)
+    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
