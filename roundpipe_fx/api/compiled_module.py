@@ -189,7 +189,7 @@ class CompiledModule(nn.Module):
                 ``checkpoint``; or autograd is off.
             ValueError: batch sizes differ, or the loss is not one number that can be differentiated.
         """
-        return self._state_of_roundpipe_fx.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
+        return self._state_of_roundpipe_fx.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
 
     @property
     def plan(self) -> Plan:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import replanning
@@ -69,6 +70,10 @@ class CompiledState:
         self.splitting = splitting
         self.deferred_batch_norm = deferred_batch_norm
         self._pipeline: Pipeline | None = None
+        self._instead: Callable[..., Any] | None = None
+        if pipelining is not None:
+            check_not_inside(original)
+            note_data_parallel()
         self._called = False
         self._unused: Unused | None = None
         self.compile()
@@ -112,7 +117,10 @@ class CompiledState:
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward."""
+        """The forward; or once, what is to run instead of it."""
+        instead, self._instead = self._instead, None
+        if instead is not None:
+            return instead(args, kwargs)
         return self._replanned(lambda: self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -135,24 +143,35 @@ class CompiledState:
 
     def forward_backward(
         self,
+        model: nn.Module,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         labels: Any,
         loss_fn: Callable[..., Any] | None,
         return_outputs: bool,
     ) -> Any:
-        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`."""
+        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
         if self._pipeline is None:
             raise RuntimeError(
                 "forward_backward needs a model that is compiled for microbatches: "
                 "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
             )
 
-        def step() -> Any:
+        def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
             assert self._pipeline is not None  # made anew where it is planned anew
-            return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs)
+            return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
 
-        return self._replanned(step)
+        parallel = data_parallel_around(model, self)
+        if parallel is None:
+            return self._replanned(lambda: step(args, kwargs, hand_over=True))
+        self._instead = lambda args, kwargs: self._replanned(lambda: step(args, kwargs, hand_over=False))
+        try:
+            found = parallel(*args, **kwargs)
+        finally:
+            self._instead = None
+        loss = found[0] if return_outputs else found
+        loss.backward()
+        return (loss.detach(), found[1]) if return_outputs else loss.detach()
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See :meth:`roundpipe_fx.CompiledModule.trace`."""

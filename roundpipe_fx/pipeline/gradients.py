@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from roundpipe_fx.pipeline.microbatch import SplitTensor
 
-__all__ = ["Receiver", "gather", "hand_to_autograd", "receivers_of"]
+__all__ = ["Receiver", "gather", "hand_to_autograd", "loss_with_gradients", "receivers_of"]
 
 
 @dataclass(frozen=True)
@@ -70,21 +70,66 @@ def hand_to_autograd(
     Autograd copies the gradient that it is given for a leaf without one, so what is the step's own becomes ``.grad`` as
     it is, unless somebody listens.
     """
-    others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
-    shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
-    shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
+    unshared = _unshared(primals, outputs, gradients)
     edges, rest = [], []
     for key, receiver in receivers.items():
         gradient = gradients.pop(key, None)
         if gradient is None:
             continue
-        value, storage = receiver.tensor, gradient.untyped_storage()
+        value = receiver.tensor
         listens = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
-        own = shared[storage._cdata] == 1 and storage.nbytes() == gradient.numel() * gradient.element_size()
-        if value.is_leaf and value.grad is None and not listens and own and gradient.stride() == value.stride():
+        own = key in unshared and gradient.stride() == value.stride()
+        if value.is_leaf and value.grad is None and not listens and own:
             value.grad = gradient
         else:
             edges.append(receiver.edge)
             rest.append(gradient)
     if edges:
         torch.autograd.backward(edges, rest)
+
+
+def loss_with_gradients(
+    loss: torch.Tensor,
+    receivers: Mapping[int, Receiver],
+    primals: Sequence[Sequence[Any]],
+    outputs: Sequence[Sequence[Any]],
+    gradients: dict[int, torch.Tensor],
+) -> torch.Tensor:
+    """A loss whose ``backward()`` hands over gradients that are there already; it scales nothing.
+
+    ``gradients`` is emptied. Parameters that get none are no part of the loss's graph.
+    """
+    unshared = _unshared(primals, outputs, gradients)
+    # Autograd makes what nobody else refers to ``.grad``, whoever else has its memory.
+    found = [(own.tensor, gradients.pop(key), key in unshared) for key, own in receivers.items() if key in gradients]
+    values = [gradient if own else gradient.clone() for _, gradient, own in found]
+    return _Ready.apply(values, loss, *(tensor for tensor, _, _ in found))
+
+
+class _Ready(torch.autograd.Function):
+    """A loss as a function of what its gradients are for, when they are there already."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], loss: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        return (None, None, *gradients)
+
+
+def _unshared(
+    primals: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], gradients: Mapping[int, torch.Tensor]
+) -> Collection[int]:
+    """The gradients that have their memory alone, and all of it."""
+    others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
+    shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
+    shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
+    return {
+        key
+        for key, value in gradients.items()
+        if shared[value.untyped_storage()._cdata] == 1
+        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+    }

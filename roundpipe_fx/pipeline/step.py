@@ -25,7 +25,7 @@ from roundpipe_fx.pipeline.calls_alive import CallsAlive
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, check_unchanged
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
-from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, receivers_of
+from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
 from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
 from roundpipe_fx.pipeline.microbatch import (
@@ -111,8 +111,19 @@ class Pipeline:
         labels: Any,
         loss_fn: Callable[..., Any] | None,
         return_outputs: bool,
+        hand_over: bool = True,
     ) -> Any:
-        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`."""
+        """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
+
+        Args:
+            args: for the model.
+            kwargs: for the model.
+            labels: for ``loss_fn``.
+            loss_fn: computes the loss.
+            return_outputs: whether to return the model's outputs too.
+            hand_over: whether gradients reach parameters and inputs now, or when the loss that is returned is
+                differentiated.
+        """
         if not torch.is_grad_enabled():
             raise RuntimeError(
                 "forward_backward computes gradients, but autograd is off here (no_grad); call the model."
@@ -127,10 +138,13 @@ class Pipeline:
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
             finished = self._run(captured, tangents, None, [])
-            outputs = self._answer(captured, finished.outputs)
             gather(finished.gradients, splits)
-            hand_to_autograd(receivers, captured.primals, finished.outputs, finished.gradients)
-        total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
+            total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
+            ready = receivers, captured.primals, finished.outputs, finished.gradients
+            if not hand_over:  # to what inputs are before the step has updated them
+                total = loss_with_gradients(total, *ready)
+            outputs = self._answer(captured, finished.outputs)
+            hand_to_autograd(*ready)
         if not return_outputs:
             return self._returned(total)
         merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs, weights)

@@ -43,7 +43,8 @@ def dynamo_flags() -> Iterator[None]:
     Data-dependent shapes and scalars are captured into the graph instead of breaking it where possible, and so are
     branches on random numbers with a known outcome. Recurrent modules and packed sequences are traced, loggers are
     skipped, and hooks that are added to submodules later are guarded on. The recompile limit is raised: within a budget
-    in bytes there is a plan for each range of sizes, and none for code that runs eagerly.
+    in bytes there is a plan for each range of sizes, and none for code that runs eagerly. Inside DDP the graph is not
+    cut at DDP's buckets: a plan is for a whole step, and so is a pipeline's schedule.
 
     It is entered around each call of a compiled model, so it has to be fast. Nested uses cost nothing.
     """
@@ -70,6 +71,7 @@ def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Calla
         skip_nnmodule_hook_guards=False,
         ignore_logging_functions=set(ignored),
         allow_rnn=True,
+        optimize_ddp=False,
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,9 @@ import roundpipe_fx
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16, depth: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -61,35 +63,125 @@ def _gradients(wrapped: nn.Module, rank: int) -> list[torch.Tensor]:
     return [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in found]
 
 
-def _saved_and_loaded(folder: str) -> None:
+def _check_checkpoint(_rank: int, folder: str) -> None:
     """Each process saves its shards of a compiled model, and loads them into a model that is neither."""
     torch.manual_seed(0)
     model, loaded = Net(), Net()
     sharded = _sharded(_compiled(model))
     sharded(torch.randn(4, 16)).square().sum().backward()
-    dcp.save(get_model_state_dict(sharded), checkpoint_id=folder)
-    dcp.load(get_model_state_dict(loaded), checkpoint_id=folder)
+    dcp.save(get_model_state_dict(sharded), checkpoint_id=f"{folder}/checkpoint")
+    dcp.load(get_model_state_dict(loaded), checkpoint_id=f"{folder}/checkpoint")
     assert all(map(torch.equal, loaded.parameters(), (own.full_tensor() for own in model.parameters())))
 
 
-def _process(rank: int, folder: str) -> None:
+def _check_gradients(rank: int, _folder: str) -> None:
+    for name, (wrap, plain) in WAYS.items():
+        torch.manual_seed(0)
+        model = Net()
+        expected = _gradients(plain(copy.deepcopy(model)), rank)
+        wrapped = wrap(model)
+        found = _gradients(wrapped, rank)
+        assert all(map(torch.equal, found, expected)), name
+        assert roundpipe_fx.plans(wrapped)[-1].training, name
+
+
+def _check_budget(_rank: int, _folder: str) -> None:
+    """DDP does not cut the graph: what is measured is the plan of the whole step, and DDP's buckets."""
+    model = Net(width=64, depth=6)
+    buckets = sum(parameter.nbytes for parameter in model.parameters())
+    wrapped = DistributedDataParallel(roundpipe_fx.compile(model, memory_budget=0.2), bucket_cap_mb=0.04)
+    x = torch.randn(1024, 64)
+    for _ in range(3):
+        wrapped.zero_grad()
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            wrapped(x).square().sum().backward()
+        (plan,) = roundpipe_fx.plans(wrapped)
+        assert plan.recompute_seconds > 0 and peak.bytes <= plan.budget + buckets
+
+
+PIPELINES: list[dict[str, Any]] = [{"num_microbatches": 2}, {"num_microbatches": 4, "devices": ["cpu", "cpu"]}]
+LOSS = nn.MSELoss()
+
+
+def _call(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    LOSS(model(x), y).backward()
+
+
+def _forward_backward(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
+    of_step = model.module if isinstance(model, DistributedDataParallel) else model
+    loss, output = of_step.forward_backward(x, labels=y, loss_fn=LOSS, return_outputs=True)
+    assert not loss.requires_grad and torch.allclose(loss, LOSS(output, y))
+
+
+@torch.no_grad()
+def _sums(terms: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [sum(of_one[1:], of_one[0]) for of_one in zip(*terms, strict=True)]
+
+
+def _check_pipelined(rank: int, _folder: str) -> None:
+    """Gradients are the mean of those that each process has alone, and add up where they are not synchronized."""
+    batches = [tuple(torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(own))) for own in range(2)]
+    for options, step in itertools.product(PIPELINES, (_call, _forward_backward)):
+        torch.manual_seed(0)
+        model = Net()
+        alone = []
+        for batch in batches:
+            own = copy.deepcopy(model)
+            step(roundpipe_fx.compile(own, **options), *batch)
+            alone.append([parameter.grad for parameter in own.parameters()])
+        mean = _sums([[gradient / 2 for gradient in own] for own in alone])
+        # Small buckets: there are several.
+        wrapped = DistributedDataParallel(roundpipe_fx.compile(model, **options), bucket_cap_mb=0.002)
+        eager = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
+        _call(eager, *batches[rank])
+        for _ in range(2):  # DDP makes its buckets anew for the second step
+            wrapped.zero_grad()
+            step(wrapped, *batches[rank])
+            found = [parameter.grad for parameter in model.parameters()]
+            assert all(map(torch.equal, found, mean))
+        torch.testing.assert_close(found, [parameter.grad for parameter in eager.parameters()])
+        expected = _sums([found, alone[rank]])
+        with wrapped.no_sync():
+            step(wrapped, *batches[rank])
+        assert all(map(torch.equal, [parameter.grad for parameter in model.parameters()], expected))
+
+
+def _check_refused(_rank: int, _folder: str) -> None:
+    with pytest.raises(ValueError, match=r"^num_microbatches .* but '1' is one\."):
+        inside = nn.Sequential(nn.Linear(16, 16), DistributedDataParallel(Net()))
+        roundpipe_fx.compile(inside, num_microbatches=2)
+    x = torch.randn(4, 16)
+    part = roundpipe_fx.compile(Net(), num_microbatches=2)
+    whole = DistributedDataParallel(nn.Sequential(nn.Identity(), part))
+    with pytest.raises(RuntimeError, match="around Sequential, of which this model is a part"):
+        part.forward_backward(x, labels=x, loss_fn=LOSS)
+    assert all(parameter.grad is None for parameter in part.parameters())
+    with whole.no_sync():
+        part.forward_backward(x, labels=x, loss_fn=LOSS)
+    assert all(parameter.grad is not None for parameter in part.parameters())
+    hooked = roundpipe_fx.compile(Net(), num_microbatches=2)
+    hooked.register_forward_hook(lambda *_: None)
+    wrapped = DistributedDataParallel(hooked)
+    with pytest.raises(RuntimeError, match="its hooks would run for both"):
+        wrapped.module.forward_backward(x, labels=x, loss_fn=LOSS)
+
+
+def _process(rank: int, folder: str, checks: list[Callable[[int, str], None]]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
-        for name, (wrap, plain) in WAYS.items():
-            torch.manual_seed(0)
-            model = Net()
-            expected = _gradients(plain(copy.deepcopy(model)), rank)
-            wrapped = wrap(model)
-            found = _gradients(wrapped, rank)
-            assert all(map(torch.equal, found, expected)), name
-            assert roundpipe_fx.plans(wrapped)[-1].training, name
-        _saved_and_loaded(f"{folder}/checkpoint")
+        for check in checks:
+            check(rank, folder)
         dist.barrier()  # a process that left now would reset connections that the other still reads
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.long
-def test_data_parallel(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "checks",
+    [[_check_gradients, _check_budget, _check_checkpoint], [_check_pipelined, _check_refused]],
+    ids=["whole batches", "pipelines"],
+)
+def test_two_processes(checks: list[Callable[[int, str], None]], tmp_path: Path) -> None:
     # A file, not a port: another test may take the port, and a server of keys may leave before its clients.
-    torch.multiprocessing.spawn(_process, (str(tmp_path),), nprocs=2)
+    torch.multiprocessing.spawn(_process, (str(tmp_path), checks), nprocs=2)
