@@ -13,6 +13,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compat.checkpointing import (
     checkpoint,
     checkpoint_sequential,
+    checkpoint_wrapper,
     doing_recompute,
     get_recompute_data,
     gradient_checkpoint_scope,
@@ -60,6 +61,7 @@ __all__ = [
     "Timeline",
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "compile",
     "count_host_syncs",
     "default_passes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -163,3 +164,17 @@ def test_checkpointable_within_its_limit() -> None:
     peak_of(model)
     limit = peak_of(model) // 2
     assert peak_of(roundpipe_fx.Checkpointable(model, x, mem_limit=limit)) <= limit
+
+
+@pytest.mark.parametrize("offload_to_cpu", [False, True])
+def test_inputs_of_a_checkpoint_wrapper_are_kept_in_host_memory(offload_to_cpu: bool) -> None:
+    first, layer = (torch.nn.Linear(64, 64).cuda() for _ in range(2))
+    layer = roundpipe_fx.checkpoint_wrapper(layer, offload_to_cpu=offload_to_cpu)
+    value = first(torch.randn(8, 64, device="cuda"))
+    storage = weakref.ref(value.untyped_storage())
+    expected = torch.autograd.grad(torch.nn.functional.linear(value, layer.weight, layer.bias).sum(), layer.weight)
+    loss = layer(value).sum()
+    del value
+    assert (storage() is None) == offload_to_cpu
+    loss.backward()
+    assert torch.equal(layer.weight.grad, *expected) and first.weight.grad.any()

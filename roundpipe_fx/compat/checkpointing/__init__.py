@@ -3,6 +3,7 @@
 ==================  =================================================================================================
 checkpoint          ``checkpoint``, ``checkpoint_sequential`` (torch.utils.checkpoint), ``is_checkpointing``,
                     ``is_recomputing`` (torchgpipe, fairscale)
+wrapper             ``checkpoint_wrapper`` (fairscale)
 recompute_data      ``save_for_recompute``, ``doing_recompute``, ``get_recompute_data`` (RoundPipe)
 layer_pass          which pass of which checkpointed layer a thread is in
 scope               ``gradient_checkpoint_scope`` (RETURNN), eager and compiled
@@ -21,10 +22,12 @@ from roundpipe_fx.compat.checkpointing.checkpoint import (
 )
 from roundpipe_fx.compat.checkpointing.recompute_data import doing_recompute, get_recompute_data, save_for_recompute
 from roundpipe_fx.compat.checkpointing.scope import gradient_checkpoint_scope
+from roundpipe_fx.compat.checkpointing.wrapper import checkpoint_wrapper
 
 __all__ = [
     "checkpoint",
     "checkpoint_sequential",
+    "checkpoint_wrapper",
     "doing_recompute",
     "get_recompute_data",
     "gradient_checkpoint_scope",

@@ -65,6 +65,13 @@ class Sequential(Model):
         return roundpipe_fx.checkpoint_sequential(layers, 2, x)
 
 
+class Wrapped(Model):
+    def __init__(self, plain: bool = False, depth: int = 4) -> None:
+        super().__init__(plain, depth)
+        for index in () if plain else range(depth):
+            self.layers[index] = roundpipe_fx.checkpoint_wrapper(self.layers[index], offload_to_cpu=index > 0)
+
+
 class Nested(Checkpointed):
     def half(self, start: int, x: torch.Tensor) -> torch.Tensor:
         for index in range(start, start + 2):
@@ -159,6 +166,7 @@ INTERFACES = [
     Checkpointed,
     TorchCheckpointed,
     Sequential,
+    Wrapped,
     Nested,
     Selective,
     WithoutGeneratorState,
