@@ -172,6 +172,9 @@ class CompiledModule(nn.Module):
             loss = model.forward_backward(x, labels=y, loss_fn=loss_fn)
             optimizer.step()
 
+        Of a model that DistributedDataParallel wraps (``ddp.module.forward_backward``) the step goes through DDP, which
+        averages gradients as it does in a backward, and does not inside ``ddp.no_sync()``.
+
         Args:
             *args: for the model; split into microbatches.
             labels: for ``loss_fn``; split likewise. Without ``loss_fn`` they go to the model as its own ``labels``.
@@ -186,7 +189,8 @@ class CompiledModule(nn.Module):
 
         Raises:
             RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
-                ``checkpoint``; or autograd is off.
+                ``checkpoint``; or autograd is off; or DistributedDataParallel wraps a module of which the model is a
+                part, and would not average; or the model that it wraps has hooks itself.
             ValueError: batch sizes differ, or the loss is not one number that can be differentiated.
         """
         return self._state_of_roundpipe_fx.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
