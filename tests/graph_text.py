@@ -101,7 +101,7 @@ class _Reader:
                 self._operation(line)
         self.graph.output((*outputs[0], *outputs[1]))
         module = fx.GraphModule(nn.Module(), self.graph)
-        joint = JointGraph(module, len(outputs[0]), parameters=frozenset(self.parameters))
+        joint = JointGraph(module=module, num_forward_outputs=len(outputs[0]), parameters=frozenset(self.parameters))
         if self.section:
             for node in joint.computed():
                 annotate_node(node, CPU)

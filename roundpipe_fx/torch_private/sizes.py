@@ -221,7 +221,7 @@ def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
     return None if value is None else int(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InputSize:
     """A symbolic size of the graph's inputs.
 
@@ -271,7 +271,7 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
             # Prefer a dimension whose size is the symbol itself.
             if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
                 largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
-                found[name] = InputSize(name, node, dim, size, hint, largest)
+                found[name] = InputSize(symbol=name, node=node, dim=dim, size=size, at_hand=hint, largest=largest)
     return list(found.values())
 
 
