@@ -314,7 +314,7 @@ class _ForwardCalls:
 
 
 _forward_calls: weakref.WeakKeyDictionary[Any, _ForwardCalls] = weakref.WeakKeyDictionary()
-"""By Dynamo's OutputGraph; only :func:`traced_forward_call` reads and writes it."""
+"""By the outermost frame of Dynamo's graph; only :func:`traced_forward_call` reads and writes it."""
 
 
 @torch._dynamo.assume_constant_result
@@ -326,7 +326,7 @@ def traced_forward_call() -> int:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame = InstructionTranslator.current_tx().output.current_tx
-    calls = _forward_calls.setdefault(frame.output, _ForwardCalls())
+    calls = _forward_calls.setdefault(frame.output.root_tx, _ForwardCalls())
     while frame.parent is not None and frame.f_code.co_name != "forward":
         frame = frame.parent
     if frame not in calls.number_of:
