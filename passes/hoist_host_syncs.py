@@ -8,6 +8,7 @@ the reason, and moves them out of the backward where they do not depend on incom
   (:mod:`roundpipe_fx.analysis.host_sync`);
 - what only a whole graph shows: other whole numbers that an operation makes out of data (a cast) and that a later
   forward operation uses to select or route;
+- collectives of the forward (:mod:`roundpipe_fx.ir.collectives`);
 - operations with side effects, and those that the user registered.
 """
 
@@ -20,6 +21,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
+from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -76,6 +78,8 @@ def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
         return reason
     if _is_decision(node):
         return "decides a route"
+    if is_collective(target) and node.meta.get(Mark.PHASE) is Phase.FORWARD and tensor_values(node):
+        return "communicates with other processes"
     return "has a side effect" if has_side_effect(node) else None
 
 

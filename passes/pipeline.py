@@ -43,6 +43,7 @@ from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
+from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
@@ -301,9 +302,15 @@ _PASSES = (
         about="bytes that kernels allocate for themselves",
     ),
     Pass(
+        "equal_collectives",
+        lambda joint, _: merge_equal_collectives(joint),
+        about="collectives that are given the same are one",
+        needs=("annotate",),
+    ),
+    Pass(
         "hoist_host_syncs",
         lambda joint, context: hoist_host_syncs(joint, context.registered_syncs),
-        about="what synchronizes the host or decides a route runs once, in the forward",
+        about="what synchronizes the host, decides a route or communicates runs once, in the forward",
         needs=("annotate",),
     ),
     Pass(

@@ -17,7 +17,7 @@ from torch import fx, nn
 
 from roundpipe_fx.codegen.stage_modules import StageModule, value_name
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_sum, is_symbolic_scalar, saved_values
-from roundpipe_fx.torch_private import graph_module
+from roundpipe_fx.torch_private import graph_module, is_opaque
 
 __all__ = ["Program", "emit_backward_program", "emit_forward_program", "seen_by_autograd"]
 
@@ -46,7 +46,8 @@ class Program:
 def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
     """Emit the forward program.
 
-    Its inputs are the primals; its results the forward's outputs, then saved tensors, then saved symbolic scalars.
+    Its inputs are the primals; its results the forward's outputs, then saved tensors, then saved opaque objects, then
+    saved symbolic scalars.
 
     Args:
         joint: the graph.
@@ -54,16 +55,16 @@ def emit_forward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], 
     """
     calls = [module for (_, phase), module in sorted(modules.items()) if phase is Phase.FORWARD]
     saved = _ordered_saved(joint)
-    results = [*joint.forward_outputs, *saved.tensors, *saved.scalars]
+    results = [*joint.forward_outputs, *saved.tensors, *saved.objects, *saved.scalars]
     return _emit("forward", joint, joint.primals, calls, results, joint.num_forward_outputs)
 
 
 def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> Program:
     """Emit the backward program.
 
-    Its inputs are saved symbolic scalars, saved tensors and tangents; its results one gradient per primal. In a
-    pipeline there are also accumulated gradients among the inputs, and further contributions to gradients among the
-    results.
+    Its inputs are saved symbolic scalars, saved tensors, saved opaque objects and tangents; its results one gradient
+    per primal. In a pipeline there are also accumulated gradients among the inputs, and further contributions to
+    gradients among the results.
 
     Args:
         joint: the graph.
@@ -71,7 +72,7 @@ def emit_backward_program(joint: JointGraph, modules: Mapping[tuple[int, Phase],
     """
     calls = _backward_order([module for (_, phase), module in modules.items() if phase is not Phase.FORWARD])
     saved = _ordered_saved(joint)
-    inputs = [*saved.scalars, *saved.tensors, *joint.tangents, *joint.sums]
+    inputs = [*saved.scalars, *saved.tensors, *saved.objects, *joint.tangents, *joint.sums]
     return _emit("backward", joint, inputs, calls, joint.gradients, len(joint.gradients) - len(joint.parts))
 
 
@@ -117,15 +118,18 @@ def _backward_order(modules: Sequence[StageModule]) -> list[StageModule]:
 @dataclass(frozen=True)
 class _Saved:
     tensors: list[fx.Node]
+    objects: list[fx.Node]
     scalars: list[fx.Node]
 
 
 def _ordered_saved(joint: JointGraph) -> _Saved:
     """Saved values in AOTAutograd's order: tensors whose version counter autograd checks come first."""
     values = saved_values(joint)
-    tensors = [node for node in values if not is_symbolic_scalar(node)]
+    objects = [node for node in values if is_opaque(node.meta.get("val"))]
+    scalars = [node for node in values if is_symbolic_scalar(node)]
+    tensors = [node for node in values if not is_opaque(node.meta.get("val")) and not is_symbolic_scalar(node)]
     tensors.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check", False)))
-    return _Saved(tensors, [node for node in values if is_symbolic_scalar(node)])
+    return _Saved(tensors, objects, scalars)
 
 
 class _StageCall(nn.Module):

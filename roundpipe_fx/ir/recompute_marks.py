@@ -9,15 +9,13 @@
 from __future__ import annotations
 
 import itertools
-import os
-import re
 from collections.abc import Generator, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import (
     PassedThrough,
     checkpoint_body,
@@ -110,7 +108,7 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
             if layer in saves:
                 raise RecomputeDataError(
                     f"save_for_recompute was called a second time in one forward of layer {_layer(node)}. Save "
-                    f"everything in one call: save_for_recompute(a, b).\n{_where(node)}"
+                    f"everything in one call: save_for_recompute(a, b).\n{source_of(node)}"
                 )
             saves.add(layer)
 
@@ -122,7 +120,7 @@ def _check_saved(node: fx.Node) -> None:
             raise RecomputeDataError(
                 f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
                 "grad. What is saved is not differentiated through; save tensor.detach(), or leave it to be computed "
-                f"again.\n{_where(node)}"
+                f"again.\n{source_of(node)}"
             )
 
 
@@ -133,13 +131,6 @@ def _layer(node: fx.Node) -> str:
     path, kind = stack[-1]
     name = kind if isinstance(kind, str) else kind.__name__
     return f"{module_path_text(path) or 'the model'} ({name.rpartition('.')[2]})"
-
-
-def _where(node: fx.Node) -> str:
-    """The innermost line of the stack trace that is not in this package."""
-    frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
-    own = f"{Path(__file__).parents[1]}{os.sep}"
-    return next((frame.rstrip() for frame in reversed(frames) if frame.strip() and own not in frame), "")
 
 
 def checkpoints_of(node: fx.Node) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ __all__ = [
     "gradient_inputs",
     "input_mutations",
     "is_effect_token",
+    "is_opaque",
     "leave_unused_gradients_out",
     "mutated_inputs",
     "plain_input",
@@ -100,6 +101,14 @@ def _differentiated_input(description: Any) -> Any:
 def is_effect_token(placeholder: fx.Node) -> bool:
     """Whether a graph input is a token that orders effects (assertions, printing); its value is ``None``."""
     return type(placeholder.meta.get("desc")).__name__ in ("ForwardTokenAOTInput", "BackwardTokenAOTInput")
+
+
+def is_opaque(value: Any) -> bool:
+    """Whether a traced value is an object that PyTorch passes through graphs unread: the device mesh of a DTensor."""
+    from torch._library.fake_class_registry import FakeScriptObject
+    from torch._library.opaque_object import is_opaque_value
+
+    return isinstance(value, (torch.ScriptObject, FakeScriptObject)) or is_opaque_value(value)
 
 
 def plain_input(placeholder: fx.Node) -> int | None:

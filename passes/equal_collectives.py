@@ -1,0 +1,46 @@
+"""equal_collectives: what is sent alike is sent once.
+
+Queries, keys and values that are parallel over columns each gather the same rows. What is gathered is saved, whatever
+the plan (:mod:`roundpipe_fx.ir.collectives`), so one of them serves all at no cost in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
+from roundpipe_fx.ir.joint_graph import JointGraph, Phase, is_tensor
+
+__all__ = ["merge_equal_collectives"]
+
+
+def merge_equal_collectives(joint: JointGraph) -> JointGraph:
+    """Let collectives of the forward be one where they are given the same. After annotate.
+
+    What the forward returns stays a tensor of its own.
+    """
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
+    firsts: dict[tuple[str, ...], fx.Node] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        if not is_collective(node.target) or not is_tensor(node) or node.target._schema.is_mutable:  # type: ignore[union-attr]
+            continue
+        if not returned.isdisjoint(_shown(node)):
+            continue
+        first = firsts.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+        if first is not node:
+            let_stand_for(node, first)
+            joint.graph.erase_node(node)
+    return joint
+
+
+def _shown(node: fx.Node) -> Iterator[fx.Node]:
+    """All that shows a collective's result. Waiting for it returns the same tensor, though it is noted as a new one."""
+    yield node
+    yield from views_of(node)
+    for user in node.users:
+        if is_collective(user.target):
+            yield user
+            yield from views_of(user)
