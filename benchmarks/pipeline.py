@@ -62,7 +62,7 @@ def closed_forms() -> None:
     rows = []
     for devices, microbatches in ((4, 8), (8, 16), (64, 512), (1000, 10_000)):
         graph = chain(devices)
-        costs = StepCosts({step: 2.0 if step[0] is ActionKind.BACKWARD else 1.0 for step in graph.steps})
+        costs = StepCosts(seconds={step: 2.0 if step[0] is ActionKind.BACKWARD else 1.0 for step in graph.steps})
         expected = (devices - 1) / (microbatches + devices - 1)
         for make in (gpipe, one_f_one_b):
             began = time.perf_counter()
@@ -265,7 +265,7 @@ def _predicted(run: Callable[[], None], model: roundpipe_fx.CompiledModule, runs
             seconds[bar.action.step].append(bar.end - bar.start)
     timing = model.plan.timing
     assert timing is not None
-    costs = StepCosts({step: statistics.median(found) for step, found in seconds.items()})
+    costs = StepCosts(seconds={step: statistics.median(found) for step, found in seconds.items()})
     return statistics.median(spans), simulate_time(timing.schedule, timing.graph, costs).makespan
 
 

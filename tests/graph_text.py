@@ -25,7 +25,7 @@ from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.ir.text import SHOWN_MARKS, joint_text, type_text
 from roundpipe_fx.ir.verifier import snapshot, verify
 
-__all__ = ["after", "joint_of"]
+__all__ = ["after", "joint_of", "program_of"]
 
 CPU = DEVICES["cpu"]
 """What operations cost in graphs that are written with phases."""
@@ -57,6 +57,16 @@ def after(change: Callable[..., Any], text: str, *args: Any, name: str = "") -> 
         joint = dataclasses.replace(joint, cuts=tuple(more))
     verify(joint, name, before, {name} - {""})
     return joint_text(joint)
+
+
+def program_of(text: str) -> fx.Graph:
+    """The program of stage calls that a text describes.
+
+    Args:
+        text: a function ``graph`` in the form of ``graph_text``. Inputs that the step computes are marked ``# saved``;
+            the others are parameters and the user's inputs. Calls are of stage modules.
+    """
+    return _Reader().read_program(text)
 
 
 class _Reader:
@@ -91,11 +101,37 @@ class _Reader:
                 self._operation(line)
         self.graph.output((*outputs[0], *outputs[1]))
         module = fx.GraphModule(nn.Module(), self.graph)
-        joint = JointGraph(module, len(outputs[0]), parameters=frozenset(self.parameters))
+        joint = JointGraph(module=module, num_forward_outputs=len(outputs[0]), parameters=frozenset(self.parameters))
         if self.section:
             for node in joint.computed():
                 annotate_node(node, CPU)
         return joint
+
+    def read_program(self, text: str) -> fx.Graph:
+        lines = [line.strip() for line in text.strip().splitlines()]
+        assert lines[0] == "def graph("
+        end = lines.index("):")
+        for line in lines[1:end]:
+            self._input(line)
+        for line in lines[end + 1 :]:
+            if line.startswith("return "):
+                self.graph.output(_unwrapped(eval(line.removeprefix("return "), {}, self.values)))
+                continue
+            left, right = line.split(" = ", 1)
+            name, _, annotation = left.partition(": ")
+            if not annotation:
+                node = self._stage_call(right)
+            else:
+                call, index = right.removesuffix("]").split("[")
+                node = self.graph.call_function(operator.getitem, (self.values[call].node, int(index)), name=name)
+                node.meta |= {"val": self._value(annotation), Mark.PHASE: Phase.BACKWARD}
+            assert node.name == name, f"{name} is a name that FX changes to {node.name}"
+            self.values[name] = _Value(node, self)
+        return self.graph
+
+    def _stage_call(self, text: str) -> fx.Node:
+        stage, operands = text.removesuffix(")").split("(", 1)
+        return self.graph.call_module(stage, (_unwrapped(eval(operands, {}, self.values)),))
 
     def _input(self, line: str) -> None:
         line, marks = _marks(line)
@@ -104,6 +140,8 @@ class _Reader:
         node.meta["val"] = self._value(annotation)
         if marks.pop("parameter", False):
             self.parameters.append(node)
+        if marks.pop("saved", False):
+            node.meta[Mark.PHASE] = Phase.FORWARD
         node.meta |= marks
         self.values[name] = _Value(node, self)
 

@@ -188,7 +188,9 @@ F_, B_, X_ = NotedEvent.FORWARD, NotedEvent.BACKWARD, NotedEvent.FREED
 
 def _step(events: list[tuple[NotedEvent, int]], count: int, footprint: Footprint = CALL, **others: Any) -> NotedStep:
     given = {"brought": 0, "consumed": False, **others}
-    calls = tuple(NotedCall("g", (1,), (100 + i,), footprint=footprint, **given) for i in range(count))
+    calls = tuple(
+        NotedCall(graph="g", inputs=(1,), outputs=(100 + i,), footprint=footprint, **given) for i in range(count)
+    )
     return NotedStep(calls, tuple(events))
 
 
@@ -203,14 +205,14 @@ def test_peaks_of_steps() -> None:
     assert peak_of_step(twice, {}) == 300
     retained = _step([(F_, 0), (B_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0)], 2)
     assert peak_of_step(retained, {}) > peak_of_step(two, {})
-    assert peak_of_step(two, {"g": Footprint(0, 0, 0)}) == 0
+    assert peak_of_step(two, {"g": Footprint(forward=0, saved=0, outputs=0)}) == 0
     assert most_alive(two, "g") == 2 and most_alive(alone, "g") == 1 and most_alive(two, "h") == 0
 
 
 def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
     steps: list[NotedStep] = []
     calls = StepCalls(lambda count, noted: steps.append(noted()))
-    graph = NotedGraph("g", CALL, 1, frozenset(), frozenset({0}))
+    graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
 
     def program(arguments: list[Any]) -> tuple[Any, ...]:
         (x,) = arguments

@@ -7,7 +7,7 @@ event its operands and its results are alive.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator
@@ -38,8 +38,8 @@ class Event:
     makes: Sequence[int]
     inplace_candidates: tuple[int, ...] = ()
     reuse_scope: Any = None
-    workspace: int = 0
-    stream: int = 0
+    workspace: int = field(default=0, kw_only=True)
+    stream: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from roundpipe_fx.ir.region import budget_of_region
 __all__ = ["OUTSIDE", "Operation", "OperationGraph", "PlannedOp", "RecomputeRecipe", "read_operations"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """A node that computes.
 
@@ -66,7 +66,7 @@ class Operation:
     workspace: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeRecipe:
     """How a forward storage is recomputed.
 
@@ -89,7 +89,7 @@ class RecomputeRecipe:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOp:
     """An operation that runs in the backward: one of the backward graph, or a recomputed one of the forward.
 
@@ -120,7 +120,7 @@ class PlannedOp:
         return 0.0 if self.recipe is None else self.recipe.seconds
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class OperationGraph:
     """All operations and storages of a joint graph with segments and stages.
 
@@ -189,7 +189,7 @@ class OperationGraph:
     def forward_events(self) -> list[Event]:
         """The operations of the forward as events."""
         return [
-            Event(o, o.reads, o.makes, o.inplace_candidates, (o.stage, Phase.FORWARD), o.workspace)
+            Event(o, o.reads, o.makes, o.inplace_candidates, (o.stage, Phase.FORWARD), workspace=o.workspace)
             for o in self.forward
         ]
 
@@ -270,7 +270,15 @@ def read_operations(
         if value is not None and picked is not None:
             source, _, indices = picked
             reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
-            recipes[storage] = RecomputeRecipe(operation, value, Form.GATHER, reads, (storage,), 0, operation.seconds)
+            recipes[storage] = RecomputeRecipe(
+                operation=operation,
+                node=value,
+                form=Form.GATHER,
+                reads=reads,
+                makes=(storage,),
+                workspace=0,
+                seconds=operation.seconds,
+            )
         elif Mark.MUST_SAVE in operation.node.meta:
             hoisted.add(storage)
         else:
@@ -278,35 +286,47 @@ def read_operations(
             if operation.index in states:  # the generator's current state is saved during a replay
                 workspace += states[operation.index]
             recipes[storage] = RecomputeRecipe(
-                operation, operation.node, Form.SAME, operation.reads, operation.makes, workspace, operation.seconds
+                operation=operation,
+                node=operation.node,
+                form=Form.SAME,
+                reads=operation.reads,
+                makes=operation.makes,
+                workspace=workspace,
+                seconds=operation.seconds,
             )
             if value is not None and is_mask_only(value):
                 workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
                 mask_only[storage] = RecomputeRecipe(
-                    operation, operation.node, Form.MASK, (), (storage,), workspace, operation.seconds
+                    operation=operation,
+                    node=operation.node,
+                    form=Form.MASK,
+                    reads=(),
+                    makes=(storage,),
+                    workspace=workspace,
+                    seconds=operation.seconds,
                 )
     # Outputs are alive in any case.
     must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
     return OperationGraph(
-        tuple(forward),
-        backward,
-        reader.sizes,
-        {storage: reader.makers[storage] for storage in forward_storages},
-        reader.segment_of,
-        values,
-        frozenset(hoisted),
-        frozenset(must_recompute),
-        _hold_at(forward, backward, must_recompute),
-        frozenset(outputs & forward_storages),
-        frozenset(copied & forward_storages),
-        tangents,
-        held,
-        loss_bytes(expected, granularity),
-        lasting_bytes(expected, granularity) + returned_view_bytes(joint, granularity),
-        frozenset(gradients - {OUTSIDE}),
-        recipes,
-        mask_only,
-        {
+        forward=tuple(forward),
+        backward=backward,
+        sizes=reader.sizes,
+        makers={storage: reader.makers[storage] for storage in forward_storages},
+        segment_of=reader.segment_of,
+        values=values,
+        must_save=frozenset(hoisted),
+        must_recompute=frozenset(must_recompute),
+        hold_at=_hold_at(forward, backward, must_recompute),
+        outputs=frozenset(outputs & forward_storages),
+        copied=frozenset(copied & forward_storages),
+        tangents=tangents,
+        held=held,
+        loss=loss_bytes(expected, granularity),
+        loss_lasts=lasting_bytes(expected, granularity) + returned_view_bytes(joint, granularity),
+        gradients=frozenset(gradients - {OUTSIDE}),
+        recipes=recipes,
+        mask_only=mask_only,
+        rng_shape_sources={
             (storage, operation.index): rng_shape_source
             for storage in mask_only
             for block in backward.values()
@@ -314,11 +334,11 @@ def read_operations(
             if storage in operation.reads
             and (rng_shape_source := rng_shape_source_of(values[storage], operation.node)) is not None
         },
-        states,
-        _last_segments(forward, backward, forward_storages),
-        _stages(joint, segments),
-        _regions(forward),
-        segments,
+        states=states,
+        last_segments=_last_segments(forward, backward, forward_storages),
+        stages=_stages(joint, segments),
+        regions=_regions(forward),
+        segments=segments,
     )
 
 
@@ -429,15 +449,15 @@ class _Reader:
         self._count += 1
         self.makers.update(dict.fromkeys(made, index))
         return Operation(
-            index,
-            node,
-            node.meta[Mark.SEGMENT],
-            node.meta[Mark.STAGE],
-            tuple(self._numbers.reads(node)),
-            tuple(made),
-            node.meta[Mark.SECONDS],
-            self._inplace_candidates(node) if self._in_place and len(made) == 1 else (),
-            node.meta.get(Mark.WORKSPACE, 0),
+            index=index,
+            node=node,
+            segment=node.meta[Mark.SEGMENT],
+            stage=node.meta[Mark.STAGE],
+            reads=tuple(self._numbers.reads(node)),
+            makes=tuple(made),
+            seconds=node.meta[Mark.SECONDS],
+            inplace_candidates=self._inplace_candidates(node) if self._in_place and len(made) == 1 else (),
+            workspace=node.meta.get(Mark.WORKSPACE, 0),
         )
 
     def _inplace_candidates(self, node: fx.Node) -> tuple[int, ...]:

@@ -171,7 +171,7 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Course:
     """The events of a forward and a backward program, with a loss between them.
 
@@ -236,7 +236,9 @@ def course_of(
         ]
     outputs = {s for leaves in returned[: forward.outputs] for s in leaves if s != OUTSIDE} - set(copied)
     size = sum(run.numbers.sizes[storage] for storage in outputs)
-    return Course(forward, backward, run, ends, lasting, arriving, size)
+    return Course(
+        forward=forward, backward=backward, run=run, ends=ends, lasting=lasting, arriving=arriving, outputs=size
+    )
 
 
 @dataclass(frozen=True)
@@ -441,6 +443,8 @@ class _CallSimulation:
                 self.makers.update(dict.fromkeys(made, node))
                 workspace = node.meta.get(Mark.WORKSPACE, 0)
                 self.events.append(
-                    Event((name, node), self.numbers.reads(node), made, (), None, workspace, self._stream)
+                    Event(
+                        (name, node), self.numbers.reads(node), made, (), None, workspace=workspace, stream=self._stream
+                    )
                 )
         raise AssertionError("a graph without an output")

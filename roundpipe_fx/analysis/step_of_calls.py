@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Footprint:
     """Memory of one call of a graph, in bytes.
 
@@ -88,13 +88,13 @@ def footprint_of(
     come = sum(sizes[storage] for storage in arriving.get(forward + 1, ()))
     within = max((during for during, _ in levels[forward + 1 :]), default=held + come)
     return Footprint(
-        max(before, during_loss - events[forward].workspace),
-        max(held - outputs, 0),
-        outputs,
-        events[forward].workspace,
-        come,
-        max(within - held - come, 0) + beyond,
-        gradients,
+        forward=max(before, during_loss - events[forward].workspace),
+        saved=max(held - outputs, 0),
+        outputs=outputs,
+        loss=events[forward].workspace,
+        arriving=come,
+        backward=max(within - held - come, 0) + beyond,
+        gradients=gradients,
     )
 
 
@@ -106,7 +106,7 @@ class NotedEvent(enum.Enum):
     FREED = "freed"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NotedCall:
     """A call that a step made.
 

@@ -21,7 +21,7 @@ from roundpipe_fx.remat.learned_steps import LearnedSteps
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import UserLine
 
-__all__ = ["Backend", "make_backend", "roundpipe_fx_backend"]
+__all__ = ["Backend", "make_backend"]
 
 Backend = Callable[..., Callable[..., Any]]
 
@@ -42,6 +42,7 @@ def make_backend(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the step at hand was cut.
     """
+    torch_private.forward_backend_context()
     warned: set[UserLine] = set()
     learned = learned or Learned()
 
@@ -61,7 +62,7 @@ def make_backend(
 _warned: set[UserLine] = set()
 
 
-def roundpipe_fx_backend(
+def _backend_by_name(
     module: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | None = None
 ) -> Callable[..., Any]:
     """The backend that PyTorch finds by the name ``"roundpipe_fx"``.
@@ -99,6 +100,13 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
     return _shared[id(options)][1]
 
 
-roundpipe_fx_backend.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]
-torch_private.forward_backend_context()
-torch_private.log_metrics_with_functions()
+_backend_by_name.__name__ = "roundpipe_fx"  # in Dynamo's messages
+_backend_by_name.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]
+
+
+def __getattr__(name: str) -> Backend:
+    """``roundpipe_fx_backend``, which PyTorch looks up when it is first asked for the backend by its name."""
+    if name != "roundpipe_fx_backend":
+        raise AttributeError(name)
+    torch_private.forward_backend_context()
+    return _backend_by_name

@@ -49,7 +49,7 @@ __all__ = ["compile_graph"]
 T = TypeVar("T")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Compilation:
     """What AOTAutograd's callbacks for one graph share."""
 
@@ -105,7 +105,14 @@ class _Compilation:
         name, footprint = self.call_name, lowered.footprint
         self.learned.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
         outputs = lowered.forward.outputs
-        return NotedGraph(name, footprint, outputs, lowered.parameters, frozenset(differentiated), training)
+        return NotedGraph(
+            name=name,
+            footprint=footprint,
+            outputs=outputs,
+            parameters=lowered.parameters,
+            differentiated=frozenset(differentiated),
+            training=training,
+        )
 
     def _for_sizes(
         self,
@@ -197,7 +204,14 @@ class _Compilation:
         device = lowered.setting.device
         granularity = allocation_granularity(device)
         outside = lasting_bytes(lowered.tangents, granularity) + returned_view_bytes(lowered.joint, granularity)
-        return ProfiledStep(lowered.forward, lowered.backward, device.type, see, outside, lowered.updates)
+        return ProfiledStep(
+            forward=lowered.forward,
+            backward=lowered.backward,
+            device_type=device.type,
+            see=see,
+            outside=outside,
+            updates=lowered.updates,
+        )
 
     def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> Boxed:
         outputs = module.graph.output_node().args[0]
@@ -265,13 +279,13 @@ def compile_graph(
     if pipelining is not None:
         pipelining = dataclasses.replace(pipelining, offloaded=compile_state.offloaded)
     compilation = _Compilation(
-        options,
-        registered_syncs,
-        learned,
-        name,
-        labels,
-        frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
-        on_plan,
+        options=options,
+        registered_syncs=registered_syncs,
+        learned=learned,
+        name=name,
+        labels=labels,
+        autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
+        on_plan=on_plan,
         pipelining=pipelining,
         compile_state=compile_state,
         call_name=f"{name} {_shapes(example_inputs)}",

@@ -108,12 +108,14 @@ class CompiledState:
         if self._pipeline is not None:
             self._pipeline.close()
         self._pipeline = Pipeline(
-            self.original,
-            self.pipelining,
-            lambda function: torch.compile(function, backend=backend, fullgraph=True, dynamic=self.dynamic),
-            compile_state,
-            self.splitting,
-            self.deferred_batch_norm,
+            model=self.original,
+            settings=self.pipelining,
+            compile_function=lambda function: torch.compile(
+                function, backend=backend, fullgraph=True, dynamic=self.dynamic
+            ),
+            compile_state=compile_state,
+            splitting=self.splitting,
+            deferred_batch_norm=self.deferred_batch_norm,
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

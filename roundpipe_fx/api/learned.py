@@ -28,7 +28,7 @@ _BROUGHT = "brought"
 _noting = threading.Lock()
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Learned:
     """Shared by the compilations of one model and the steps that they run.
 

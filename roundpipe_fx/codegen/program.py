@@ -22,7 +22,7 @@ from roundpipe_fx.torch_private import graph_module, is_opaque
 __all__ = ["Program", "emit_backward_program", "emit_forward_program", "seen_by_autograd"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Program:
     """A graph of stage calls.
 
@@ -171,4 +171,6 @@ def _emit(
             values[node] = item
     graph.output(tuple(values[node] if isinstance(node, fx.Node) else node for node in results))
     module = graph_module(root, graph, f"{name}_program")
-    return Program(name, module, tuple(calls), tuple(inputs), tuple(results), outputs)
+    return Program(
+        name=name, module=module, calls=tuple(calls), inputs=tuple(inputs), results=tuple(results), outputs=outputs
+    )

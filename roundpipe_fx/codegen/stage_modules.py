@@ -24,7 +24,7 @@ from roundpipe_fx.torch_private import boxed_codegen, graph_module
 __all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StageModule:
     """One emitted module.
 
@@ -93,7 +93,14 @@ def emit_stage_modules(
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
             alike[digest] = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
-        emitted[stage, phase] = StageModule(stage, phase, alike[digest], tuple(inputs), tuple(outputs), digest)
+        emitted[stage, phase] = StageModule(
+            stage=stage,
+            phase=phase,
+            module=alike[digest],
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            fingerprint=digest,
+        )
     return emitted
 
 

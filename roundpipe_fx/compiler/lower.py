@@ -67,7 +67,7 @@ _WORTH_SHARING = 0.001
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Lowered:
     """A joint graph made into programs.
 
@@ -356,7 +356,9 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
             limit = int(rotor.limit * setting.share)
             fitted = fit_sequence(operations, limit - margin, rotor.slots, rotor.algo, rotor.loss_temporary)
             frontier = ((fitted.candidate.peak.bytes, fitted.candidate.seconds),)
-            chosen = Chosen(fitted.candidate, limit, operations, frontier, operations)
+            chosen = Chosen(
+                candidate=fitted.candidate, limit=limit, graph=operations, frontier=frontier, followed=operations
+            )
         followed, schedule = chosen.followed, chosen.candidate.schedule
         early = early_within(followed, schedule, beside)
         excess = 0
@@ -469,7 +471,17 @@ def emit(
     if backward is not None:
         _rewrite_program(backward, setting, _to_overlap(joint, backward, unfilled))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
-    return Lowered(joint, setting, chosen, modules, forward, backward, seconds, again, tangents)
+    return Lowered(
+        joint=joint,
+        setting=setting,
+        chosen=chosen,
+        modules=modules,
+        forward=forward,
+        backward=backward,
+        seconds=seconds,
+        recompute_seconds=again,
+        tangents=tangents,
+    )
 
 
 def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[str] = ()) -> None:

@@ -67,14 +67,14 @@ def make_plan(
         same = first.setdefault(digests, cut.index)
         stages.append(
             PlannedStage(
-                cut.index,
-                _modules_text(nodes),
-                (cut.first, cut.last),
-                _seconds(forward_nodes),
-                _seconds(repeated),
-                _seconds(nodes) - _seconds(forward_nodes) - _seconds(repeated),
-                _seconds(node for node in nodes if node.meta[Mark.PHASE] is Phase.RECOMPUTE),
-                segments[cut.first].entry_bytes,
+                index=cut.index,
+                modules=_modules_text(nodes),
+                segments=(cut.first, cut.last),
+                forward_seconds=_seconds(forward_nodes),
+                recompute_seconds=_seconds(repeated),
+                backward_seconds=_seconds(nodes) - _seconds(forward_nodes) - _seconds(repeated),
+                early_seconds=_seconds(node for node in nodes if node.meta[Mark.PHASE] is Phase.RECOMPUTE),
+                entry_bytes=segments[cut.first].entry_bytes,
                 saved=_values(costs, (node for node in own_saved if not _hoist_reason(node))),
                 hoisted=_values(costs, (node for node in own_saved if _hoist_reason(node))),
                 recomputed=_values(
@@ -91,19 +91,19 @@ def make_plan(
     programs = (forward,) if backward is None else (forward, backward)
     tangents = [value for node in joint.tangents for value in tensor_values(node)]
     return Plan(
-        tuple(stages),
-        (len(segments), different),
-        recompute,
-        chosen.limit if chosen is not None else None,
-        peak,
-        chosen.frontier if chosen is not None else (),
-        {
+        stages=tuple(stages),
+        segments=(len(segments), different),
+        recompute=recompute,
+        budget=chosen.limit if chosen is not None else None,
+        peak=peak,
+        trade_off=chosen.frontier if chosen is not None else (),
+        assumed={
             **_assumed_of_data(joint),
             **_assumed_workspaces(joint),
             **({f"workspace of {COMPILED_STAGES}": beyond_plan} if beyond_plan else {}),
             **({"calls alive at once": alive} if alive > 1 else {}),
         },
-        _largest_inputs(joint),
+        sizes=_largest_inputs(joint),
         training=backward is not None,
         static=all(isinstance(size, int) for value in tangents for size in value.shape),
         outputs=joint.num_forward_outputs,
@@ -124,14 +124,14 @@ def _values(costs: _Costs, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]
         found.setdefault(
             name,
             PlannedValue(
-                name,
-                module_path(node, module_path_text),
-                type_text(node.meta.get("val")),
-                _bytes(node),
-                _hoist_reason(node) or str(node.meta.get(Mark.MUST_RECOMPUTE, "")),
-                costs.seconds(node),
-                costs.times[name],
-                costs.again(node),
+                name=name,
+                module=module_path(node, module_path_text),
+                type=type_text(node.meta.get("val")),
+                bytes=_bytes(node),
+                reason=_hoist_reason(node) or str(node.meta.get(Mark.MUST_RECOMPUTE, "")),
+                seconds=costs.seconds(node),
+                times=costs.times[name],
+                again_seconds=costs.again(node),
             ),
         )
     return tuple(found.values())

@@ -106,7 +106,13 @@ def joint_graph_of(
                 parameters.add(node)
     mutated = frozenset(torch_private.mutated_inputs(module))
     torch_private.note_counts(module)
-    return JointGraph(module, num_forward_outputs, labels, frozenset(parameters), mutated)
+    return JointGraph(
+        module=module,
+        num_forward_outputs=num_forward_outputs,
+        labels=labels,
+        parameters=frozenset(parameters),
+        mutated_inputs=mutated,
+    )
 
 
 def is_outermost(joint: fx.GraphModule) -> bool:

@@ -109,13 +109,14 @@ class _Context:
             setattr(self, name, value)
 
 
-_INPUTS = "_roundpipe_inputs"
-_NOT_THE_USERS = (_INPUTS, "needs_input_grad", "_pt_metadata")
+_inputs_of: weakref.WeakKeyDictionary[Any, tuple[list[Any], Any]] = weakref.WeakKeyDictionary()
+"""By autograd context: shape and properties of each flattened input of the operator, and their structure."""
+_NOT_THE_USERS = ("needs_input_grad", "_pt_metadata")
 """Attributes of a context that are not set by the operator's ``setup_context``."""
 
 
 def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Wrap ``setup_context`` so that the context records shapes and layouts of the operator's inputs."""
+    """Wrap ``setup_context`` so that shapes and layouts of the operator's inputs are recorded for the context."""
 
     def remember(ctx: Any, inputs: tuple[Any, ...], output: Any, **keywords: Any) -> Any:
         leaves, structure = tree_flatten(inputs)
@@ -125,7 +126,7 @@ def _remembering(setup_context: Callable[..., Any] | None) -> Callable[..., Any]
             else None
             for value in leaves
         ]
-        setattr(ctx, _INPUTS, (kinds, structure))
+        _inputs_of[ctx] = kinds, structure
         return setup_context(ctx=ctx, inputs=inputs, output=output, **keywords) if setup_context else None
 
     return remember
@@ -148,7 +149,7 @@ def _traceable(name: str, original: Callable[..., Any], calls: list[OpaqueCall])
 def _call_opaque(
     name: str, original: Callable[..., Any], context: Any, gradients: tuple[Any, ...], calls: list[OpaqueCall]
 ) -> Any:
-    kinds, structure = getattr(context, _INPUTS)
+    kinds, structure = _inputs_of[context]
     attributes = {key: value for key, value in vars(context).items() if key not in _NOT_THE_USERS}
     flat_needs, _ = tree_flatten(context.needs_input_grad)
     wanted = tuple(bool(need) and kind is not None for need, kind in zip(flat_needs, kinds, strict=True))

@@ -156,7 +156,7 @@ MARK_USES: Mapping[str, MarkUse] = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class JointGraph:
     """A captured graph and what capture knows about it.
 
@@ -267,14 +267,14 @@ class JointGraph:
         output = graph.output(graph.graph_copy(self.graph, copies))
         output.meta = dict(self.graph.output_node().meta)
         return JointGraph(
-            graph_module(self.module, graph),
-            self.num_forward_outputs,
-            {copies[node]: label for node, label in self.labels.items()},
-            frozenset(copies[node] for node in self.parameters),
-            frozenset(copies[node] for node in self.mutated_inputs),
-            self.parts,
-            self.segments,
-            self.cuts,
+            module=graph_module(self.module, graph),
+            num_forward_outputs=self.num_forward_outputs,
+            labels={copies[node]: label for node, label in self.labels.items()},
+            parameters=frozenset(copies[node] for node in self.parameters),
+            mutated_inputs=frozenset(copies[node] for node in self.mutated_inputs),
+            parts=self.parts,
+            segments=self.segments,
+            cuts=self.cuts,
         )
 
     def drop_unread(self) -> None:

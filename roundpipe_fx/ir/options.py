@@ -45,7 +45,7 @@ class RotorOptions:
     preserve_rng_state: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of a compilation.
 

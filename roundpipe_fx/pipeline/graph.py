@@ -31,7 +31,7 @@ from roundpipe_fx.torch_private import is_effect_token
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelinedGraph:
     """What there is to run for microbatches of one shape.
 
@@ -64,16 +64,16 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
     timing = pipeline.predict(pipelining.microbatches)
     order = with_transfers(timing.schedule, pipeline.main.steps.graph)
     planned = PlannedPipeline(
-        pipeline.structure.name,
-        tuple(map(str, pipelining.devices)) or ("the model's",),
-        pipelining.microbatches,
-        "" if pipeline.budget is not None else pipelining.checkpoint or "never",
-        timing.makespan,
-        timing.bubble,
-        timing.peak_bytes,
-        "\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
-        timing.brought_bytes,
-        pipelining.loss_reduction,
+        schedule=pipeline.structure.name,
+        devices=tuple(map(str, pipelining.devices)) or ("the model's",),
+        microbatches=pipelining.microbatches,
+        checkpoint="" if pipeline.budget is not None else pipelining.checkpoint or "never",
+        makespan=timing.makespan,
+        bubble=timing.bubble,
+        peak_bytes=timing.peak_bytes,
+        order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
+        brought_bytes=timing.brought_bytes,
+        loss_reduction=pipelining.loss_reduction,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,
@@ -117,14 +117,14 @@ def pipelined_graph(
     tangents = _tangents(lowered)
     numbers, read = _numbers(lowered), primals_read((main, last))
     return PipelinedGraph(
-        pipeline,
-        main,
-        last,
-        tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
-        tuple(node.meta["val"] for node in tangents),
-        tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
-        tuple(place for place in read if place in numbers),
-        tuple(place for place in read if place not in numbers),
+        pipeline=pipeline,
+        main=main,
+        last=last,
+        outputs=tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
+        tangents=tuple(node.meta["val"] for node in tangents),
+        strided=tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
+        numbers=tuple(place for place in read if place in numbers),
+        tensors=tuple(place for place in read if place not in numbers),
     )
 
 
@@ -188,19 +188,26 @@ def _program(
         see = size_observer(module.outputs, seen.size) if seen is not None and step[0] is ActionKind.FORWARD else None
         inputs = tuple(known[node] for node in module.inputs)
         outputs = tuple(numbers[node] for node in module.outputs)
-        return StepCode(compiled.call, inputs, outputs, compiled.elsewhere, compiled.random, see)
+        return StepCode(
+            call=compiled.call,
+            inputs=inputs,
+            outputs=outputs,
+            elsewhere=compiled.elsewhere,
+            random=compiled.random,
+            see=see,
+        )
 
     steps: dict[StageAction, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
     return PipelineProgram(
-        steps,
-        variant.steps.graph,
-        tuple(known.get(node) for node in lowered.forward.results[: lowered.forward.outputs]),
-        tuple(
+        steps=steps,
+        graph=variant.steps.graph,
+        outputs=tuple(known.get(node) for node in lowered.forward.results[: lowered.forward.outputs]),
+        gradients=tuple(
             Gradient(-1, None) if primal is None else Gradient(primal, known.get(node))
             for primal, node in zip(lowered.gradient_owners, backward, strict=True)
         ),
-        tuple(differentiated),
-        lowered.updates,
+        tangents=tuple(differentiated),
+        mutations=lowered.updates,
     )
 
 

@@ -57,7 +57,7 @@ class Structure:
     starts: tuple[OperationKey, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LoweredPipeline:
     """A graph that was lowered for a pipeline.
 

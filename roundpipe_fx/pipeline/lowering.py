@@ -188,7 +188,9 @@ def _lower_named(
     split = name == "zero_bubble" or (given is not None and _splits(given))
     if not training:
         only = variant_of(emit(joint, setting), setting, pipelining)
-        return LoweredPipeline(only, only, structure, None, devices, False)
+        return LoweredPipeline(
+            main=only, last=only, structure=structure, given=None, devices=devices, forwards_before_backwards=False
+        )
     if pipelining.checkpoint is None:
         budget = asked_budget(joint, options, setting.device)
         if budget is not None:
@@ -206,7 +208,12 @@ def _lower_named(
 
     first = variant(main)
     return LoweredPipeline(
-        first, first if last == main else variant(last), structure, given, devices, forwards_before_backwards
+        main=first,
+        last=first if last == main else variant(last),
+        structure=structure,
+        given=given,
+        devices=devices,
+        forwards_before_backwards=forwards_before_backwards,
     )
 
 

@@ -32,7 +32,7 @@ class StepCompileState:
     offloaded: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Pipelining:
     """How a step is pipelined.
 
@@ -124,7 +124,13 @@ def parse_pipelining(
         )
     if recompute is not None:
         checkpoint = {"full": "always", "none": "never"}[recompute]
-    return Pipelining(parsed, num_microbatches, schedule, checkpoint, loss_reduction=loss_reduction)
+    return Pipelining(
+        devices=parsed,
+        microbatches=num_microbatches,
+        schedule=schedule,
+        checkpoint=checkpoint,
+        loss_reduction=loss_reduction,
+    )
 
 
 def _device(given: torch.device | str) -> torch.device:

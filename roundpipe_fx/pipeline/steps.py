@@ -112,24 +112,26 @@ def step_costs(
         first_peaks = {step: call.peak + sum(call.gradients.values()) for step, call in of_step.items()}
     step_of = {module.name: step for step, module in steps.modules.items()}
     return StepCosts(
-        {step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
-        travel,
-        tuple(
+        seconds={step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
+        transfer_seconds=travel,
+        held=tuple(
             Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers), own.lasts) for own in held
         ),
-        {step: call.peak for step, call in of_step.items()},
-        first_peaks,
-        {step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
-        {step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()},
-        {step: call.brought for step, call in of_step.items()},
-        loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
-        lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
-        {
+        peak_bytes={step: call.peak for step, call in of_step.items()},
+        first_peak_bytes=first_peaks,
+        base_bytes={step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
+        input_gradient_bytes={
+            step: _of(call.gradients, call.gradients.keys() - lowered.parameters) for step, call in of_step.items()
+        },
+        brought_bytes={step: call.brought for step, call in of_step.items()},
+        outside_bytes=loss_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
+        loss_bytes=lasting_bytes(lowered.tangents, granularity) if lowered.backward is not None else 0,
+        copied_bytes={
             step: {places[node]: _copied_bytes(node, granularity, kind) for node in module.inputs if node in places}
             for step, module in steps.modules.items()
         },
-        lowered.parameters,
-        frozenset(away),
+        parameters=lowered.parameters,
+        away=frozenset(away),
     )
 
 

@@ -61,13 +61,22 @@ def within_budget(
 
     def attempted(lowered: Lowered, chosen: Chosen | None = None) -> _Attempt:
         only = variant_of(lowered, setting, pipelining)
-        pipeline = LoweredPipeline(only, only, structure, given, pipelining.workers, forwards_before_backwards)
+        pipeline = LoweredPipeline(
+            main=only,
+            last=only,
+            structure=structure,
+            given=given,
+            devices=pipelining.workers,
+            forwards_before_backwards=forwards_before_backwards,
+        )
         return _Attempt(pipeline, pipeline.predict(pipelining.microbatches), chosen)
 
     def with_schedule(candidate: Candidate) -> _Attempt:
         own = joint.copy()
         remat = remat_schedule(blocks.graph, candidate.schedule).on(own.graph)
-        chosen = Chosen(candidate, candidate.peak.bytes, blocks.graph, (), blocks.graph)
+        chosen = Chosen(
+            candidate=candidate, limit=candidate.peak.bytes, graph=blocks.graph, frontier=(), followed=blocks.graph
+        )
         known = setting.knowing(schedule=remat)
         return attempted(emit(own, known, chosen=chosen, split=split, sums=True), chosen)
 
@@ -226,7 +235,7 @@ def _makespan_if_early(own: _Attempt, choices: EarlyChoices, microbatches: int) 
             reads[recompute] = tuple(source for source in reads[backward] if source[0] is ActionKind.FORWARD)
             reads[backward] = (*reads[backward], recompute)
     graph = StageGraph(reads, main.steps.graph.carried)
-    costs = StepCosts(seconds, main.costs.transfer_seconds)
+    costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
     variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
     return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan
 

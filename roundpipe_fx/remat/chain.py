@@ -52,7 +52,7 @@ class ChainStageOption:
     backward: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ChainStage:
     """A segment as the chain sees it.
 
@@ -150,7 +150,7 @@ class Decision:
     unsaved_option: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Solution:
     """Optimal recomputation for every amount of memory up to a limit.
 
@@ -206,7 +206,14 @@ def solve_chain(
     """
     tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, places)
     tables.solve()
-    return Solution(chain, tables.slot, tables.first[0].astype(np.float64), tables.first, tables.again, places)
+    return Solution(
+        chain=chain,
+        slot=tables.slot,
+        seconds=tables.first[0].astype(np.float64),
+        _first=tables.first,
+        _again=tables.again,
+        _places=places,
+    )
 
 
 def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:

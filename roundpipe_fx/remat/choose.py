@@ -17,7 +17,7 @@ from roundpipe_fx.torch_private import module_path_text
 __all__ = ["Chosen", "choose", "refusal"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Chosen:
     """What was chosen, and from what.
 
@@ -81,7 +81,14 @@ def choose(
         return next(same, candidate.peak.bytes + margin)
 
     def chosen(candidate: Candidate, limit: int, fits: bool = True) -> Chosen:
-        return Chosen(candidate, limit, graph, frontier, followed if candidate is kept else graph, fits)
+        return Chosen(
+            candidate=candidate,
+            limit=limit,
+            graph=graph,
+            frontier=frontier,
+            followed=followed if candidate is kept else graph,
+            fits=fits,
+        )
 
     for candidate in candidates:
         if expected(candidate) <= limit:

@@ -62,12 +62,12 @@ def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]
     for i, (stage, option) in enumerate(zip(chain.stages, kept, strict=True)):
         temporary.append(max(option.backward + stage.resident - option.held - boundary[i] - boundary[i + 1], 0))
     return Chain(
-        tuple(forward[i] for i in range(count)),
-        tuple(sum(operation.seconds for operation in graph.backward[i]) for i in range(count)),
-        tuple(boundary),
-        (0, *(option.held for option in kept)),
-        tuple(max(option.forward - option.held, 0) for option in kept),
-        (*temporary, loss_temporary),
+        forward=tuple(forward[i] for i in range(count)),
+        backward=tuple(sum(operation.seconds for operation in graph.backward[i]) for i in range(count)),
+        boundary=tuple(boundary),
+        saved=(0, *(option.held for option in kept)),
+        forward_temporary=tuple(max(option.forward - option.held, 0) for option in kept),
+        backward_temporary=(*temporary, loss_temporary),
     ), [options[0] for options in save_options]
 
 

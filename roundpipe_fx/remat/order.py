@@ -22,7 +22,7 @@ _MOST_WORK = 300
 """Events times partial orders: long blocks are ordered with fewer at a time."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class _Partial:
     """A partial order."""
 
@@ -133,7 +133,14 @@ def order_events(
                     break
 
     width = max(1, min(width, _MOST_WORK // max(len(events), 1)))
-    start = _Partial(live, live, [], waiting, readers, [p for p, count in enumerate(waiting) if not count])
+    start = _Partial(
+        peak=live,
+        live=live,
+        order=[],
+        waiting=waiting,
+        readers=readers,
+        ready=[p for p, count in enumerate(waiting) if not count],
+    )
     settle(start)
     beam = [start]
     finished: list[_Partial] = []
@@ -151,12 +158,12 @@ def order_events(
         grown: dict[frozenset[int], _Partial] = {}
         for _, _, position, partial in steps[: width * _LOOKED_AT]:
             child = _Partial(
-                partial.peak,
-                partial.live,
-                list(partial.order),
-                list(partial.waiting),
-                dict(partial.readers),
-                list(partial.ready),
+                peak=partial.peak,
+                live=partial.live,
+                order=list(partial.order),
+                waiting=list(partial.waiting),
+                readers=dict(partial.readers),
+                ready=list(partial.ready),
             )
             run(child, position)
             settle(child)

@@ -123,7 +123,15 @@ def just_in_time(
             reads = recipe.reads
             if rng_shape_source is not None and asking is not None:
                 reads = tuple(s for s in asking.reads if s != current)
-            steps.append(PlannedOp(recipe.operation, recipe, reads, stage, rng_shape_source))
+            steps.append(
+                PlannedOp(
+                    operation=recipe.operation,
+                    recipe=recipe,
+                    reads=reads,
+                    stage=stage,
+                    rng_shape_source=rng_shape_source,
+                )
+            )
             made.update(recipe.makes)
 
     for storage in sorted(wanted):
@@ -131,7 +139,7 @@ def just_in_time(
     for operation in operations:
         for storage in operation.reads:
             make(storage, operation)
-        steps.append(PlannedOp(operation, None, operation.reads, stage))
+        steps.append(PlannedOp(operation=operation, recipe=None, reads=operation.reads, stage=stage))
     return steps
 
 
@@ -301,7 +309,7 @@ def backward_events(
             inplace_candidates = tuple([latest.get(storage, storage) for storage in inplace_candidates])
         if recipe is None:
             events.append(
-                Event(operation, reads, operation.makes, inplace_candidates, reuse_scope, operation.workspace)
+                Event(operation, reads, operation.makes, inplace_candidates, reuse_scope, workspace=operation.workspace)
             )
             continue
         if operation.index in states:
@@ -314,5 +322,5 @@ def backward_events(
             makes.append(number)
             number += 1
         inplace_candidates = inplace_candidates if recipe.form is Form.SAME else ()
-        events.append(Event(operation, reads, makes, inplace_candidates, reuse_scope, recipe.workspace))
+        events.append(Event(operation, reads, makes, inplace_candidates, reuse_scope, workspace=recipe.workspace))
     return events, latest, copied

@@ -105,12 +105,12 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         save_options.append([save_option for save_option, _ in found])
         stages.append(
             ChainStage(
-                sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
-                peak_of_forward(graph, forward[segment], leaving),
-                tuple(option for _, option in found),
-                tuple(option for _, option in unsaved_options),
-                int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
-                int(hoisted[segment]),
+                seconds=sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
+                forward=peak_of_forward(graph, forward[segment], leaving),
+                options=tuple(option for _, option in found),
+                unsaved_options=tuple(option for _, option in unsaved_options),
+                resident=int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
+                resident_forward=int(hoisted[segment]),
             )
         )
         available |= made[segment]

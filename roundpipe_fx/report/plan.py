@@ -26,7 +26,7 @@ __all__ = ["Plan", "PlannedPipeline", "PlannedStage", "PlannedValue"]
 _SHOWN = 6
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedValue:
     """One value of the graph.
 
@@ -52,7 +52,7 @@ class PlannedValue:
     again_seconds: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedStage:
     """A stage, and what happens to its values.
 
@@ -90,7 +90,7 @@ class PlannedStage:
     same_as: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
     """How a step is pipelined.
 
@@ -120,7 +120,7 @@ class PlannedPipeline:
     loss_reduction: str = "mean"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """All decisions of one compilation. ``print(plan)`` shows them; :meth:`write` writes the emitted code.
 

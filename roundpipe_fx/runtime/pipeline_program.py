@@ -46,7 +46,7 @@ class Gradient:
     source: Source | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCode:
     """A stage module, ready to run.
 
@@ -67,7 +67,7 @@ class StepCode:
     see: Callable[[Sequence[Any]], None] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineProgram:
     """The code of one microbatch.
 
@@ -89,7 +89,7 @@ class PipelineProgram:
     mutations: Mapping[int, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
     """An action with its inputs and outputs.
 
@@ -204,15 +204,15 @@ def _of_microbatch(
             for peer in sorted(waiting.get(step, set()) - {device})
         }
         instructions[step] = Instruction(
-            Action(step[0], step[1], batch),
-            code,
-            tuple(arriving),
-            tuple(s.kind == "value" and last[s.index] == step and s.index not in later for s in code.inputs),
-            tuple((i, number) for i, number in enumerate(code.outputs) if number in last or number in later),
-            tuple(sends.items()),
-            tuple((i, place) for i, number in enumerate(code.outputs) for place in outputs.get(number, ())),
-            tuple((i, place) for i, place in own if place not in added),
-            tuple((i, place) for i, place in own if place in added),
+            action=Action(step[0], step[1], batch),
+            code=code,
+            receives=tuple(arriving),
+            dying=tuple(s.kind == "value" and last[s.index] == step and s.index not in later for s in code.inputs),
+            kept=tuple((i, number) for i, number in enumerate(code.outputs) if number in last or number in later),
+            sends=tuple(sends.items()),
+            results=tuple((i, place) for i, number in enumerate(code.outputs) for place in outputs.get(number, ())),
+            gradients=tuple((i, place) for i, place in own if place not in added),
+            sums=tuple((i, place) for i, place in own if place in added),
         )
     return instructions
 

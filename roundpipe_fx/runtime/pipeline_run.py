@@ -100,7 +100,16 @@ def run_pipeline(
     Raises:
         BaseException: raised by a stage, with its traceback. No gradient has been handed out then.
     """
-    run = _PipelineRun(workers, instructions, programs, primals, tangents, streams, given, on_host)
+    run = _PipelineRun(
+        workers=workers,
+        instructions=instructions,
+        programs=programs,
+        primals=primals,
+        tangents=tangents,
+        streams=streams,
+        given=given,
+        on_host=on_host,
+    )
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
     workers.submit(run.work)

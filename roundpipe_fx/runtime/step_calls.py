@@ -25,7 +25,7 @@ _MOST = 1000
 """At most this many calls of a step are recorded."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class NotedGraph:
     """A compiled graph whose calls are recorded.
 
@@ -46,7 +46,7 @@ class NotedGraph:
     training: bool = True
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Call:
     graph: NotedGraph
     inputs: tuple[int, ...]
@@ -136,7 +136,7 @@ class StepCalls:
         known = {storage for own in self._calls for storage in (*own.inputs, *own.outputs)}
         brought = sum(size for key, size in sizes.items() if key not in known) if self._calls else 0
         number = len(self._calls)
-        self._calls.append(_Call(graph, inputs, (), brought))
+        self._calls.append(_Call(graph=graph, inputs=inputs, outputs=(), brought=brought))
         self._events.append((NotedEvent.FORWARD, number))
         return number
 
@@ -194,7 +194,16 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
         differentiated = [call.outputs[place] for place in call.graph.differentiated if place < len(call.outputs)]
         consumed = bool(differentiated) and later.issuperset(differentiated)
         graph = call.graph
-        noted.append(NotedCall(graph.name, call.inputs, call.outputs, call.brought, consumed, graph.footprint))
+        noted.append(
+            NotedCall(
+                graph=graph.name,
+                inputs=call.inputs,
+                outputs=call.outputs,
+                brought=call.brought,
+                consumed=consumed,
+                footprint=graph.footprint,
+            )
+        )
     return noted
 
 

@@ -46,7 +46,7 @@ class Held:
     lasts: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """Costs of stage actions. Bytes and seconds are those of one microbatch.
 

@@ -39,7 +39,7 @@ class Deadlock(ValueError):
         self.waiting = waiting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Timing:
     """When the actions of a schedule run.
 
@@ -122,10 +122,18 @@ def simulate_time(
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
     peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows)
     if link is None:
-        return Timing(schedule, graph, starts, tuple(ends), peaks)
+        return Timing(schedule=schedule, graph=graph, starts=starts, ends=tuple(ends), peak_bytes=peaks)
     left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
     brought = sum(window.first + window.brought for own in windows for window in own)
-    return Timing(schedule, graph, starts, tuple(ends), peaks, brought, left)
+    return Timing(
+        schedule=schedule,
+        graph=graph,
+        starts=starts,
+        ends=tuple(ends),
+        peak_bytes=peaks,
+        brought_bytes=brought,
+        left=left,
+    )
 
 
 def _run(

@@ -46,7 +46,7 @@ def validate(schedule: Schedule, graph: StageGraph, microbatches: int, devices: 
             missing = Action(kind, stage, int(np.flatnonzero(where < 0)[0]))
             raise InvalidScheduleError(f"{missing} is missing from the schedule.")
     try:
-        simulate_time(schedule, graph, StepCosts(dict.fromkeys(graph.steps, 1.0)))
+        simulate_time(schedule, graph, StepCosts(seconds=dict.fromkeys(graph.steps, 1.0)))
     except Deadlock as error:
         raise InvalidScheduleError(str(error)) from None
 

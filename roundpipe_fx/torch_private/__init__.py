@@ -59,7 +59,7 @@ from roundpipe_fx.torch_private.dynamo import (
     untraced_functions,
     why_disabled,
 )
-from roundpipe_fx.torch_private.flags import dynamo_flags, log_metrics_with_functions
+from roundpipe_fx.torch_private.flags import dynamo_flags
 from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
@@ -136,7 +136,6 @@ __all__ = [
     "keep_users_exceptions",
     "leave_unused_gradients_out",
     "line_of_break",
-    "log_metrics_with_functions",
     "memory_is_profiled",
     "module_path_text",
     "modules_being_compiled",

@@ -7,6 +7,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -299,6 +300,23 @@ def modules_being_compiled() -> list[torch.nn.Module]:
     return found
 
 
+@dataclass(frozen=True)
+class _ForwardCalls:
+    """The calls of ``forward`` in one graph, by Dynamo's frame; a frame that is gone is not asked for again.
+
+    Attributes:
+        number_of: their numbers.
+        numbers: those that are left.
+    """
+
+    number_of: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+
+
+_forward_calls: weakref.WeakKeyDictionary[Any, _ForwardCalls] = weakref.WeakKeyDictionary()
+"""By the outermost frame of Dynamo's graph; only :func:`traced_forward_call` reads and writes it."""
+
+
 @torch._dynamo.assume_constant_result
 def traced_forward_call() -> int:
     """While Dynamo traces: a number for the call of a module's ``forward`` that the place is in, counted in a graph.
@@ -308,7 +326,9 @@ def traced_forward_call() -> int:
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     frame = InstructionTranslator.current_tx().output.current_tx
-    numbers = frame.output.__dict__.setdefault("roundpipe_fx_calls", {})
+    calls = _forward_calls.setdefault(frame.output.root_tx, _ForwardCalls())
     while frame.parent is not None and frame.f_code.co_name != "forward":
         frame = frame.parent
-    return numbers.setdefault(frame, len(numbers))
+    if frame not in calls.number_of:
+        calls.number_of[frame] = next(calls.numbers)
+    return calls.number_of[frame]

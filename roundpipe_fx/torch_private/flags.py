@@ -17,7 +17,7 @@ from roundpipe_fx.torch_private.packed_sequences import trace_packed_sequences
 from roundpipe_fx.torch_private.random_branches import install_known_branches
 from roundpipe_fx.torch_private.tracing_retries import install_retries
 
-__all__ = ["dynamo_flags", "log_metrics_with_functions"]
+__all__ = ["dynamo_flags"]
 
 # Methods through which libraries log inside ``forward`` (Hugging Face does); tracing skips the calls.
 _LOGGER_METHODS = ("debug", "info", "warning", "warn", "warning_once", "info_once", "warning_advice", "error")
@@ -30,10 +30,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-install_known_branches(lambda: _local.flags_are_set)
-keep_float_updates(lambda: _local.flags_are_set)
-install_retries(lambda: _local.flags_are_set)
-trace_packed_sequences(lambda: _local.flags_are_set)
+_patching = threading.Lock()
 
 
 @contextlib.contextmanager
@@ -51,6 +48,8 @@ def dynamo_flags() -> Iterator[None]:
     if _local.flags_are_set:
         yield
         return
+    with _patching:
+        _patch_dynamo()
     config = torch._dynamo.config
     restore = _setter(config.recompile_limit, _logging_functions() | config.ignore_logging_functions)()
     _local.flags_are_set = True
@@ -59,6 +58,21 @@ def dynamo_flags() -> Iterator[None]:
     finally:
         _local.flags_are_set = False
         restore()
+
+
+@functools.cache
+def _patch_dynamo() -> None:
+    """Patch Dynamo for our compilations, once: when a compiled model is first called, not when it is imported."""
+    install_known_branches(_is_ours)
+    keep_float_updates(_is_ours)
+    install_retries(_is_ours)
+    trace_packed_sequences(_is_ours)
+    _log_metrics_with_functions()
+
+
+def _is_ours() -> bool:
+    """Whether the current thread traces one of our compilations."""
+    return _local.flags_are_set
 
 
 @functools.lru_cache
@@ -86,7 +100,7 @@ def _logging_functions() -> frozenset[Any]:
     return frozenset(found)
 
 
-def log_metrics_with_functions() -> None:
+def _log_metrics_with_functions() -> None:
     """Make Dynamo log its configuration although ``ignore_logging_functions`` is set, which fails in torch 2.11.
 
     It would log an error with a traceback at each compilation, and lose its metrics.

@@ -1,11 +1,17 @@
-"""Symbolic sizes: numbers to plan with, and which of them depend on data."""
+"""Symbolic sizes: numbers to plan with, and which of them depend on data.
+
+What is known of the sizes of a graph beyond PyTorch's own ``ShapeEnv`` is kept here, in one record for each ShapeEnv:
+the values that a plan assumes, and what data-dependent sizes count. Only this module reads and writes the records, and
+each goes when its ShapeEnv does.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +57,24 @@ _UNKNOWN_SIZE = 1024
 _LARGEST_BOUND = 1 << 40
 
 
+@dataclass(kw_only=True)
+class _KnownSizes:
+    """What is known of the sizes of one ShapeEnv.
+
+    Attributes:
+        assumed: values to plan with, by symbol.
+        counted: by data-dependent symbol, the shape of what it counts elements of: numbers, and expressions rather
+            than SymInts, which would keep the ShapeEnv alive.
+    """
+
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    counted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+
+
+_NOTHING_KNOWN = _KnownSizes()
+_known_sizes: weakref.WeakKeyDictionary[Any, _KnownSizes] = weakref.WeakKeyDictionary()
+
+
 def size_hint(size: Any) -> int:
     """A number to plan with for a size that may be symbolic.
 
@@ -59,13 +83,19 @@ def size_hint(size: Any) -> int:
     """
     if isinstance(size, int):
         return size
-    node = size.node
-    shape_env = node.shape_env
-    expression = shape_env.replace(node.expr)
+    return _number(size.node.shape_env, size.node.expr)
+
+
+def _number(shape_env: Any, size: Any) -> int:
+    """:func:`size_hint` of a number or an expression."""
+    if isinstance(size, int):
+        return size
+    expression = shape_env.replace(size)
+    known = _known_sizes.get(shape_env, _NOTHING_KNOWN)
     values = {}
     for symbol in expression.free_symbols:
-        assumed, backed = getattr(shape_env, _ASSUMED, {}).get(str(symbol)), _backed_hint(shape_env, symbol)
-        most = _most(shape_env, symbol) if backed is None else None
+        assumed, backed = known.assumed.get(str(symbol)), _backed_hint(shape_env, symbol)
+        most = _most(shape_env, symbol, known) if backed is None else None
         if assumed is not None:
             values[symbol] = assumed if most is None else min(assumed, most)  # with headroom, it may exceed the bound
         else:
@@ -90,17 +120,13 @@ def _upper_bound(shape_env: Any, symbol: Any) -> int | None:
     return upper if upper is not None and upper < _LARGEST_BOUND else None
 
 
-def _most(shape_env: Any, symbol: Any) -> int | None:
+def _most(shape_env: Any, symbol: Any, known: _KnownSizes) -> int | None:
     """The largest value of a data-dependent symbol, as far as it is known."""
-    counted = getattr(shape_env, _COUNTED, {}).get(str(symbol))
+    counted = known.counted.get(str(symbol))
     most = _upper_bound(shape_env, symbol)
     if most is not None or counted is None:
         return most
-    return math.prod(map(size_hint, counted))
-
-
-_COUNTED = "roundpipe_fx_counted_shapes"
-"""By data-dependent symbol, the shape of what it counts elements of."""
+    return math.prod(_number(shape_env, size) for size in counted)
 
 
 def note_count(count: Any, shape: Sequence[Any]) -> None:
@@ -114,10 +140,8 @@ def note_count(count: Any, shape: Sequence[Any]) -> None:
     """
     symbol = data_dependent_symbol(count)
     if symbol is not None:
-        shape_env = count.node.shape_env
-        if not hasattr(shape_env, _COUNTED):
-            setattr(shape_env, _COUNTED, {})
-        getattr(shape_env, _COUNTED)[symbol] = tuple(shape)
+        known = _known_sizes.setdefault(count.node.shape_env, _KnownSizes())
+        known.counted[symbol] = tuple(size.node.expr if isinstance(size, torch.SymInt) else size for size in shape)
 
 
 def note_counts(joint: fx.GraphModule) -> None:
@@ -152,15 +176,12 @@ def _counted_shape(node: fx.Node) -> Sequence[Any] | None:
     return None
 
 
-_ASSUMED = "roundpipe_fx_assumed_sizes"
-
-
 def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
     """Set the values that :func:`size_hint` returns for sizes of a graph, by symbol."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
-            setattr(shape_env, _ASSUMED, dict(sizes))
+            _known_sizes.setdefault(shape_env, _KnownSizes()).assumed = dict(sizes)
             return
 
 
@@ -169,7 +190,7 @@ def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
-            return dict(getattr(shape_env, _ASSUMED, {}))
+            return dict(_known_sizes.get(shape_env, _NOTHING_KNOWN).assumed)
     return {}
 
 
@@ -200,7 +221,7 @@ def _backed_hint(shape_env: Any, symbol: Any) -> int | None:
     return None if value is None else int(value)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InputSize:
     """A symbolic size of the graph's inputs.
 
@@ -250,7 +271,7 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
             # Prefer a dimension whose size is the symbol itself.
             if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
                 largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
-                found[name] = InputSize(name, node, dim, size, hint, largest)
+                found[name] = InputSize(symbol=name, node=node, dim=dim, size=size, at_hand=hint, largest=largest)
     return list(found.values())
 
 

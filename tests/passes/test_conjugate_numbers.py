@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import expecttest
 import pytest
 import torch
 
 from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -33,3 +35,79 @@ def test_a_single_number_keeps_its_type() -> None:
     """Of two single numbers the one with more bits says the type, and a plain number has none."""
     joint = fold_conjugate_numbers(capture_joint(_of_one_number, torch.randn(4, 2, requires_grad=True)))
     assert joint.graph.find_nodes(op="call_function", target=aten._conj.default)
+
+
+def test_as_text_products_and_quotients_read_the_number() -> None:
+    before = """\
+def joint(
+    x: complex64[4],
+):
+    # captured
+    _conj: complex128[] = aten._conj.default((3-1j))
+    div: complex64[4] = aten.div.Tensor(x, _conj)
+    _conj_1: complex128[] = aten._conj.default((1+2j))
+    mul: complex64[4] = aten.mul.Tensor(div, _conj_1)
+    return (mul,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(fold_conjugate_numbers, before, name="conjugate_numbers"),
+        """\
+def joint(
+    x: complex64[4],
+):
+    # captured
+    div: complex64[4] = aten.div.Tensor(x, (3+1j))
+    mul: complex64[4] = aten.mul.Tensor(div, (1-2j))
+    return (mul,), ()
+""",
+    )
+
+
+def test_as_text_what_other_operators_read_stays() -> None:
+    before = """\
+def joint(
+    x: complex64[4],
+):
+    # captured
+    _conj: complex128[] = aten._conj.default((1+2j))
+    mul: complex64[4] = aten.mul.Tensor(x, _conj)
+    add: complex64[4] = aten.add.Tensor(mul, _conj)
+    return (add,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(fold_conjugate_numbers, before, name="conjugate_numbers"),
+        """\
+def joint(
+    x: complex64[4],
+):
+    # captured
+    _conj: complex128[] = aten._conj.default((1+2j))
+    mul: complex64[4] = aten.mul.Tensor(x, (1-2j))
+    add: complex64[4] = aten.add.Tensor(mul, _conj)
+    return (add,), ()
+""",
+    )
+
+
+def test_as_text_a_product_of_single_numbers_keeps_its_type() -> None:
+    before = """\
+def joint(
+    x: complex64[],
+):
+    # captured
+    _conj: complex128[] = aten._conj.default((1+2j))
+    mul: complex128[] = aten.mul.Tensor(x, _conj)
+    return (mul,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(fold_conjugate_numbers, before, name="conjugate_numbers"),
+        """\
+def joint(
+    x: complex64[],
+):
+    # captured
+    _conj: complex128[] = aten._conj.default((1+2j))
+    mul: complex128[] = aten.mul.Tensor(x, _conj)
+    return (mul,), ()
+""",
+    )

@@ -161,7 +161,7 @@ def test_copies_to_the_host_are_hoisted() -> None:
         last = graph.call_function(aten._to_copy.default, (last,), {"device": torch.device(device), "dtype": dtype})
         last.meta.update({"val": fake(device), Mark.PHASE: Phase.FORWARD})
     graph.output((last,))
-    joint = hoist_host_syncs(JointGraph(fx.GraphModule(nn.Module(), graph), 1))
+    joint = hoist_host_syncs(JointGraph(module=fx.GraphModule(nn.Module(), graph), num_forward_outputs=1))
     hoisted = [node.meta.get(Mark.MUST_SAVE) for node in joint.computed()]
     assert hoisted == [None, "copied from the device to the host", None]
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,7 @@ import roundpipe_fx
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
+from tests.graph_text import after
 
 aten = torch.ops.aten
 
@@ -98,3 +100,82 @@ def test_sizes_that_are_symbols_stay() -> None:
     for size in (4, 6):
         batch = {"x": torch.randn(2, 3, size, size)}
         assert_bitwise(train_step(compiled, model, batch), aot_eager_step(model, batch))
+
+
+def test_as_text_a_table_of_nearest_neighbours_is_a_kernel() -> None:
+    before = """\
+def joint(
+    x: float32[2, 3, 4],
+):
+    # captured
+    arange: float32[8] = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+    mul: float32[8] = aten.mul.Tensor(arange, 0.5)
+    _to_copy: int64[8] = aten._to_copy.default(mul, dtype=torch.int64)
+    _unsafe_index: float32[2, 3, 8] = aten._unsafe_index.Tensor(x, [None, None, _to_copy])
+    return (_unsafe_index,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(restore_interpolation, before, name="interpolation"),
+        """\
+def joint(
+    x: float32[2, 3, 4],
+):
+    # captured
+    upsample_nearest1d_default: float32[2, 3, 8] = aten.upsample_nearest1d.default(x, [8])
+    return (upsample_nearest1d_default,), ()
+""",
+    )
+
+
+def test_as_text_its_gradient_is_one_too() -> None:
+    before = """\
+def joint(
+    tangents_1: float32[2, 3, 8],
+):
+    # captured
+    arange: float32[8] = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+    mul: float32[8] = aten.mul.Tensor(arange, 0.5)
+    _to_copy: int64[8] = aten._to_copy.default(mul, dtype=torch.int64)
+    new_zeros: float32[2, 3, 4] = aten.new_zeros.default(tangents_1, [2, 3, 4], dtype=torch.float32, layout=torch.strided, device=device(type='cpu'))
+    _unsafe_index_put: float32[2, 3, 4] = aten._unsafe_index_put.default(new_zeros, [None, None, _to_copy], tangents_1, True)
+    return (), (_unsafe_index_put,)
+"""
+    expecttest.assert_expected_inline(
+        after(restore_interpolation, before, name="interpolation"),
+        """\
+def joint(
+    tangents_1: float32[2, 3, 8],
+):
+    # captured
+    upsample_nearest1d_backward_default: float32[2, 3, 4] = aten.upsample_nearest1d_backward.default(tangents_1, [8], [2, 3, 4])
+    return (), (upsample_nearest1d_backward_default,)
+""",
+    )
+
+
+def test_as_text_a_table_that_no_kernel_reads_stays() -> None:
+    before = """\
+def joint(
+    x: float32[2, 3, 4],
+):
+    # captured
+    arange: float32[8] = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+    mul: float32[8] = aten.mul.Tensor(arange, 0.25)
+    _to_copy: int64[8] = aten._to_copy.default(mul, dtype=torch.int64)
+    _unsafe_index: float32[2, 3, 8] = aten._unsafe_index.Tensor(x, [None, None, _to_copy])
+    return (_unsafe_index,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(restore_interpolation, before, name="interpolation"),
+        """\
+def joint(
+    x: float32[2, 3, 4],
+):
+    # captured
+    arange: float32[8] = aten.arange.default(8, dtype=torch.float32, device=device(type='cpu'), pin_memory=False)
+    mul: float32[8] = aten.mul.Tensor(arange, 0.25)
+    _to_copy: int64[8] = aten._to_copy.default(mul, dtype=torch.int64)
+    _unsafe_index: float32[2, 3, 8] = aten._unsafe_index.Tensor(x, [None, None, _to_copy])
+    return (_unsafe_index,), ()
+""",
+    )

@@ -3,14 +3,17 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 
+import expecttest
 import pytest
 import torch
 from torch import fx
 
 import roundpipe_fx
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor
+from roundpipe_fx.ir.text import graph_text
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from tests.golden_models import GOLDEN
+from tests.graph_text import program_of
 from tests.remat.graphs import mlp
 
 streams = torch.ops.streams
@@ -103,3 +106,123 @@ def test_what_reads_the_call_before_it_waits_for_it() -> None:
     graph.output(graph.call_function(operator.getitem, (again, 0)))
     overlap_recompute(graph, {"stage_0_recompute"})
     assert not [node for node in graph.nodes if str(node.target).startswith("streams.")]
+
+
+def test_as_text_a_recomputation_runs_beside_the_gradient_before_it() -> None:
+    before = """\
+def graph(
+    w: float32[8, 8],  # parameter
+    x: float32[4, 8],
+    tanh: float32[4, 8],  # saved
+    tangents_1: float32[4, 8],
+):
+    stage_1_backward = stage_1_backward([w, tanh, tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    stage_0_recompute = stage_0_recompute([w, x])
+    mm_1: float32[4, 8] = stage_0_recompute[0]
+    stage_0_backward = stage_0_backward([w, mm, mm_1])
+    mm_2: float32[8, 8] = stage_0_backward[0]
+    return (mm_2, None)
+"""
+    expecttest.assert_expected_inline(
+        graph_text(overlap_recompute(program_of(before), {"stage_0_recompute"})),
+        """\
+def graph(
+    w: float32[8, 8],
+    x: float32[4, 8],
+    tanh: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    record_event_default: NoneType = streams.record_event(2, 0)
+    stage_1_backward = stage_1_backward([w, tanh, tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    fork_default: NoneType = streams.fork(0, 1)
+    wait_event_default: NoneType = streams.wait_event(2, 1)
+    stage_0_recompute = stage_0_recompute([w, x])
+    mm_1: float32[4, 8] = stage_0_recompute[0]
+    record_event_default_1: NoneType = streams.record_event(3, 1)
+    join_default: NoneType = streams.join(1, 0)
+    wait_event_default_1: NoneType = streams.wait_event(3, 0)
+    record_stream_default: NoneType = streams.record_stream(mm_1, 0)
+    stage_0_backward = stage_0_backward([w, mm, mm_1])
+    mm_2: float32[8, 8] = stage_0_backward[0]
+    return (mm_2, None)
+""",
+    )
+
+
+def test_as_text_what_it_reads_last_is_announced_to_the_allocator() -> None:
+    before = """\
+def graph(
+    x: float32[4, 8],  # saved
+    y: float32[4, 8],  # saved
+    tangents_1: float32[4, 8],
+):
+    stage_1_backward = stage_1_backward([y, tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    stage_0_recompute = stage_0_recompute([x, y])
+    exp: float32[4, 8] = stage_0_recompute[0]
+    tanh: float32[4, 8] = stage_0_recompute[1]
+    stage_0_backward = stage_0_backward([mm, x, exp, tanh])
+    mm_1: float32[4, 8] = stage_0_backward[0]
+    return (mm_1,)
+"""
+    expecttest.assert_expected_inline(
+        graph_text(overlap_recompute(program_of(before), {"stage_0_recompute"})),
+        """\
+def graph(
+    x: float32[4, 8],
+    y: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    record_event_default: NoneType = streams.record_event(2, 0)
+    stage_1_backward = stage_1_backward([y, tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    fork_default: NoneType = streams.fork(0, 1)
+    wait_event_default: NoneType = streams.wait_event(2, 1)
+    record_stream_default: NoneType = streams.record_stream(y, 1)
+    stage_0_recompute = stage_0_recompute([x, y])
+    exp: float32[4, 8] = stage_0_recompute[0]
+    tanh: float32[4, 8] = stage_0_recompute[1]
+    record_event_default_1: NoneType = streams.record_event(3, 1)
+    join_default: NoneType = streams.join(1, 0)
+    wait_event_default_1: NoneType = streams.wait_event(3, 0)
+    record_stream_default_2: NoneType = streams.record_stream(exp, 0)
+    record_stream_default_1: NoneType = streams.record_stream(tanh, 0)
+    stage_0_backward = stage_0_backward([mm, x, exp, tanh])
+    mm_1: float32[4, 8] = stage_0_backward[0]
+    return (mm_1,)
+""",
+    )
+
+
+def test_as_text_one_that_does_not_gain_stays_where_it_is() -> None:
+    before = """\
+def graph(
+    x: float32[4, 8],  # saved
+    tangents_1: float32[4, 8],
+):
+    stage_1_backward = stage_1_backward([tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    stage_0_recompute = stage_0_recompute([x])
+    exp: float32[4, 8] = stage_0_recompute[0]
+    stage_0_backward = stage_0_backward([mm, exp])
+    mm_1: float32[4, 8] = stage_0_backward[0]
+    return (mm_1,)
+"""
+    expecttest.assert_expected_inline(
+        graph_text(overlap_recompute(program_of(before), ())),
+        """\
+def graph(
+    x: float32[4, 8],
+    tangents_1: float32[4, 8],
+):
+    stage_1_backward = stage_1_backward([tangents_1])
+    mm: float32[4, 8] = stage_1_backward[0]
+    stage_0_recompute = stage_0_recompute([x])
+    exp: float32[4, 8] = stage_0_recompute[0]
+    stage_0_backward = stage_0_backward([mm, exp])
+    mm_1: float32[4, 8] = stage_0_backward[0]
+    return (mm_1,)
+""",
+    )

@@ -22,6 +22,14 @@ def test_every_pass_is_in_the_list() -> None:
         assert (ROOT / "passes" / f"{name}.py").read_text().startswith(f'"""{name}: '), name
 
 
+def test_every_pass_is_tested_on_text() -> None:
+    """At least twice: a graph written as Python, the pass, the graph after."""
+    for item in default_passes():
+        tree = ast.parse((Path(__file__).parent / f"test_{item.name}.py").read_text())
+        names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+        assert len([name for name in names if name.startswith("test_as_text")]) >= 2, item.name
+
+
 def test_passes_stand_in_the_order_of_their_levels() -> None:
     places = [list(PassLevel).index(item.level) for item in default_passes()]
     assert places == sorted(places)

@@ -32,3 +32,33 @@ def joint(
     return (neg,), ()
 """,
     )
+
+
+def test_as_text_only_readers_go() -> None:
+    before = """\
+def joint(
+    x: float32[4],
+):
+    # captured
+    rand: float32[4] = aten.rand.default([4])
+    mul: float32[4] = aten.mul.Tensor(x, rand)
+    rand_1: float32[4] = aten.rand.default([4])
+    resolved_random_branch: NoneType = torch.ops.roundpipe_fx.resolved_random_branch.default(rand_1)
+    rand_2: float32[4] = aten.rand.default([4])
+    resolved_random_branch_1: NoneType = torch.ops.roundpipe_fx.resolved_random_branch.default(rand_2)
+    return (mul,), ()
+"""
+    expecttest.assert_expected_inline(
+        after(release_resolved_random_branches, before, name="resolved_random_branches"),
+        """\
+def joint(
+    x: float32[4],
+):
+    # captured
+    rand: float32[4] = aten.rand.default([4])
+    mul: float32[4] = aten.mul.Tensor(x, rand)
+    rand_1: float32[4] = aten.rand.default([4])
+    rand_2: float32[4] = aten.rand.default([4])
+    return (mul,), ()
+""",
+    )

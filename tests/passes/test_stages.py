@@ -20,7 +20,7 @@ LINK = 1e-3  # seconds a byte
 def _empty_joint() -> JointGraph:
     graph = fx.Graph()
     graph.output(())
-    return JointGraph(fx.GraphModule(torch.nn.Module(), graph), 0)
+    return JointGraph(module=fx.GraphModule(torch.nn.Module(), graph), num_forward_outputs=0)
 
 
 def _transfer(size: int) -> float:

@@ -26,7 +26,11 @@ def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> Se
         held = saved[index] + leaving
         option = ChainStageOption(held, 0.0, held, saved[index])
         unsaved_options = ChainStageOption(0, float(forward[index]), saved[index], saved[index])
-        stages.append(ChainStage(float(forward[index]), leaving, (option,), (unsaved_options,)))
+        stages.append(
+            ChainStage(
+                seconds=float(forward[index]), forward=leaving, options=(option,), unsaved_options=(unsaved_options,)
+            )
+        )
     return SegmentChain(tuple(stages), live_across)
 
 
@@ -153,7 +157,9 @@ def test_an_option_in_between_is_taken_where_it_fits() -> None:
         options = tuple(
             ChainStageOption(held + leaving, cost, held + leaving, 4) for held, cost in ((4, 0.0), (2, 1.0))
         )
-        return ChainStage(3.0, leaving, options, (ChainStageOption(0, 3.0, 0, 4),))
+        return ChainStage(
+            seconds=3.0, forward=leaving, options=options, unsaved_options=(ChainStageOption(0, 3.0, 0, 4),)
+        )
 
     live_across = np.array([[0, 1], [0, 0]])
     solution = solve_chain(SegmentChain((stage(False), stage(True)), live_across), 12, 12)

@@ -28,7 +28,7 @@ stages = st.lists(st.lists(options, min_size=1, max_size=3), min_size=1, max_siz
 @given(stages, st.integers(1, 4), st.integers(0, 3))
 def test_optimum_of_what_each_link_keeps(kept: list[list[ChainStageOption]], in_flight: int, price: int) -> None:
     chain = SegmentChain(
-        tuple(ChainStage(1.0, 0, tuple(own), ()) for own in kept),
+        tuple(ChainStage(seconds=1.0, forward=0, options=tuple(own), unsaved_options=()) for own in kept),
         np.zeros((len(kept), len(kept)), np.int64),
         times=in_flight,
         price=price,
@@ -52,7 +52,12 @@ def test_optimum_of_what_each_link_keeps(kept: list[list[ChainStageOption]], in_
 
 def test_nothing_need_be_kept_of_the_last_link() -> None:
     def chain(in_flight: int) -> SegmentChain:
-        stage = ChainStage(2.0, 1, (ChainStageOption(3, 0.0, 3, 3),), (ChainStageOption(0, 2.0, 3, 3),))
+        stage = ChainStage(
+            seconds=2.0,
+            forward=1,
+            options=(ChainStageOption(3, 0.0, 3, 3),),
+            unsaved_options=(ChainStageOption(0, 2.0, 3, 3),),
+        )
         return SegmentChain((stage, stage), np.array([[0, 1], [0, 0]]), times=in_flight, alone=in_flight == 1)
 
     alone, several = (solve_chain(chain(in_flight), 40, 40) for in_flight in (1, 5))

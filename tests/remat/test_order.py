@@ -21,7 +21,7 @@ def events(draw: st.DrawFn) -> tuple[list[Event], dict[int, int], set[int]]:
         reads = draw(st.lists(st.integers(0, index - 1), max_size=2, unique=True))
         inplace_candidates = tuple(draw(st.lists(st.sampled_from(reads), max_size=1))) if reads else ()
         inplace_candidates = tuple(s for s in inplace_candidates if sizes[s] == sizes[index])
-        found.append(Event(index, reads, [index], inplace_candidates, "room", draw(st.integers(0, 3))))
+        found.append(Event(index, reads, [index], inplace_candidates, "room", workspace=draw(st.integers(0, 3))))
     lasting = {index for index in range(1, count + 1) if draw(st.booleans())}
     return found, sizes, lasting
 

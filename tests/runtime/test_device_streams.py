@@ -212,7 +212,9 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
             return call
 
         reads[step] = tuple(before)
-        steps[step] = StepCode(call, tuple(inputs), (output, 100 + output)[: 1 + sums], elsewhere)
+        steps[step] = StepCode(
+            call=call, inputs=tuple(inputs), outputs=(output, 100 + output)[: 1 + sums], elsewhere=elsewhere
+        )
 
     for stage in range(stages):
         before = [(ActionKind.FORWARD, stage - 1)] if stage else []
@@ -239,16 +241,16 @@ def _program(ledger: Ledger, stages: int) -> PipelineProgram:
             sums,
         )
     return PipelineProgram(
-        steps,
-        StageGraph(reads),
-        (value(stages - 1),),
-        (
+        steps=steps,
+        graph=StageGraph(reads),
+        outputs=(value(stages - 1),),
+        gradients=(
             Gradient(0, None),
             *(Gradient(1 + stage, value(200 + stage + 100 * (stage % 2))) for stage in range(stages)),
             Gradient(1, value(202)),
         ),
-        (0,),
-        {},
+        tangents=(0,),
+        mutations={},
     )
 
 
@@ -325,8 +327,15 @@ def test_an_updated_buffer_is_read_once_it_has_been_made(ledger: Ledger, devices
         return (ledger.make(buffer.device, stream),)
 
     forward: StageAction = (ActionKind.FORWARD, 0)
-    code = StepCode(call, (Source("primal", 0),), (0,), lambda device: call)
-    program = PipelineProgram({forward: code}, StageGraph({forward: ()}), (Source("value", 0),), (), (), {0: 0})
+    code = StepCode(call=call, inputs=(Source("primal", 0),), outputs=(0,), elsewhere=lambda device: call)
+    program = PipelineProgram(
+        steps={forward: code},
+        graph=StageGraph({forward: ()}),
+        outputs=(Source("value", 0),),
+        gradients=(),
+        tangents=(),
+        mutations={0: 0},
+    )
     schedule = Schedule.parse("F0.0 F0.2\nF0.1 F0.3")
     workers = worker.Workers([torch.device(device) for device in devices])
     buffer = ledger.make(home, caller)

@@ -89,7 +89,7 @@ def models(draw: st.DrawFn) -> StepCosts:
     }
     base = {(ActionKind.BACKWARD, stage): copied[ActionKind.BACKWARD, stage] for stage in range(STAGES)}
     return StepCosts(
-        {step: draw(st.integers(1, 9)) for step in copied},
+        seconds={step: draw(st.integers(1, 9)) for step in copied},
         peak_bytes={step: draw(st.integers(0, 20)) + sum(base.get(step, {}).values()) for step in copied},
         base_bytes=base,
         copied_bytes=copied,
@@ -110,7 +110,7 @@ def test_bytes_and_seconds_are_those_of_a_walk(costs: StepCosts, microbatches: i
 def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
     steps = [(kind, stage) for kind in (ActionKind.FORWARD, ActionKind.BACKWARD) for stage in range(2)]
     costs = StepCosts(
-        dict.fromkeys(steps, 1.0),
+        seconds=dict.fromkeys(steps, 1.0),
         copied_bytes={(kind, stage): {stage: 100} for kind, stage in steps},
         base_bytes={(ActionKind.BACKWARD, stage): {stage: 100} for stage in range(2)},
         on_host=frozenset({0, 1}),
@@ -118,5 +118,5 @@ def test_a_device_with_one_stage_has_its_weights_all_the_time() -> None:
     )
     timing = simulate_time(one_f_one_b(2, 2, 4), chain(2), costs)
     assert timing.peak_bytes == (200, 200) and timing.brought_bytes == 200
-    without = simulate_time(one_f_one_b(2, 2, 4), chain(2), StepCosts(dict.fromkeys(steps, 1.0))).makespan
+    without = simulate_time(one_f_one_b(2, 2, 4), chain(2), StepCosts(seconds=dict.fromkeys(steps, 1.0))).makespan
     assert timing.makespan == without + 2  # weights come before, gradients leave after

@@ -47,7 +47,7 @@ def makespan(
     seconds[ActionKind.BACKWARD, fused] = slots[fused] - seconds[ActionKind.FORWARD, fused]
     schedule = round_robin(devices, fused, tried.slots, microbatches, slots)
     validate(schedule, rounds(fused, tried.slots), microbatches, devices)
-    found = simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds)).makespan
+    found = simulate_time(schedule, rounds(fused, tried.slots), StepCosts(seconds=seconds)).makespan
     assert found == pytest.approx(dispatch(devices, slots, microbatches).makespan)
     return found
 
@@ -98,7 +98,7 @@ def test_a_heavy_head_costs_less_than_by_the_best_bound_stages() -> None:
     seconds |= {
         (ActionKind.BACKWARD, i): sum(whole[a : b + 1]) - sum(forward[a : b + 1]) for i, (a, b) in enumerate(stages)
     }
-    bound = simulate_time(one_f_one_b(devices, devices, microbatches), graph, StepCosts(seconds)).makespan
+    bound = simulate_time(one_f_one_b(devices, devices, microbatches), graph, StepCosts(seconds=seconds)).makespan
     assert bound >= 16.0 * microbatches  # the head's stage is never idle but at the ends
     assert makespan(forward, backward, found, devices, microbatches) <= bound / 1.3
 

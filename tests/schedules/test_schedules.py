@@ -31,7 +31,7 @@ _F = ActionKind.FORWARD
 
 
 def costs_of(graph: StageGraph, **seconds: float) -> StepCosts:
-    return StepCosts({step: seconds[step[0].value] for step in graph.steps})
+    return StepCosts(seconds={step: seconds[step[0].value] for step in graph.steps})
 
 
 def test_text_of_small_schedules() -> None:
@@ -128,7 +128,7 @@ def test_round_robin_waits_only_at_the_ends(devices: int) -> None:
     fused, slots, microbatches = devices - 1, 2 * devices, 3 * devices
     graph = rounds(fused, slots)
     seconds = {step: (0.5 if step[1] == fused else 1.0) for step in graph.steps}
-    timing = simulate_time(round_robin(devices, fused, slots, microbatches), graph, StepCosts(seconds))
+    timing = simulate_time(round_robin(devices, fused, slots, microbatches), graph, StepCosts(seconds=seconds))
     assert timing.makespan == pytest.approx(2.0 * microbatches + devices - 1)
 
 
@@ -137,7 +137,7 @@ def test_1f1b_holds_as_many_microbatches_as_stages_follow() -> None:
     graph = chain(devices)
     held = tuple(Held(10, (_F, stage), ((ActionKind.BACKWARD, stage),)) for stage in range(devices))
     peaks = {step: (10 if step[0] is _F else 3) for step in graph.steps}
-    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held, peak_bytes=peaks)
+    costs = StepCosts(seconds=dict.fromkeys(graph.steps, 1.0), held=held, peak_bytes=peaks)
     assert simulate_time(one_f_one_b(devices, devices, microbatches), graph, costs).peak_bytes == (43, 33, 23, 13)
     assert simulate_time(gpipe(devices, devices, microbatches), graph, costs).peak_bytes == (123,) * 4
 
@@ -146,7 +146,7 @@ def test_a_smaller_last_group_holds_no_more_than_a_whole_one() -> None:
     devices, stages = 4, 8
     graph = chain(stages)
     held = tuple(Held(10, (_F, stage), ((ActionKind.BACKWARD, stage),)) for stage in range(stages))
-    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held)
+    costs = StepCosts(seconds=dict.fromkeys(graph.steps, 1.0), held=held)
     peaks = {
         count: max(simulate_time(interleaved(devices, stages, count), graph, costs).peak_bytes) for count in (9, 12)
     }
@@ -157,7 +157,7 @@ def test_what_arrives_early_is_held_until_it_is_read() -> None:
     """Stage 1 takes ten times as long, so what stage 0 has made waits there."""
     graph = chain(2, training=False)
     seconds = {(_F, 0): 1.0, (_F, 1): 10.0}
-    costs = StepCosts(seconds, held=(Held(7, (_F, 0), ((_F, 1),)),), peak_bytes={(_F, 0): 7, (_F, 1): 1})
+    costs = StepCosts(seconds=seconds, held=(Held(7, (_F, 0), ((_F, 1),)),), peak_bytes={(_F, 0): 7, (_F, 1): 1})
     timing = simulate_time(gpipe(2, 2, 4).restricted(graph), graph, costs)
     assert timing.peak_bytes == (7, 4 * 7 + 1)  # all four have arrived while the first is read
 
@@ -182,7 +182,7 @@ def test_no_timing_needs_more_than_the_predicted_peaks(devices, microbatches, wh
     peaks = set()
     for _ in range(3):
         seconds = {step: data.draw(st.floats(0.1, 9.0)) for step in graph.steps}
-        costs = StepCosts(seconds, held=tuple(held))
+        costs = StepCosts(seconds=seconds, held=tuple(held))
         predicted = simulate_time(schedule, graph, costs).peak_bytes
         peaks.add(predicted)
         ends = ends_on_paper(schedule, graph, costs)
@@ -211,7 +211,7 @@ def test_a_device_without_work_needs_nothing() -> None:
 def test_what_stays_and_what_is_brought_count_for_every_microbatch() -> None:
     graph = chain(1)
     costs = StepCosts(
-        dict.fromkeys(graph.steps, 1.0),
+        seconds=dict.fromkeys(graph.steps, 1.0),
         held=(Held(2, (_F, 0), (), lasts=True),),
         base_bytes={(ActionKind.BACKWARD, 0): {0: 100}},
         brought_bytes={(ActionKind.BACKWARD, 0): 5},
@@ -234,7 +234,7 @@ def test_devices_that_are_not_the_callers_have_copies_and_he_gets_their_gradient
     def peaks(*away: int) -> tuple[int, ...]:
         parameters = frozenset({0, 1})
         costs = StepCosts(
-            seconds, base_bytes=gradients, copied_bytes=reads, parameters=parameters, away=frozenset(away)
+            seconds=seconds, base_bytes=gradients, copied_bytes=reads, parameters=parameters, away=frozenset(away)
         )
         return simulate_time(gpipe(2, 2, 4), graph, costs).peak_bytes
 
@@ -247,7 +247,7 @@ def test_what_lasts_is_also_there_where_it_is_read() -> None:
     """Batch norm's new statistics are the caller's, and a backward on another device reads them."""
     graph = chain(2)
     held = (Held(7, (_F, 0), ((_F, 1),), lasts=True),)
-    costs = StepCosts(dict.fromkeys(graph.steps, 1.0), held=held)
+    costs = StepCosts(seconds=dict.fromkeys(graph.steps, 1.0), held=held)
     assert simulate_time(gpipe(2, 2, 1), graph, costs).peak_bytes == (7, 7)
 
 
@@ -256,7 +256,7 @@ def test_the_callers_device_has_the_outputs_and_incoming_gradients_of_others(hal
     graph = chain(2)
     for away in (0, 1):
         costs = StepCosts(
-            dict.fromkeys(graph.steps, 1.0),
+            seconds=dict.fromkeys(graph.steps, 1.0),
             held=(Held(7, (_F, 1), (), lasts=True),),
             brought_bytes={(ActionKind.BACKWARD, 1): 5},
             away=frozenset({away}),
@@ -297,7 +297,7 @@ def test_simulated_times_are_those_of_the_plain_simulator(
     schedule = with_recompute(make(devices, stages, microbatches), graph)
     seconds = {step: data.draw(st.floats(0.1, 5.0)) for step in graph.steps}
     travel = {(s, step): data.draw(st.floats(0.0, 2.0)) for step, reads in graph.reads.items() for s in reads}
-    costs = StepCosts(seconds, travel)
+    costs = StepCosts(seconds=seconds, transfer_seconds=travel)
     timing = simulate_time(schedule, graph, costs)
     expected = ends_on_paper(schedule, graph, costs)
     for device in range(devices):
@@ -360,7 +360,7 @@ def test_microbatches_that_differ_need_their_own_bytes() -> None:
 
     def costs(held: int, peak: int) -> StepCosts:
         return StepCosts(
-            dict.fromkeys(graph.steps, 1.0),
+            seconds=dict.fromkeys(graph.steps, 1.0),
             held=(Held(held, (ActionKind.FORWARD, 0), ((ActionKind.BACKWARD, 0),)),),
             peak_bytes={(ActionKind.FORWARD, 0): held, (ActionKind.BACKWARD, 0): peak},
             first_peak_bytes={(ActionKind.BACKWARD, 0): peak + 1},

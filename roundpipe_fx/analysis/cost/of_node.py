@@ -6,6 +6,7 @@ import operator
 
 import torch
 from torch import fx
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.cost.roofline import flops_of
@@ -52,16 +53,17 @@ def tensor_bytes(values: list[torch.Tensor], exclude: set[int] | None = None) ->
     return total
 
 
-_NOTED = "roundpipe_fx_bytes"
+_noted_bytes = WeakTensorKeyDictionary()
+"""Bytes of fake tensors that are not strided, as they were seen; an entry goes when its tensor does."""
 
 
 def note_bytes(value: torch.Tensor, size: int) -> None:
     """Record the bytes of a fake tensor that is not strided; otherwise it counts as a dense one."""
-    setattr(value, _NOTED, size)
+    _noted_bytes[value] = size
 
 
 def _other_bytes(value: torch.Tensor) -> int:
-    noted: int | None = getattr(value, _NOTED, None)
+    noted: int | None = _noted_bytes.get(value)
     if noted is not None:
         return noted
     count = 1

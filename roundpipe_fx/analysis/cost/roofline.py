@@ -26,7 +26,7 @@ __all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Roofline:
     """The limits of a device.
 
@@ -74,14 +74,29 @@ _RESIDENT_ELEMENTS = 1 << 20
 
 def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int) -> Roofline:
     rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
-    return Roofline(name, rates, bandwidth, link, host, 4e-6, gib * 2**30, full=_RESIDENT_ELEMENTS)
+    return Roofline(
+        name=name,
+        flops=rates,
+        bandwidth=bandwidth,
+        link=link,
+        host=host,
+        overhead=4e-6,
+        memory=gib * 2**30,
+        full=_RESIDENT_ELEMENTS,
+    )
 
 
 # Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of
 # the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained.
 DEVICES: Mapping[str, Roofline] = {
     "cpu": Roofline(
-        "CPU", {torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11}, 2e10, 2e10, 2e10, 2e-6, draw=5e-9
+        name="CPU",
+        flops={torch.float32: 1e11, torch.float64: 5e10, torch.bfloat16: 1e11},
+        bandwidth=2e10,
+        link=2e10,
+        host=2e10,
+        overhead=2e-6,
+        draw=5e-9,
     ),
     "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80),
     "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80),

@@ -29,7 +29,7 @@ from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 __all__ = ["Tape", "View", "storage_key", "view_of"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class View:
     """A tensor as part of a storage, which is numbered."""
 
@@ -46,7 +46,7 @@ class View:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _TapeEntry:
     """One operation.
 
@@ -151,7 +151,17 @@ class Tape:
                 if number in self._versions:
                     self._versions[number] = tensor._version + 1  # autograd counts when the operation returns
             reads = frozenset(view.number for view in views if isinstance(view, View))
-            self._steps.append(_TapeEntry(operator, views, spec, reads, frozenset(numbers), tuple(places), states))
+            self._steps.append(
+                _TapeEntry(
+                    operator=operator,
+                    leaves=views,
+                    spec=spec,
+                    reads=reads,
+                    writes=frozenset(numbers),
+                    makes=tuple(places),
+                    states=states,
+                )
+            )
         return result
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -269,7 +279,14 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def view_of(tensor: torch.Tensor, number: int) -> View:
     """A tensor as part of the storage with this number."""
-    return View(number, tensor.dtype, tensor.device, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+    return View(
+        number=number,
+        dtype=tensor.dtype,
+        device=tensor.device,
+        size=tensor.size(),
+        stride=tensor.stride(),
+        offset=int(tensor.storage_offset()),
+    )
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

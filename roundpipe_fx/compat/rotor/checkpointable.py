@@ -134,12 +134,12 @@ class Checkpointable(nn.Module):
         *rest, loss = self._measured.backward_temporary
         measured = self._measured
         self.chain = Chain(
-            measured.forward,
-            measured.backward,
-            measured.boundary,
-            measured.saved,
-            measured.forward_temporary,
-            (*rest, loss + self.loss_tmp_memory_usage),
+            forward=measured.forward,
+            backward=measured.backward,
+            boundary=measured.boundary,
+            saved=measured.saved,
+            forward_temporary=measured.forward_temporary,
+            backward_temporary=(*rest, loss + self.loss_tmp_memory_usage),
         )
         return self.chain
 

@@ -68,12 +68,12 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
         standing += gradients[index]
         temporary[index] += sum(gradients[index:])
     return Chain(
-        tuple(forward),
-        tuple(backward),
-        tuple(boundary),
-        tuple(saved),
-        tuple(temporary),
-        (*backward_temporary, 0),
+        forward=tuple(forward),
+        backward=tuple(backward),
+        boundary=tuple(boundary),
+        saved=tuple(saved),
+        forward_temporary=tuple(temporary),
+        backward_temporary=(*backward_temporary, 0),
     )
 
 

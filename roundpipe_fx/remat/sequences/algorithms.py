@@ -65,15 +65,15 @@ def _for_planner(chain: Chain) -> SegmentChain:
         backward = kept + chain.boundary[i] + chain.backward_temporary[i]
         stages.append(
             ChainStage(
-                chain.forward[i],
-                chain.boundary[i + 1] + chain.forward_temporary[i],
-                (ChainStageOption(kept, 0.0, forward, backward),),
-                (ChainStageOption(0, chain.forward[i], 0, max(forward, backward)),),
-                chain.boundary[i + 1],
+                seconds=chain.forward[i],
+                forward=chain.boundary[i + 1] + chain.forward_temporary[i],
+                options=(ChainStageOption(kept, 0.0, forward, backward),),
+                unsaved_options=(ChainStageOption(0, chain.forward[i], 0, max(forward, backward)),),
+                resident=chain.boundary[i + 1],
             )
         )
     loss = ChainStageOption(0, 0.0, 0, chain.boundary[n] + chain.backward_temporary[n])
-    stages.append(ChainStage(0.0, 0, (loss,), (loss,)))
+    stages.append(ChainStage(seconds=0.0, forward=0, options=(loss,), unsaved_options=(loss,)))
     live_across = np.zeros((n + 1, n + 1), dtype=np.int64)
     for i in range(n + 1):
         live_across[i, i + 1 :] = chain.boundary[i + 1 :]

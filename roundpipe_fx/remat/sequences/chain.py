@@ -63,12 +63,12 @@ class Chain:
             return tuple(math.ceil(size / slot) for size in sizes)
 
         return Chain(
-            self.forward,
-            self.backward,
-            count(self.boundary),
-            count(self.saved),
-            count(self.forward_temporary),
-            count(self.backward_temporary),
+            forward=self.forward,
+            backward=self.backward,
+            boundary=count(self.boundary),
+            saved=count(self.saved),
+            forward_temporary=count(self.forward_temporary),
+            backward_temporary=count(self.backward_temporary),
         )
 
     def __str__(self) -> str:

@@ -136,7 +136,7 @@ def test_values_lie_as_noted(name: str) -> None:
             results: list[fx.Node] = []
             fx.node.map_arg(output.args, results.append)
             output.args = (results,)
-            restore_layouts(JointGraph(module, 0), CPU)
+            restore_layouts(JointGraph(module=module, num_forward_outputs=0), CPU)
             watching = _Watching(module)
             watching.run(*operands)
             assert watching.wrong == []

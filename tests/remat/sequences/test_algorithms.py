@@ -59,7 +59,14 @@ def chains(draw: st.DrawFn) -> Chain:
     saved = [0, *(size + draw(small) for size in boundary[1:])]
     numbers = [draw(st.lists(small, min_size=length, max_size=length)) for length in (n, n + 1, n, n + 1)]
     forward, backward, forward_temporary, backward_temporary = map(tuple, numbers)
-    return Chain(forward, backward, tuple(boundary), tuple(saved), forward_temporary, backward_temporary)
+    return Chain(
+        forward=forward,
+        backward=backward,
+        boundary=tuple(boundary),
+        saved=tuple(saved),
+        forward_temporary=forward_temporary,
+        backward_temporary=backward_temporary,
+    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -1,0 +1,93 @@
+"""What the page on private interfaces says is true: what is used, what is patched, and when."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = sorted((ROOT / "roundpipe_fx" / "torch_private").glob("*.py"))
+PAGE = (ROOT / "docs" / "private-apis.md").read_text()
+EVERYWHERE = {"_ops", "OpOverload", "OpOverloadPacket", "DispatchKey"}
+
+PATCHED = """
+import sys, types, warnings
+import torch, torch._dynamo.convert_frame
+warnings.simplefilter("ignore")
+
+def patched():
+    found = set()
+    folder = roundpipe_fx.__path__[0]
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
+            for owner in (module, *(own for own in vars(module).values() if isinstance(own, type))):
+                path = name if owner is module else f"{owner.__module__}.{owner.__qualname__}"
+                for key, value in list(vars(owner).items()):
+                    function = value.fget if isinstance(value, property) else value
+                    if isinstance(function, types.FunctionType) and function.__code__.co_filename.startswith(folder):
+                        found.add(f"{path}.{key}")
+    return found
+
+"""
+"""Finds functions of this package in modules and classes of PyTorch's."""
+
+
+def _run(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", PATCHED + code], check=True, capture_output=True, text=True).stdout
+
+
+def _table() -> dict[str, str]:
+    """When each patch is made, by what is patched."""
+    rows = re.findall(r"^\| `([^`]+)` \| `[^`]+` \| ([^|]+) \|", PAGE, flags=re.MULTILINE)
+    return dict(rows)
+
+
+def test_importing_patches_only_what_the_page_says() -> None:
+    made = set(_run("import roundpipe_fx\nprint(*patched())").split())
+    assert made == {name for name, when in _table().items() if when == "at import"}
+    assert len(made) == 1
+
+
+def test_the_page_has_every_patch() -> None:
+    code = """
+import roundpipe_fx
+model = torch.nn.Linear(2, 2)
+torch.compile(model, backend="roundpipe_fx")(torch.randn(3, 2)).sum().backward()
+print(*patched())
+"""
+    assert set(_run(code).split()) == set(_table())
+
+
+def test_looking_the_backend_up_by_name_lets_its_context_be_seen() -> None:
+    code = 'import roundpipe_fx\ntorch.compile(torch.nn.Linear(2, 2), backend="roundpipe_fx")\nprint(*patched())'
+    made = set(_run(code).split())
+    assert made == {name for name, when in _table().items() if when == "at import" or name.endswith("ctx_ctor")}
+
+
+@pytest.mark.parametrize("path", FILES[1:], ids=lambda path: path.stem)
+def test_the_page_names_what_a_file_uses(path: Path) -> None:
+    start = PAGE.index(f"### `{path.name}`: ")
+    end = PAGE.find("\n### ", start + 1)
+    section = PAGE[start : end if end >= 0 else None]
+    missing = {name for name in _private_names(path) if not re.search(rf"\b{re.escape(name)}\b", section)}
+    assert missing <= EVERYWHERE
+
+
+def _private_names(path: Path) -> Iterator[str]:
+    """Last parts of the names of PyTorch's that are private, or imported from a private module."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            yield from (own.name for own in node.names if "._" in f"{node.module}.{own.name}")
+        elif isinstance(node, ast.Attribute) and re.fullmatch(r"torch(\.\w+)+", ast.unparse(node)):
+            yield from (name for name in ast.unparse(node).split(".") if re.match(r"_[a-zA-Z]", name))
+
+
+def test_every_file_is_on_the_page() -> None:
+    assert re.findall(r"^### `(.+?)`", PAGE, flags=re.MULTILINE) == [path.name for path in FILES[1:]]
