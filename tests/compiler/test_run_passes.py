@@ -51,7 +51,7 @@ def _in_place(passes: list[Pass]) -> None:
     [
         (_in_place, "must return a list of roundpipe_fx.Pass, and returned None"),
         (lambda passes: [*passes, "log"], "must return a list of roundpipe_fx.Pass"),
-        (_without("annotate"), "'hoist_host_syncs' needs 'annotate', which is missing"),
+        (_without("annotate"), "'equal_collectives' needs 'annotate', which is missing"),
         (_without("segments"), "'stages' needs 'segments', which is missing"),
         (_without("rng"), "cannot be emitted without 'rng'"),
         (lambda passes: [*passes, passes[-1]], "two passes are named 'overlap_recompute'"),
