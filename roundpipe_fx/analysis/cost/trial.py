@@ -135,9 +135,11 @@ def _depends_on_numbers(node: fx.Node) -> bool:
 def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
     trials = [_run_on(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
-        sizes = [size for source in node.all_input_nodes for value in tensor_values(source) for size in value.shape]
-        least = min((count for size in sizes if (count := size_hint(size))), default=1)
-        trials += [_run_on(node, device, fill, single) for fill in (_ones, _spread(least))]
+        # Kernels do not check every index: whatever it is an index of, it must be within. A gradient of a table has the
+        # table's sizes among its results only.
+        values = [value for source in (*node.all_input_nodes, node) for value in tensor_values(source)]
+        least = min((count for value in values for size in value.shape if (count := size_hint(size))), default=1)
+        trials += [_run_on(node, device, fill, single) for fill in (_ones(least), _spread(least))]
     known = [trial for trial in trials if trial is not None]
     if not known:
         return None
@@ -145,12 +147,18 @@ def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
     return Trial(most, max(trial.left for trial in known), known[0].layouts, known[0].storages)
 
 
-def _ones(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.fill_(1)
+def _ones(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Ones; integers are below ``limit``."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        exact = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype is not torch.bool
+        return tensor.fill_(min(1, limit - 1) if exact else 1)
+
+    return fill
 
 
 def _spread(limit: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Distinct numbers: small integers up to ``limit``, and large numbers of both signs."""
+    """Distinct numbers: small integers below ``limit``, and large numbers of both signs."""
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         count = torch.arange(tensor.numel(), device=tensor.device).reshape(tensor.shape)

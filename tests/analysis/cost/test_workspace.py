@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import roundpipe_fx
 from benchmarks.fuzz.meter import AllocatorPeak
-from roundpipe_fx.analysis.cost import workspaces_of
+from roundpipe_fx.analysis.cost import trial, workspaces_of
 from roundpipe_fx.passes import workspaces
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 
@@ -268,3 +268,21 @@ def test_operators_without_operands_are_measured(window) -> None:
         model(x).backward()
     assert allocated.peak <= model.plan.peak_bytes
     assert model.plan.peak_bytes <= allocated.peak + torch.get_rng_state().nbytes
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_indices_are_within_a_table_that_is_not_an_operand(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of an embedding bag has the table's rows in its result only, and its kernel checks no index."""
+    largest: list[int] = []
+    made_up = trial.made_up_arguments
+
+    def noted(node: fx.Node, device: torch.device, fill, single: bool):
+        largest.append(int(fill(torch.empty(100, dtype=torch.int64)).max()))
+        return made_up(node, device, fill, single)
+
+    monkeypatch.setattr(trial, "made_up_arguments", noted)
+    monkeypatch.setattr(trial, "_tried", {})
+    torch._dynamo.reset()
+    model = roundpipe_fx.compile(nn.EmbeddingBag(rows, 8, mode="sum"))
+    model(torch.zeros(12, 7, dtype=torch.int64)).sum().backward()
+    assert len(largest) >= 3 and max(largest) < rows
