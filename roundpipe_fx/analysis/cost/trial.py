@@ -111,10 +111,7 @@ def run_apart(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-_BY_NUMBERS = (
-    aten.linalg_matrix_exp,
-    aten.isin,
-    aten.repeat_interleave,
+_BY_INDICES = (
     aten._embedding_bag,
     aten._embedding_bag_forward_only,
     aten._embedding_bag_backward,
@@ -122,6 +119,8 @@ _BY_NUMBERS = (
     aten._embedding_bag_sparse_backward,
     aten._embedding_bag_per_sample_weights_backward,
 )
+"""Operators whose integers are indices of a table, which kernels do not check."""
+_BY_NUMBERS = (aten.linalg_matrix_exp, aten.isin, aten.repeat_interleave, *_BY_INDICES)
 """Operators whose workspace depends on values, though their results' sizes do not; found by trying all on the CPU."""
 
 
@@ -135,11 +134,13 @@ def _depends_on_numbers(node: fx.Node) -> bool:
 def _run(node: fx.Node, device: torch.device, single: bool) -> Trial | None:
     trials = [_run_on(node, device, torch.Tensor.zero_, single)]
     if _depends_on_numbers(node):
-        # Kernels do not check every index: whatever it is an index of, it must be within. A gradient of a table has the
-        # table's sizes among its results only.
-        values = [value for source in (*node.all_input_nodes, node) for value in tensor_values(source)]
-        least = min((count for value in values for size in value.shape if (count := size_hint(size))), default=1)
-        trials += [_run_on(node, device, fill, single) for fill in (_ones(least), _spread(least))]
+        indexes = getattr(node.target, "overloadpacket", None) in _BY_INDICES
+        # The gradient of a table has the table's rows among its results only.
+        sized = (*node.all_input_nodes, node) if indexes else node.all_input_nodes
+        sizes = [size for source in sized for value in tensor_values(source) for size in value.shape]
+        least = min((count for size in sizes if (count := size_hint(size))), default=1)
+        ones = _ones(least if indexes else 2)
+        trials += [_run_on(node, device, fill, single) for fill in (ones, _spread(least))]
     known = [trial for trial in trials if trial is not None]
     if not known:
         return None

@@ -270,19 +270,31 @@ def test_operators_without_operands_are_measured(window) -> None:
     assert model.plan.peak_bytes <= allocated.peak + torch.get_rng_state().nbytes
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_indices_are_within_a_table_that_is_not_an_operand(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradient of an embedding bag has the table's rows in its result only, and its kernel checks no index."""
-    largest: list[int] = []
+@pytest.fixture
+def largest(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The largest integer that each trial is made up with."""
+    found: list[int] = []
     made_up = trial.made_up_arguments
 
     def noted(node: fx.Node, device: torch.device, fill, single: bool):
-        largest.append(int(fill(torch.empty(100, dtype=torch.int64)).max()))
+        found.append(int(fill(torch.empty(100, dtype=torch.int64)).max()))
         return made_up(node, device, fill, single)
 
     monkeypatch.setattr(trial, "made_up_arguments", noted)
     monkeypatch.setattr(trial, "_tried", {})
+    return found
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_indices_are_within_a_table_that_is_not_an_operand(rows: int, largest: list[int]) -> None:
+    """The gradient of an embedding bag has the table's rows in its result only, and its kernel checks no index."""
     torch._dynamo.reset()
     model = roundpipe_fx.compile(nn.EmbeddingBag(rows, 8, mode="sum"))
     model(torch.zeros(12, 7, dtype=torch.int64)).sum().backward()
     assert len(largest) >= 3 and max(largest) < rows
+
+
+def test_integers_that_are_no_indices_are_tried_as_ones_whatever_the_sizes(largest: list[int]) -> None:
+    row = ((1, 5), torch.int64)
+    workspace_of(node_of(aten.isin.Tensor_Tensor, row, row))
+    assert 1 in largest
