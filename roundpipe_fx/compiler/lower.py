@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -31,6 +30,7 @@ from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap, stages_to_overlap
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Options, StageCompiler
@@ -45,7 +45,6 @@ from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all,
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.torch_private import size_hint
 
 __all__ = [
     "SAVE_POLICIES",
@@ -346,7 +345,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
-    beside = _stages_to_overlap(joint, setting)
+    beside = stages_to_overlap(joint, _full(setting))
     margin = 0
     emitted: list[tuple[Candidate, int]] = []
     while True:
@@ -375,39 +374,6 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
         emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
-
-
-def _stages_to_overlap(joint: JointGraph, setting: Setting) -> set[int]:
-    """Stages whose recomputation gains by running beside the backward of the stage before it."""
-    unfilled = _Unfilled(setting)
-    for node in joint.computed():
-        unfilled.add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), node)
-    stages = sorted({node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}, reverse=True)
-    return {
-        stage
-        for before, stage in itertools.pairwise(stages)
-        if unfilled.overlap_pays((before, Phase.BACKWARD), (stage, Phase.FORWARD))
-    }
-
-
-class _Unfilled:
-    """How much of the modelled seconds of parts of a graph are of kernels too small to fill the device."""
-
-    def __init__(self, setting: Setting) -> None:
-        self._full = roofline_of(setting.device, setting.options.device_name).full
-        self._seconds: Counter[tuple[int, Phase]] = Counter()
-        self._small: Counter[tuple[int, Phase]] = Counter()
-
-    def add(self, part: tuple[int, Phase], node: fx.Node) -> None:
-        """Count a node."""
-        seconds = node.meta[Mark.SECONDS]
-        self._seconds[part] += seconds
-        if seconds and sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
-            self._small[part] += seconds
-
-    def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
-        """Whether one of these parts leaves the device so idle that another can run beside it."""
-        return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
 
 
 def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
@@ -453,7 +419,7 @@ def emit(
     setting = setting.knowing(split=split, sums=sums)
     joint = setting.run(joint, PassLevel.PLANNED)
     seconds: dict[tuple[int, Phase], float] = {}
-    unfilled = _Unfilled(setting)
+    unfilled = Unfilled(_full(setting))
     again = 0.0
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
@@ -469,7 +435,7 @@ def emit(
     backward = emit_backward_program(joint, modules) if training else None
     _rewrite_program(forward, setting)
     if backward is not None:
-        _rewrite_program(backward, setting, _to_overlap(joint, backward, unfilled))
+        _rewrite_program(backward, setting, modules_to_overlap(joint, backward, unfilled))
     tangents = joint.expected_tangents if setting.compiler == "eager" else joint.tangents
     return Lowered(
         joint=joint,
@@ -489,16 +455,9 @@ def _rewrite_program(program: Program, setting: Setting, overlapped: Collection[
     run_passes(program.module.graph, setting.passes, PassLevel.PROGRAM, context)
 
 
-def _to_overlap(joint: JointGraph, backward: Program, unfilled: _Unfilled) -> set[str]:
-    """Names of the modules that recompute and gain by running beside what is called before them."""
-    recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
-    return {
-        call.name
-        for before, call in itertools.pairwise(backward.calls)
-        if call.phase is Phase.RECOMPUTE
-        and call.stage in recomputing
-        and unfilled.overlap_pays((before.stage, before.phase), (call.stage, call.phase))
-    }
+def _full(setting: Setting) -> int:
+    """Elements of a result from which on a kernel fills the device."""
+    return roofline_of(setting.device, setting.options.device_name).full
 
 
 def _device_of(joint: JointGraph) -> torch.device:

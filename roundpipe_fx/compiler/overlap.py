@@ -1,0 +1,68 @@
+"""Where overlap pays: recomputation beside the gradient before it, if kernels of either do not fill the device."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+from torch import fx
+
+from roundpipe_fx.codegen import Program
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["Unfilled", "modules_to_overlap", "stages_to_overlap"]
+
+
+class Unfilled:
+    """How much of the modelled seconds of parts of a graph are of kernels too small to fill the device.
+
+    Args:
+        full: elements of a result from which on a kernel fills the device.
+    """
+
+    def __init__(self, full: int) -> None:
+        self._full = full
+        self._seconds: Counter[tuple[int, Phase]] = Counter()
+        self._small: Counter[tuple[int, Phase]] = Counter()
+
+    def add(self, part: tuple[int, Phase], node: fx.Node) -> None:
+        """Count a node."""
+        seconds = node.meta[Mark.SECONDS]
+        self._seconds[part] += seconds
+        if seconds and sum(size_hint(value.numel()) for value in tensor_values(node)) < self._full:
+            self._small[part] += seconds
+
+    def overlap_pays(self, *parts: tuple[int, Phase]) -> bool:
+        """Whether one of these parts leaves the device so idle that another can run beside it."""
+        return any(self._small[part] >= self._seconds[part] / 2 for part in parts)
+
+
+def stages_to_overlap(joint: JointGraph, full: int) -> set[int]:
+    """Stages whose recomputation gains by running beside the backward of the stage before it.
+
+    Args:
+        joint: a graph with stages.
+        full: elements of a result from which on a kernel fills the device.
+    """
+    unfilled = Unfilled(full)
+    for node in joint.computed():
+        unfilled.add((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), node)
+    stages = sorted({node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}, reverse=True)
+    return {
+        stage
+        for before, stage in itertools.pairwise(stages)
+        if unfilled.overlap_pays((before, Phase.BACKWARD), (stage, Phase.FORWARD))
+    }
+
+
+def modules_to_overlap(joint: JointGraph, backward: Program, unfilled: Unfilled) -> set[str]:
+    """Names of the modules that recompute and gain by running beside what is called before them."""
+    recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
+    return {
+        call.name
+        for before, call in itertools.pairwise(backward.calls)
+        if call.phase is Phase.RECOMPUTE
+        and call.stage in recomputing
+        and unfilled.overlap_pays((before.stage, before.phase), (call.stage, call.phase))
+    }
