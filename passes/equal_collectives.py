@@ -25,11 +25,12 @@ def merge_equal_collectives(joint: JointGraph) -> JointGraph:
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     firsts: dict[tuple[str, ...], fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
-        if not is_collective(node.target) or not is_tensor(node) or node.target._schema.is_mutable:  # type: ignore[union-attr]
+        target = node.target
+        if not is_collective(target) or target._schema.is_mutable or not is_tensor(node):
             continue
         if not returned.isdisjoint(_shown(node)):
             continue
-        first = firsts.setdefault((str(node.target), str(node.args), str(node.kwargs)), node)
+        first = firsts.setdefault((str(target), str(node.args), str(node.kwargs)), node)
         if first is not node:
             let_stand_for(node, first)
             joint.graph.erase_node(node)

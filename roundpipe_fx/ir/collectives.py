@@ -6,7 +6,7 @@ recomputed, and when, must not decide about communication. A collective of the f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -18,6 +18,6 @@ _NAMESPACES = frozenset(
 """Of the operators of functional collectives, DTensor, process groups and symmetric memory."""
 
 
-def is_collective(target: Any) -> bool:
+def is_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     """Whether a node's target communicates with other processes, or waits for what does."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES

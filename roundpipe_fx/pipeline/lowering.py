@@ -22,11 +22,10 @@ from roundpipe_fx.compiler.lower import (
     emit_by_policy,
     prepare,
 )
-from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
+from roundpipe_fx.pipeline.distributed import refuse_distributed
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
@@ -38,9 +37,8 @@ from roundpipe_fx.schedules import (
 )
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
-from roundpipe_fx.torch_private import PassedThrough, is_opaque
 
-__all__ = ["DistributedTensorError", "lower_pipeline"]
+__all__ = ["lower_pipeline"]
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ def lower_pipeline(
         InvalidScheduleError: a given schedule does not fit the stages.
         ValueError: a stage name that does not exist in the model.
     """
-    _refuse_distributed(joint, pipelining.workers)
+    refuse_distributed(joint, pipelining.workers)
     joint, setting = prepare(joint, options, registered_syncs, workspaces, training, pipelining.microbatches)
     setting = dataclasses.replace(setting, share=share)
     usual = "roundpipe" if pipelining.offloaded else "1f1b"
@@ -117,26 +115,6 @@ def lower_pipeline(
         raise refused
     log.info("%s", best[1].main.lowered.plan)
     return best[1]
-
-
-class DistributedTensorError(PassedThrough, ValueError):
-    """A model that is distributed over processes is to be pipelined by threads of each of them."""
-
-
-def _refuse_distributed(joint: JointGraph, workers: int) -> None:
-    """Refuse distributed tensors, and collectives in several threads, which would order them differently."""
-    if any(is_opaque(node.meta.get("val")) for node in joint.primals):
-        raise DistributedTensorError(
-            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor). Compile it without "
-            "devices and num_microbatches; a memory_budget works with tensor parallelism."
-        )
-    collective = next((node for node in joint.computed() if is_collective(node.target)), None)
-    if collective is not None and workers > 1:
-        raise DistributedTensorError(
-            f"a pipeline of several devices cannot run {collective.target}: its devices run at the same time, so "
-            "processes would communicate in different orders and wait for each other for ever. Give one device to "
-            f"each process of the group.\n{source_of(collective)}"
-        )
 
 
 def _lower_named(

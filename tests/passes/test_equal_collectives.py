@@ -6,7 +6,6 @@ import expecttest
 import torch.distributed._functional_collectives  # noqa: F401 (registers the operators)
 
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
-from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from tests.graph_text import after
 
 GATHERED_TWICE = """\
@@ -64,27 +63,3 @@ def joint(
     return (wait_tensor, wait_tensor_1), (None,)
 """
     assert after(merge_equal_collectives, before, name="equal_collectives") == before
-
-
-def test_as_text_collectives_of_the_forward_run_once() -> None:
-    expecttest.assert_expected_inline(
-        after(hoist_host_syncs, GATHERED_TWICE, name="hoist_host_syncs"),
-        """\
-def joint(
-    x: float32[2, 8],
-    tangents_1: float32[4, 8],
-):
-    # forward
-    all_gather: float32[4, 8] = torch.ops._c10d_functional.all_gather_into_tensor.default(x, 2, '0')  # must run once: communicates with other processes
-    wait_tensor: float32[4, 8] = torch.ops._c10d_functional.wait_tensor.default(all_gather)  # must run once: communicates with other processes
-    sin: float32[4, 8] = aten.sin.default(wait_tensor)
-    all_gather_1: float32[4, 8] = torch.ops._c10d_functional.all_gather_into_tensor.default(x, 2, '0')  # must run once: communicates with other processes
-    wait_tensor_1: float32[4, 8] = torch.ops._c10d_functional.wait_tensor.default(all_gather_1)  # must run once: communicates with other processes
-    mul: float32[4, 8] = aten.mul.Tensor(sin, wait_tensor_1)
-    # backward
-    mul_1: float32[4, 8] = aten.mul.Tensor(tangents_1, wait_tensor_1)
-    reduce_scatter: float32[2, 8] = torch.ops._c10d_functional.reduce_scatter_tensor.default(mul_1, 'sum', 2, '0')
-    wait_tensor_2: float32[2, 8] = torch.ops._c10d_functional.wait_tensor.default(reduce_scatter)
-    return (mul,), (wait_tensor_2,)
-""",
-    )

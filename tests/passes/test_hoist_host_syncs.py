@@ -3,6 +3,7 @@ from __future__ import annotations
 import expecttest
 import pytest
 import torch
+import torch.distributed._functional_collectives  # registers the operators
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -285,5 +286,41 @@ def joint(
     # backward
     mul: float32[4, 8] = aten.mul.Tensor(tangents_1, relu)
     return (sin,), (mul,)
+""",
+    )
+
+
+def test_as_text_collectives_of_the_forward_run_once() -> None:
+    before = """\
+def joint(
+    x: float32[2, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    all_gather: float32[4, 8] = torch.ops._c10d_functional.all_gather_into_tensor.default(x, 2, '0')
+    wait_tensor: float32[4, 8] = torch.ops._c10d_functional.wait_tensor.default(all_gather)
+    sin: float32[4, 8] = aten.sin.default(wait_tensor)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, wait_tensor)
+    reduce_scatter: float32[2, 8] = torch.ops._c10d_functional.reduce_scatter_tensor.default(mul, 'sum', 2, '0')
+    wait_tensor_1: float32[2, 8] = torch.ops._c10d_functional.wait_tensor.default(reduce_scatter)
+    return (sin,), (wait_tensor_1,)
+"""
+    expecttest.assert_expected_inline(
+        after(hoist_host_syncs, before, name="hoist_host_syncs"),
+        """\
+def joint(
+    x: float32[2, 8],
+    tangents_1: float32[4, 8],
+):
+    # forward
+    all_gather: float32[4, 8] = torch.ops._c10d_functional.all_gather_into_tensor.default(x, 2, '0')  # must run once: communicates with other processes
+    wait_tensor: float32[4, 8] = torch.ops._c10d_functional.wait_tensor.default(all_gather)  # must run once: communicates with other processes
+    sin: float32[4, 8] = aten.sin.default(wait_tensor)
+    # backward
+    mul: float32[4, 8] = aten.mul.Tensor(tangents_1, wait_tensor)
+    reduce_scatter: float32[2, 8] = torch.ops._c10d_functional.reduce_scatter_tensor.default(mul, 'sum', 2, '0')
+    wait_tensor_1: float32[2, 8] = torch.ops._c10d_functional.wait_tensor.default(reduce_scatter)
+    return (sin,), (wait_tensor_1,)
 """,
     )

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import roundpipe_fx
 from roundpipe_fx.ir.collectives import is_collective
-from roundpipe_fx.pipeline.lowering import DistributedTensorError
+from roundpipe_fx.pipeline.distributed import DistributedTensorError
 from tests.counting import count_operations
 
 WIDTH = 16
@@ -80,15 +80,17 @@ def sequence_parallel(model: Net, mesh: dist.DeviceMesh) -> Net:
 def _step(
     run: Callable[..., Any], model: nn.Module, x: torch.Tensor
 ) -> tuple[list[torch.Tensor], collections.Counter[str]]:
-    """Gradients and collectives of a step after others, the first of which compile."""
+    """Loss and gradients, and the collectives, of a step after others, the first of which compile."""
     for _ in range(3):
         model.zero_grad()
         with count_operations() as ran:
-            run(x).square().mean().backward()
+            loss = run(x).square().mean()
+            loss.backward()
     grads = [parameter.grad for parameter in model.parameters()]
-    gathered = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    found = [loss.detach()]
+    found += [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
     collectives = {str(op): count for op, count in ran.items() if is_collective(op) and "wait" not in str(op)}
-    return gathered, collections.Counter(collectives)
+    return found, collections.Counter(collectives)
 
 
 def _peak(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> int:

@@ -1,0 +1,42 @@
+"""Models that are distributed over processes, which a pipeline of threads in each process cannot run.
+
+A pipeline goes past the part of AOTAutograd that takes distributed tensors apart, and its threads would start
+collectives in an order of their own in each process.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.torch_private import PassedThrough, is_opaque
+
+__all__ = ["DistributedTensorError", "refuse_distributed"]
+
+
+class DistributedTensorError(PassedThrough, ValueError):
+    """A model that is distributed over processes is to be pipelined by threads of each of them."""
+
+
+def refuse_distributed(joint: JointGraph, workers: int) -> None:
+    """Refuse what a pipeline cannot run.
+
+    Args:
+        joint: the captured graph.
+        workers: number of devices, each with a thread.
+
+    Raises:
+        DistributedTensorError: parameters are distributed tensors; or several threads would start collectives.
+    """
+    if any(is_opaque(node.meta.get("val")) for node in joint.primals):
+        raise DistributedTensorError(
+            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor). Compile it without "
+            "devices and num_microbatches; a memory_budget works with tensor parallelism."
+        )
+    collective = next((node for node in joint.computed() if is_collective(node.target)), None)
+    if collective is not None and workers > 1:
+        raise DistributedTensorError(
+            f"a pipeline of several devices cannot run {collective.target}: its devices run at the same time, so "
+            "processes would communicate in different orders and wait for each other for ever. Give one device to "
+            f"each process of the group.\n{source_of(collective)}"
+        )
