@@ -76,10 +76,9 @@ class _Notes:
 
     def go_on_to(self, node: fx.Node) -> None:
         """Note how a node's value lies, those of all before it being noted rightly."""
-        values = tensor_values(node)
-        if not values:
+        if not tensor_values(node):
             return
-        changed = [source for source in input_nodes(node) if source in self._before] if self._before else []
+        changed = [source for source in input_nodes(node) if source in self._before]
         if node.target is operator.getitem:
             for source in changed:
                 self._note(node, source.meta["val"][node.args[1]])

@@ -134,6 +134,7 @@ def _levels(
     last: Mapping[int, int],
     allocator: CachingAllocator | None = None,
 ) -> Iterator[tuple[int, int]]:
+    """For each event, the bytes alive while it runs, and when it is over."""
     # By position. Lasting storages are at ``len(events)``; index -1, the last entry, holds those never read.
     dying: list[list[int]] = [[] for _ in range(len(events) + 2)]
     for storage, position in last.items():

@@ -123,11 +123,13 @@ class _Saved:
 
 
 def _ordered_saved(joint: JointGraph) -> _Saved:
-    """Saved values in AOTAutograd's order: tensors whose version counter autograd checks come first."""
-    values = saved_values(joint)
-    objects = [node for node in values if is_opaque(node.meta.get("val"))]
-    scalars = [node for node in values if is_symbolic_scalar(node)]
-    tensors = [node for node in values if not is_opaque(node.meta.get("val")) and not is_symbolic_scalar(node)]
+    """Saved values by kind; tensors whose version counter autograd checks come first, as AOTAutograd has them."""
+    tensors: list[fx.Node] = []
+    objects: list[fx.Node] = []
+    scalars: list[fx.Node] = []
+    for node in saved_values(joint):
+        kind = scalars if is_symbolic_scalar(node) else objects if is_opaque(node.meta.get("val")) else tensors
+        kind.append(node)
     tensors.sort(key=lambda node: bool(node.meta.get("saved_tensor_with_no_vc_check", False)))
     return _Saved(tensors, objects, scalars)
 

@@ -306,7 +306,7 @@ class _ForwardCalls:
 
     Attributes:
         number_of: their numbers.
-        numbers: those that are left.
+        numbers: the next ones.
     """
 
     number_of: weakref.WeakKeyDictionary[Any, int] = field(default_factory=weakref.WeakKeyDictionary)
