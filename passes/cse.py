@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten
 
 from roundpipe_fx.ir.graph_edit import let_stand_for, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
@@ -46,8 +45,7 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
             continue
         # Only what does the same with the same values is looked at whole.
         firsts_alike = firsts.setdefault((node.target, *(like.get(s, s) for s in node.all_input_nodes)), [])
-        expression = _expression(node, like) if firsts_alike else None
-        like[node] = next((first for first in firsts_alike if _expression(first, like) == expression), node)
+        like[node] = next((first for first in firsts_alike if _computes_same(first, node, like)), node)
         if like[node] is node:
             firsts_alike.append(node)
         if not is_tensor(node) or is_view(node):
@@ -75,11 +73,21 @@ def _is_pure(node: fx.Node) -> bool:
     )
 
 
-def _expression(node: fx.Node, like: Mapping[fx.Node, fx.Node]) -> Any:
-    """The same for nodes that compute the same."""
-    leaves, structure = tree_flatten((node.args, node.kwargs))
-    told = tuple(like.get(leaf, leaf) if isinstance(leaf, fx.Node) else (type(leaf), leaf) for leaf in leaves)
-    return node.target, str(structure), told
+def _computes_same(one: fx.Node, other: fx.Node, like: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether two calls of one operator have equal arguments, where ``like`` tells which values are equal."""
+    return _is_same(one.args, other.args, like) and _is_same(one.kwargs, other.kwargs, like)
+
+
+def _is_same(one: Any, other: Any, like: Mapping[fx.Node, fx.Node]) -> bool:
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, fx.Node):
+        return like.get(one, one) is like.get(other, other)
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(_is_same(*pair, like) for pair in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_is_same(item, other[key], like) for key, item in one.items())
+    return bool(one == other)
 
 
 def _is_plain(shown: fx.Node, node: fx.Node) -> bool:
