@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of, operand_nodes
 from tests.analysis.dimensions.calls import RealCall, call, node_of, text
-from tests.analysis.dimensions.samples import SAMPLES, Sizes, inner, mask, real, whole
+from tests.analysis.dimensions.samples import INDEXING, PARTS, SAMPLES, VIEWS, Sizes, inner, mask, real, whole
 
 aten = torch.ops.aten
 
@@ -180,8 +180,17 @@ def test_arguments_without_a_divided_dimension_are_those_of_the_node() -> None:
     assert arguments_on_tile(node, dimensions, {dimensions.operands[0][0][0]: 2})[0][3] == 2
 
 
-@pytest.mark.parametrize("dynamic", [DimDynamic.DYNAMIC, DimDynamic.DUCK], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("operator", SAMPLES, ids=str)
+DIFFERENT_SYMBOLS = [*VIEWS, *PARTS, *INDEXING]
+
+
+@pytest.mark.parametrize(
+    ("operator", "dynamic"),
+    [
+        *((operator, DimDynamic.DUCK) for operator in SAMPLES),
+        *((operator, DimDynamic.DYNAMIC) for operator in DIFFERENT_SYMBOLS),
+    ],
+    ids=str,
+)
 def test_symbolic_sizes_add_no_guards_and_claim_no_more(operator: Any, dynamic: DimDynamic) -> None:
     for sample in SAMPLES[operator]:
         torch.manual_seed(0)
