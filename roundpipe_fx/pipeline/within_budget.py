@@ -12,7 +12,9 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.compiler.lower import Lowered, Setting, emit, emit_by_policy, operations_of
+from roundpipe_fx.compiler.lower import emit, emit_by_policy, operations_of
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
