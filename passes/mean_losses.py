@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor
 
@@ -26,12 +26,16 @@ _ELEMENTWISE = {aten.mse_loss: 2, aten.smooth_l1_loss: 2, aten.huber_loss: 2}
 _GRADIENTS = {aten.mse_loss_backward: 3, aten.smooth_l1_loss_backward: 3, aten.huber_loss_backward: 3}
 
 
-def split_mean_losses(joint: JointGraph, costs: CostModel) -> JointGraph:
+def split_mean_losses(
+    joint: JointGraph, costs: CostModel, device: torch.device | None = None, eager: bool = True
+) -> JointGraph:
     """Rewrite means over a whole tensor as sums that are divided.
 
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
+        device: where it runs; ``None``: that is not at hand.
+        eager: whether it runs as it is.
     """
     for node in list(joint.computed()):
         packet = getattr(node.target, "overloadpacket", None)
@@ -47,12 +51,18 @@ def split_mean_losses(joint: JointGraph, costs: CostModel) -> JointGraph:
             made.update_arg(0, gradient)
             node.replace_all_uses_with(made)
             joint.graph.erase_node(node)
-    late = set(joint.tangents)
+    late, added = set(joint.tangents), []
     for node in joint.computed():
         if Mark.PHASE not in node.meta:
             waits = any(s in late or s.meta.get(Mark.PHASE) is Phase.BACKWARD for s in input_nodes(node))
             node.meta[Mark.PHASE] = Phase.BACKWARD if waits else Phase.FORWARD
+            if device is not None and eager:
+                note_real_values(node, device)
             annotate_node(node, costs)
+            added.append(node)
+    if device is not None:
+        for node, size in workspaces_of(added, device, fused=not eager).items():
+            node.meta[Mark.WORKSPACE] = size
     return joint
 
 
