@@ -196,7 +196,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: setting.run(_uncut(joint), PassLevel.SUMMED),
         tiled=lambda joint, tiles: setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED),
-        planned=lambda joint, budget: _within(_cut(joint.copy(), setting), setting, budget),
+        planned=lambda joint, budget: _within(_cut(joint, setting), setting, budget),
     )
 
 

@@ -277,9 +277,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             continue
         part = values[node]
         if region.where[node][1] > 1:
-            part = _call(
-                graph, node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node])
-            )
+            part = call(node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node]))
         parts.append(part)
     graph.output(tuple(parts))
     _drop_unread(graph)
@@ -344,7 +342,7 @@ _KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
 def _call(
-    graph: fx.Graph, device: torch.device | None, like: fx.Node, target: Any, *args: Any, **kwargs: Any
+    graph: fx.Graph, device: torch.device | None, like: fx.Node, target: Any, /, *args: Any, **kwargs: Any
 ) -> fx.Node:
     made = graph.create_node("call_function", target, args, kwargs, name=like.name)
     made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta}
