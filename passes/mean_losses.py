@@ -21,9 +21,22 @@ __all__ = ["split_mean_losses"]
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
-_ELEMENTWISE = {aten.mse_loss: 2, aten.smooth_l1_loss: 2, aten.huber_loss: 2}
+_ELEMENTWISE = {
+    aten.mse_loss: 2,
+    aten.smooth_l1_loss: 2,
+    aten.huber_loss: 2,
+    aten.soft_margin_loss: 2,
+    aten.binary_cross_entropy: 3,
+    aten.binary_cross_entropy_with_logits: 4,
+}
 """Losses of pairs of elements, with the place of their reduction among the arguments."""
-_GRADIENTS = {aten.mse_loss_backward: 3, aten.smooth_l1_loss_backward: 3, aten.huber_loss_backward: 3}
+_GRADIENTS = {
+    aten.mse_loss_backward: 3,
+    aten.smooth_l1_loss_backward: 3,
+    aten.huber_loss_backward: 3,
+    aten.soft_margin_loss_backward: 3,
+    aten.binary_cross_entropy_backward: 4,
+}
 
 
 def split_mean_losses(
