@@ -12,8 +12,7 @@ chain              across segments: dynamic programming over memory, with nested
 segment_chain      the segments as the stages of that chain
 search             candidates on the trade-off of peak and recomputation
 choose             the least recomputation within the budget
-lower_bound        a peak below which no schedule gets
 sequences          checkpointing sequences of a chain (rotor)
-rotor              what all-or-nothing checkpointing of the same chain can do, for comparison
+follow_sequence    the plan that such a sequence is
 =================  ====================================================================================
 """
