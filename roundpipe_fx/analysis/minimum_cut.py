@@ -9,8 +9,8 @@ vertices that are answered with yes::
 
 Here saying yes to a costs nothing and saying no costs 3, but yes to a means yes to b, which costs 5: the cut is 3.
 
-The flow is SciPy's (``scipy.sparse.csgraph.maximum_flow``), since networkx's runs in Python and a plan takes hundreds of cuts.
-It counts in 32 bits, so sizes are divided by :func:`unit_of` them first.
+The flow is SciPy's (``scipy.sparse.csgraph.maximum_flow``), since networkx's runs in Python and a plan takes
+hundreds of cuts. It counts in 32 bits, so sizes are divided by :func:`unit_of` them first.
 """
 
 from __future__ import annotations

@@ -18,14 +18,8 @@ from roundpipe_fx.analysis.cost import COMPILED_STAGES, CostModel, MeasuredCosts
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
-from roundpipe_fx.analysis.simulator import (
-    Course,
-    PeakMoment,
-    allocation_granularity,
-    course_of,
-    footprint_of_course,
-    peak_of_course,
-)
+from roundpipe_fx.analysis.program_events import Course, course_of
+from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
@@ -138,7 +132,7 @@ class Lowered:
     def _course(self) -> Course:
         granularity = allocation_granularity(self.setting.device)
         outside = returned_view_bytes(self.joint, granularity)
-        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates, outside)
+        return course_of(self.forward, self.backward, self.tangents, granularity, updates=self.updates, outside=outside)
 
     @functools.cached_property
     def _peak(self) -> PeakMoment:
