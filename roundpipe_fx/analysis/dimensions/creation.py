@@ -1,0 +1,58 @@
+"""Operators that make tensors from sizes."""
+
+from __future__ import annotations
+
+import torch
+
+from roundpipe_fx.analysis.dimensions.labels import Form, Labels, Rule, same_size
+from roundpipe_fx.analysis.dimensions.operands import Call
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _filled(call: Call, labels: Labels) -> Form:
+    return {}, [labels.of(call.results[0])]
+
+
+def _like(call: Call, labels: Labels) -> Form:
+    """Only an operand of the same shape can be divided with the result; of another it reads no more than the kind."""
+    shape, result = call.shape("self"), call.results[0]
+    dims = labels.of(result)
+    if len(shape) == len(result) and all(same_size(size, other) for size, other in zip(shape, result, strict=True)):
+        return {"self": [dims]}, [dims]
+    return {"self": [labels.all_mixed(shape)]}, [dims]
+
+
+def _counting(call: Call, labels: Labels) -> Form:
+    return {}, [labels.all_mixed(call.results[0])]
+
+
+RULES: dict[object, Rule] = {
+    **dict.fromkeys(
+        (
+            aten.full.default,
+            aten.zeros.default,
+            aten.ones.default,
+            aten.empty.memory_format,
+            aten.scalar_tensor.default,
+        ),
+        _filled,
+    ),
+    **dict.fromkeys(
+        (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default),
+        _like,
+    ),
+    **dict.fromkeys(
+        (
+            aten.arange.default,
+            aten.arange.start,
+            aten.arange.start_step,
+            aten.linspace.default,
+            aten.eye.default,
+            aten.eye.m,
+        ),
+        _counting,
+    ),
+}
