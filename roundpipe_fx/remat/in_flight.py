@@ -5,7 +5,7 @@ of them at a time. So bytes that are kept count as often as microbatches are in 
 again counts once: the more are in flight, the more it is worth to keep only what enters a stage.
 
 The chain (:mod:`roundpipe_fx.remat.solve_chain`) is solved for every amount of memory: once with what is kept counted
-for each microbatch, which misses that of later links when the backward has come back to earlier ones; and for several
+for each microbatch, which misses that of later stages when the backward has come back to earlier ones; and for several
 prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters
 in seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation
 judges.
@@ -27,7 +27,7 @@ from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 __all__ = ["SegmentRun", "points_of_run", "together"]
 
 _MOST = 32
-"""So many rungs of a run are there to choose from."""
+"""At most this many points of a run are there to choose from."""
 _LEVELS = 24
 """So many solutions of a chain are looked at, spread over all amounts of memory."""
 _PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)

@@ -133,7 +133,7 @@ def nested_slots(chain: SegmentChain) -> int:
 
 
 def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
-    """More candidates around a limit: rungs between the two that it lies between, by halving.
+    """More candidates around a limit: some between the two that it lies between, by halving.
 
     Only what lies between its neighbours in peak and seconds is taken. So for limits that fall, refined each on its
     own, peaks never rise and seconds never fall.

@@ -6,7 +6,7 @@ et al., ICML 2023). Coming to a stage with so much memory left, either
 
 - keep one of its options, run it and go on; its backward then makes again what the option does not keep; or
 - run on from its input to some later stage, keep only what crosses into that one, do the backward of all from
-  there, and come back: run forward again from the input, with the same question asked anew.
+  there, and come back: run forward again from the input, with the same choice there.
 
 Two tables have the least seconds of recomputation for every amount of memory m:
 
