@@ -16,12 +16,12 @@ from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
 from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
-    Setting,
     asked_budget,
     emit,
     emit_by_policy,
     prepare,
 )
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked

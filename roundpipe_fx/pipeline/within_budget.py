@@ -16,7 +16,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.compiler.lower import Lowered, Setting, emit, emit_by_policy, operations_of
+from roundpipe_fx.compiler.lower import emit, emit_by_policy, operations_of
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled

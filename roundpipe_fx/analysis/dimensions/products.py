@@ -30,7 +30,8 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
         by_letter: dict[str, Dim] = {}
         for name, term in zip(names, terms, strict=True):
             for letter, size in zip(term, call.shape(name), strict=True):
-                by_letter.setdefault(letter, labels.new(size))
+                if letter not in by_letter:
+                    by_letter[letter] = labels.new(size)
         operands = {
             name: [tuple(by_letter[letter] for letter in term)] for name, term in zip(names, terms, strict=True)
         }
@@ -56,11 +57,7 @@ def _linear(call: Call, labels: Labels) -> Form:
 def _dot(call: Call, labels: Labels) -> Form:
     if call["self"].is_complex():
         raise Unknown
-    return product("i, i ->", _names(call))(call, labels)
-
-
-def _names(call: Call) -> list[str]:
-    return list(call.tensors)
+    return product("i, i ->", [*call.tensors])(call, labels)
 
 
 RULES: dict[object, Rule] = {

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import get_decompositions
 
 from tests.analysis.dimensions.calls import RealCall, call
 
@@ -447,6 +448,10 @@ NORMALIZATION: dict[Any, list[Sample]] = {
         lambda n: call(real(n.a, n.b, n.c), [n.c], real(n.c), 1e-5),
         lambda n: call(real(n.a, n.b, n.c), [n.c], None, None),
     ],
+    aten._fused_rms_norm_backward.default: [
+        lambda n: _rms_norm_backward(n, [True, True]),
+        lambda n: _rms_norm_backward(n, [True, False]),
+    ],
     aten.native_group_norm.default: [lambda n: call(*_group_norm(n), 1e-5)],
     aten.native_group_norm_backward.default: [
         lambda n: _group_norm_backward(n, [True, True, True]),
@@ -672,13 +677,15 @@ SAMPLES = {
 """Calls of each operator by sizes."""
 
 NEED_A_DEVICE = {
-    aten._fused_rms_norm_backward.default,
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
 }
 """Operators without a kernel on the CPU."""
+
+DECOMPOSED = get_decompositions([aten._fused_rms_norm_backward.default])
+"""Operators that run as their decompositions, because the CPU has no kernel."""
 
 WITHOUT_VALUES = {aten.empty_like.default, aten.empty.memory_format, aten.new_empty.default}
 """Operators whose results are of any value."""

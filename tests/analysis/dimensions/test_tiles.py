@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.dimensions.of_node import RULES
-from roundpipe_fx.analysis.dimensions.pointwise import is_pointwise
+from roundpipe_fx.analysis.dimensions.pointwise import is_pointwise, pointwise
 from tests.analysis.dimensions.samples import (
     EXACT,
     NEED_A_DEVICE,
@@ -20,6 +20,8 @@ from tests.analysis.dimensions.samples import (
     tagged_sample,
 )
 from tests.analysis.dimensions.tiles import assert_divides
+
+aten = torch.ops.aten
 
 SIZES = st.builds(Sizes, *[st.integers(1, 6)] * 4)
 
@@ -67,14 +69,13 @@ TAGGED = [
     if not operator._schema.is_mutable and torch.Tag.nondeterministic_seeded not in operator.tags
 ]
 
-NOT_SAMPLED = {torch.ops.aten.equal.default}  # returns no tensor
+NOT_SAMPLED = {aten.equal.default}  # returns no tensor
 
 
 @pytest.mark.parametrize("operator", [op for op in TAGGED if op not in NOT_SAMPLED], ids=_name)
 @settings(max_examples=3, deadline=None, derandomize=True)
 @given(sizes=SIZES, seed=st.integers(0, 1 << 30))
 def test_operators_tagged_as_pointwise_are(operator: Any, sizes: Sizes, seed: int) -> None:
-    described = 0
     for integers in (False, True):
         torch.manual_seed(seed)
         call = tagged_sample(operator, integers)(sizes)
@@ -82,5 +83,24 @@ def test_operators_tagged_as_pointwise_are(operator: Any, sizes: Sizes, seed: in
             operator(*call.args, **call.kwargs)
         except (RuntimeError, NotImplementedError, TypeError):
             continue  # not of this kind of numbers
-        described += assert_divides(operator, call, False) is not None
-    assert described
+        assert assert_divides(operator, call, False) is not None
+        return
+    raise AssertionError("neither takes floating-point numbers nor integers")
+
+
+WRONG = [
+    (aten._softmax.default, pointwise),
+    (aten.cumsum.default, pointwise),
+    (aten.flip.default, pointwise),
+    (aten.mean.dim, RULES[aten.sum.dim_IntList]),
+    (aten.amax.default, RULES[aten.sum.dim_IntList]),
+]
+
+
+@pytest.mark.parametrize(("operator", "rule"), WRONG, ids=[str(operator) for operator, _ in WRONG])
+def test_a_wrong_claim_is_found(monkeypatch: pytest.MonkeyPatch, operator: Any, rule: Any) -> None:
+    monkeypatch.setitem(RULES, operator, rule)
+    torch.manual_seed(0)
+    sample = SAMPLES[operator][0]
+    with pytest.raises((AssertionError, RuntimeError)):
+        assert_divides(operator, sample(Sizes(4, 5, 6, 3)), False)

@@ -11,6 +11,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.dimensions import Dimensions, arguments_on_tile, dimensions_of, operand_nodes
 from tests.analysis.dimensions.calls import RealCall, node_of
+from tests.analysis.dimensions.samples import DECOMPOSED
 
 __all__ = ["assert_divides", "cuts"]
 
@@ -26,7 +27,7 @@ def assert_divides(target: Any, call: RealCall, exact: bool, values: bool = True
         exact: whether the bits are equal.
         values: whether the result has values at all (``empty`` has only a shape).
     """
-    node = node_of(target, *call.args, **call.kwargs)
+    node, run = node_of(target, *call.args, **call.kwargs), DECOMPOSED.get(target, target)
     dimensions = dimensions_of(node)
     if dimensions is None:
         return None
@@ -34,8 +35,8 @@ def assert_divides(target: Any, call: RealCall, exact: bool, values: bool = True
     tensors = [t for t in _leaves((call.args, call.kwargs)) if isinstance(t, torch.Tensor)]
     reals = dict(zip(inputs, tensors, strict=True))
     operands = [reals[operand] for operand in operand_nodes(node)]
-    assert_shapes(dimensions, operands, _tensors(target(*call.args, **call.kwargs)))
-    whole = _tensors(target(*call.args, **call.kwargs))
+    whole = _tensors(run(*call.args, **call.kwargs))
+    assert_shapes(dimensions, operands, whole)
     for label, size in dimensions.sizes.items():
         if label in dimensions.mixed:
             continue
@@ -48,7 +49,7 @@ def assert_divides(target: Any, call: RealCall, exact: bool, values: bool = True
                 }
                 arguments = arguments_on_tile(node, dimensions, {label: length})
                 args, kwargs = fx.node.map_arg(arguments, tiles.__getitem__)
-                parts.append(_tensors(target(*args, **kwargs)))
+                parts.append(_tensors(run(*args, **kwargs)))
             for place, (expected, dims) in enumerate(zip(whole, dimensions.results, strict=True)):
                 found = put_together([part[place] for part in parts], dims, label, lengths, dimensions.sizes)
                 assert found.dtype == expected.dtype

@@ -1,0 +1,105 @@
+"""Tile loops: a run of operations that is carried out on one tile of rows after another.
+
+In a joint graph a loop is one node: it reads what the run reads, and makes what others need of it. What is wide inside
+exists for one tile at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+__all__ = ["TileLoop", "TileResult", "is_tile_loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileResult:
+    """What a loop makes.
+
+    Attributes:
+        shape: sizes.
+        stride: strides.
+        dtype: element type.
+        dim: the dimension that tiles are put together along; ``None``: the sum over tiles.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+
+
+class TileLoop:
+    """The target of a loop's node: called with the operands, it returns a tuple of the results.
+
+    Args:
+        name: of the loop, in emitted text.
+        bodies: by number of rows, the operations on a tile of so many. Each takes one list: the tile's part of every
+            operand, then the sums so far; and returns the parts of the results that are put together. Sums are added
+            to in place.
+        rows: of the whole.
+        tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
+        dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
+        results: what it makes.
+        region: name of the widest value inside.
+        digest: the same for loops that do the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        bodies: dict[int, fx.GraphModule],
+        rows: int,
+        tiles: int,
+        dims: Sequence[int | None],
+        results: Sequence[TileResult],
+        region: str,
+        digest: str,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+        self.bodies = bodies
+        self.rows = rows
+        self.tiles = tiles
+        self.dims = tuple(dims)
+        self.results = tuple(results)
+        self.region = region
+        self.digest = digest
+
+    @property
+    def size(self) -> int:
+        """Rows of a tile."""
+        return -(-self.rows // self.tiles)
+
+    def __repr__(self) -> str:
+        return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
+
+    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the loop."""
+        device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
+        made = tuple(
+            torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
+            for result in self.results
+        )
+        sums = [total.zero_() for total, result in zip(made, self.results, strict=True) if result.dim is None]
+        for start in range(0, self.rows, self.size):
+            rows = min(self.size, self.rows - start)
+            tile = [
+                operand if dim is None else operand.narrow(dim, start, rows)
+                for operand, dim in zip(operands, self.dims, strict=True)
+            ]
+            parts = iter(self.bodies[rows]([*tile, *sums]))
+            for whole, result in zip(made, self.results, strict=True):
+                if result.dim is not None:
+                    whole.narrow(result.dim, start, rows).copy_(next(parts))
+            del parts
+        return made
+
+
+def is_tile_loop(node: fx.Node) -> bool:
+    """Whether a node is a tile loop."""
+    return isinstance(node.target, TileLoop)
