@@ -169,7 +169,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
             _mark(operand, phase, costs)
         operands.append(operand)
     with joint.graph.inserting_before(last):
-        made = joint.graph.create_node("call_function", loop, tuple(operands), name=loop.__name__)
+        made = joint.graph.create_node("call_function", loop, tuple(operands), name="in_tiles")
     inherit_origin(made, region.widest)
     with divided.results[0].meta["val"].fake_mode:
         device = divided.results[0].meta["val"].device

@@ -194,7 +194,7 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
 
 def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
-        summed=lambda joint: setting.run(joint.copy(), PassLevel.SUMMED),
+        summed=lambda joint: setting.run(_uncut(joint), PassLevel.SUMMED),
         tiled=lambda joint, tiles: setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED),
         planned=lambda joint, budget: _within(_cut(joint, setting), setting, budget),
     )
@@ -205,6 +205,15 @@ def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
     for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
         joint = setting.run(joint, level)
     return joint
+
+
+def _uncut(joint: JointGraph) -> JointGraph:
+    """A copy of a graph before it was cut."""
+    copy = joint.copy()
+    for node in copy.computed():
+        node.meta.pop(Mark.SEGMENT, None)
+        node.meta.pop(Mark.STAGE, None)
+    return copy
 
 
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:

@@ -7,23 +7,18 @@ way does not depend on the budget, so the least budget that is named at its end 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from roundpipe_fx.analysis.tiling import TileRegion, find_tile_regions
-from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import JointGraph, module_path
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
-from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["TilingSteps", "UnmetError", "plan_with_tiles"]
-
-log = logging.getLogger(__name__)
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
@@ -109,7 +104,6 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
             continue
         if best is None or _seconds(found) < _seconds(best):
             best = found
-            log.info("%s", _told(kinds, tiles))
         break
     if best is None:
         assert lowest is not None
@@ -150,18 +144,7 @@ def _binding(chosen: Chosen, kinds: Sequence[Sequence[TileRegion]]) -> int | Non
             held[kind_of[name]] = held.get(kind_of[name], 0) + size
     if peak.operation is not None:
         node, workspace = peak.operation.node, peak.operation.workspace
-        place = loops.get(node.target.region) if isinstance(node.target, TileLoop) else kind_of.get(node.name)
+        place = loops.get(node.target.widest.name) if isinstance(node.target, TileLoop) else kind_of.get(node.name)
         if place is not None:
             held[place] = held.get(place, 0) + max(workspace, 1)
     return max(held, key=held.__getitem__, default=None)
-
-
-def _told(kinds: Sequence[Sequence[TileRegion]], tiles: Mapping[int, int]) -> str:
-    """What is tiled, in one line."""
-    parts = []
-    for place, count in tiles.items():
-        paths = [module_path(region.widest, module_path_text) or "the model" for region in kinds[place]]
-        size = bytes_text(kinds[place][0].widest.meta["val"].nbytes)
-        more = f" and {len(paths) - 1} like it" if len(paths) > 1 else ""
-        parts.append(f"{paths[0]}{more} ({size} wide) in {count} tiles")
-    return f"carried out in tiles: {'; '.join(parts)}"

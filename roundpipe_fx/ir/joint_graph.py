@@ -142,7 +142,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis pipeline remat",
+        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline remat",
         "segments",
     ),
     Mark.STAGE: _use(

@@ -6,13 +6,14 @@ exists for one tile at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-__all__ = ["TileLoop", "TileResult", "is_tile_loop"]
+__all__ = ["TileLoop", "TileResult", "WidestValue", "is_tile_loop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,26 @@ class TileResult:
     dim: int | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class WidestValue:
+    """A value that exists for one tile at a time.
+
+    Attributes:
+        name: of its node.
+        dtype: element type.
+        shape: sizes of the whole.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
 class TileLoop:
     """The target of a loop's node: called with the operands, it returns a tuple of the results.
 
@@ -44,7 +65,7 @@ class TileLoop:
         tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
         dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
         results: what it makes.
-        region: name of the widest value inside.
+        widest: the widest value inside, which never exists as a whole.
         digest: the same for loops that do the same.
     """
 
@@ -57,7 +78,7 @@ class TileLoop:
         tiles: int,
         dims: Sequence[int | None],
         results: Sequence[TileResult],
-        region: str,
+        widest: WidestValue,
         digest: str,
     ) -> None:
         self.__name__ = self.__qualname__ = name
@@ -67,7 +88,7 @@ class TileLoop:
         self.tiles = tiles
         self.dims = tuple(dims)
         self.results = tuple(results)
-        self.region = region
+        self.widest = widest
         self.digest = digest
 
     @property

@@ -81,67 +81,45 @@ def joint(
     tangents_1: float32[6, 8],
 ):
     # forward
-    tiles_of_model: (float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 3 tiles of 64 rows; workspace: 1056
-    getitem: float32[6, 8] = tiles_of_model[0]
+    in_tiles: (float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 3 tiles of 6 rows; workspace: 1024
+    getitem: float32[6, 8] = in_tiles[0]
     # backward
+    t_1: float32[8, 64].strides(1, 8) = aten.t.default(primals_3)
     t_2: float32[8, 6].strides(1, 8) = aten.t.default(primals_1)
-    tiles_of_model_2: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, primals_3, t_2)  # 3 tiles of 64 rows; workspace: 2288
-    getitem_1: float32[64, 8] = tiles_of_model_2[0]
-    getitem_2: float32[8, 64] = tiles_of_model_2[1]
+    in_tiles_1: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2)  # 3 tiles of 6 rows; workspace: 1536
+    getitem_1: float32[64, 8] = in_tiles_1[0]
+    getitem_2: float32[8, 64] = in_tiles_1[1]
     return (getitem,), (None, getitem_2, getitem_1)
 
 
 def tiles_of_model(primals_1, primals_2, primals_3):
-    mm_1_sum = torch.empty_strided((6, 8), (8, 1), dtype=torch.float32, device=primals_2.device).zero_()
-    for start in range(0, 44, 22):  # 64 rows
-        primals_2_tile: "float32[8, 22]" = primals_2.narrow(1, start, 22)
-        primals_3_tile: "float32[22, 8]" = primals_3.narrow(0, start, 22)
+    mm_1_rows = torch.empty_strided((6, 8), (8, 1), dtype=torch.float32, device=primals_1.device)
+    for start in range(0, 6, 2):  # 6 rows
+        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
         # model
-        mm: "float32[6, 22]" = aten.mm.default(primals_1, primals_2_tile)
-        tanh: "float32[6, 22]" = aten.tanh.default(mm);  mm = None
-        mm_1: "float32[6, 8]" = add_product_to(mm_1_sum, tanh, primals_3_tile);  tanh = mm_1 = None
-    # the last 20 rows
-    primals_2_tile: "float32[8, 20]" = primals_2.narrow(1, 44, 20)
-    primals_3_tile: "float32[20, 8]" = primals_3.narrow(0, 44, 20)
-    # model
-    mm: "float32[6, 20]" = aten.mm.default(primals_1, primals_2_tile)
-    tanh: "float32[6, 20]" = aten.tanh.default(mm);  mm = None
-    mm_1: "float32[6, 8]" = add_product_to(mm_1_sum, tanh, primals_3_tile);  tanh = mm_1 = None
-    return (mm_1_sum,)
+        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
+        mm_1: "float32[2, 8]" = aten.mm.default(tanh, primals_3);  tanh = None
+        mm_1_rows.narrow(0, start, 2).copy_(mm_1)
+    return (mm_1_rows,)
 
 
-def tiles_of_model_2(primals_1, primals_2, tangents_1, primals_3, t_2):
-    mm_2_rows = torch.empty_strided((64, 8), (8, 1), dtype=torch.float32, device=primals_2.device)
-    mm_4_rows = torch.empty_strided((8, 64), (64, 1), dtype=torch.float32, device=primals_2.device)
-    for start in range(0, 44, 22):  # 64 rows
-        primals_2_tile: "float32[8, 22]" = primals_2.narrow(1, start, 22)
-        primals_3_tile: "float32[22, 8]" = primals_3.narrow(0, start, 22)
+def tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2):
+    mm_2_sum = torch.empty_strided((64, 8), (8, 1), dtype=torch.float32, device=primals_1.device).zero_()
+    mm_4_sum = torch.empty_strided((8, 64), (64, 1), dtype=torch.float32, device=primals_1.device).zero_()
+    for start in range(0, 6, 2):  # 6 rows
+        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
+        tangents_1_tile: "float32[2, 8]" = tangents_1.narrow(0, start, 2)
+        t_2_tile: "float32[8, 2]" = t_2.narrow(1, start, 2)
         # model
-        mm: "float32[6, 22]" = aten.mm.default(primals_1, primals_2_tile)
-        tanh: "float32[6, 22]" = aten.tanh.default(mm);  mm = None
-        t: "float32[22, 6]" = aten.t.default(tanh)
-        mm_2: "float32[22, 8]" = aten.mm.default(t, tangents_1);  t = None
-        t_1: "float32[8, 22]" = aten.t.default(primals_3_tile)
-        mm_3: "float32[6, 22]" = aten.mm.default(tangents_1, t_1);  t_1 = None
-        tanh_backward: "float32[6, 22]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
-        mm_4: "float32[8, 22]" = aten.mm.default(t_2, tanh_backward);  tanh_backward = None
-        mm_2_rows.narrow(0, start, 22).copy_(mm_2)
-        mm_4_rows.narrow(1, start, 22).copy_(mm_4)
-    # the last 20 rows
-    primals_2_tile: "float32[8, 20]" = primals_2.narrow(1, 44, 20)
-    primals_3_tile: "float32[20, 8]" = primals_3.narrow(0, 44, 20)
-    # model
-    mm: "float32[6, 20]" = aten.mm.default(primals_1, primals_2_tile)
-    tanh: "float32[6, 20]" = aten.tanh.default(mm);  mm = None
-    t: "float32[20, 6]" = aten.t.default(tanh)
-    mm_2: "float32[20, 8]" = aten.mm.default(t, tangents_1);  t = None
-    t_1: "float32[8, 20]" = aten.t.default(primals_3_tile)
-    mm_3: "float32[6, 20]" = aten.mm.default(tangents_1, t_1);  t_1 = None
-    tanh_backward: "float32[6, 20]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
-    mm_4: "float32[8, 20]" = aten.mm.default(t_2, tanh_backward);  tanh_backward = None
-    mm_2_rows.narrow(0, 44, 20).copy_(mm_2)
-    mm_4_rows.narrow(1, 44, 20).copy_(mm_4)
-    return (mm_2_rows, mm_4_rows,)
+        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
+        t: "float32[64, 2]" = aten.t.default(tanh)
+        mm_2: "float32[64, 8]" = add_product_to(mm_2_sum, t, tangents_1_tile);  t = mm_2 = None
+        mm_3: "float32[2, 64]" = aten.mm.default(tangents_1_tile, t_1)
+        tanh_backward: "float32[2, 64]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
+        mm_4: "float32[8, 64]" = add_product_to(mm_4_sum, t_2_tile, tanh_backward);  tanh_backward = mm_4 = None
+    return (mm_2_sum, mm_4_sum,)
 """,
     )
 
@@ -162,10 +140,10 @@ def joint(
     t_1: float32[64, 8].strides(1, 64) = aten.t.default(primals_2)
     t: float32[8, 6].strides(1, 8) = aten.t.default(primals_1)
     ones: float32[] = aten.full.default([], 1.0)
-    tiles_of_model: (float32[], float32[8, 64], float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3, full_default_1, ones, t, t_1)  # 3 tiles of 6 rows; workspace: 1536
-    getitem_1: float32[] = tiles_of_model[0]
-    getitem_2: float32[8, 64] = tiles_of_model[1]
-    getitem_3: float32[6, 8] = tiles_of_model[2]
+    in_tiles: (float32[], float32[8, 64], float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3, full_default_1, ones, t, t_1)  # 3 tiles of 6 rows; workspace: 1536
+    getitem_1: float32[] = in_tiles[0]
+    getitem_2: float32[8, 64] = in_tiles[1]
+    getitem_3: float32[6, 8] = in_tiles[2]
     # backward
     mul_tensor: float32[8, 64] = aten.mul.Tensor(getitem_2, tangents_1)
     mul_tensor_1: float32[6, 8] = aten.mul.Tensor(getitem_3, tangents_1)
@@ -207,45 +185,44 @@ def joint(
     tangents_1: float32[6, 8],
 ):
     # forward
-    tiles_of_model: (float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 4 tiles of 64 rows; workspace: 768
-    getitem: float32[6, 8] = tiles_of_model[0]
+    in_tiles: (float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 3 tiles of 6 rows; workspace: 1024
+    getitem: float32[6, 8] = in_tiles[0]
     # backward
+    t_1: float32[8, 64].strides(1, 8) = aten.t.default(primals_3)
     t_2: float32[8, 6].strides(1, 8) = aten.t.default(primals_1)
-    tiles_of_model_2: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, primals_3, t_2)  # 4 tiles of 64 rows; workspace: 1664
-    getitem_1: float32[64, 8] = tiles_of_model_2[0]
-    getitem_2: float32[8, 64] = tiles_of_model_2[1]
+    in_tiles_1: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2)  # 3 tiles of 6 rows; workspace: 1536
+    getitem_1: float32[64, 8] = in_tiles_1[0]
+    getitem_2: float32[8, 64] = in_tiles_1[1]
     return (getitem,), (None, getitem_2, getitem_1)
 
 
 def tiles_of_model(primals_1, primals_2, primals_3):
-    mm_1_sum = torch.empty_strided((6, 8), (8, 1), dtype=torch.float32, device=primals_2.device).zero_()
-    for start in range(0, 64, 16):  # 64 rows
-        primals_2_tile: "float32[8, 16]" = primals_2.narrow(1, start, 16)
-        primals_3_tile: "float32[16, 8]" = primals_3.narrow(0, start, 16)
+    mm_1_rows = torch.empty_strided((6, 8), (8, 1), dtype=torch.float32, device=primals_1.device)
+    for start in range(0, 6, 2):  # 6 rows
+        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
         # model
-        mm: "float32[6, 16]" = aten.mm.default(primals_1, primals_2_tile)
-        tanh: "float32[6, 16]" = aten.tanh.default(mm);  mm = None
-        mm_1: "float32[6, 8]" = add_product_to(mm_1_sum, tanh, primals_3_tile);  tanh = mm_1 = None
-    return (mm_1_sum,)
+        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
+        mm_1: "float32[2, 8]" = aten.mm.default(tanh, primals_3);  tanh = None
+        mm_1_rows.narrow(0, start, 2).copy_(mm_1)
+    return (mm_1_rows,)
 
 
-def tiles_of_model_2(primals_1, primals_2, tangents_1, primals_3, t_2):
-    mm_2_rows = torch.empty_strided((64, 8), (8, 1), dtype=torch.float32, device=primals_2.device)
-    mm_4_rows = torch.empty_strided((8, 64), (64, 1), dtype=torch.float32, device=primals_2.device)
-    for start in range(0, 64, 16):  # 64 rows
-        primals_2_tile: "float32[8, 16]" = primals_2.narrow(1, start, 16)
-        primals_3_tile: "float32[16, 8]" = primals_3.narrow(0, start, 16)
+def tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2):
+    mm_2_sum = torch.empty_strided((64, 8), (8, 1), dtype=torch.float32, device=primals_1.device).zero_()
+    mm_4_sum = torch.empty_strided((8, 64), (64, 1), dtype=torch.float32, device=primals_1.device).zero_()
+    for start in range(0, 6, 2):  # 6 rows
+        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
+        tangents_1_tile: "float32[2, 8]" = tangents_1.narrow(0, start, 2)
+        t_2_tile: "float32[8, 2]" = t_2.narrow(1, start, 2)
         # model
-        mm: "float32[6, 16]" = aten.mm.default(primals_1, primals_2_tile)
-        tanh: "float32[6, 16]" = aten.tanh.default(mm);  mm = None
-        t: "float32[16, 6]" = aten.t.default(tanh)
-        mm_2: "float32[16, 8]" = aten.mm.default(t, tangents_1);  t = None
-        t_1: "float32[8, 16]" = aten.t.default(primals_3_tile)
-        mm_3: "float32[6, 16]" = aten.mm.default(tangents_1, t_1);  t_1 = None
-        tanh_backward: "float32[6, 16]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
-        mm_4: "float32[8, 16]" = aten.mm.default(t_2, tanh_backward);  tanh_backward = None
-        mm_2_rows.narrow(0, start, 16).copy_(mm_2)
-        mm_4_rows.narrow(1, start, 16).copy_(mm_4)
-    return (mm_2_rows, mm_4_rows,)
+        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
+        t: "float32[64, 2]" = aten.t.default(tanh)
+        mm_2: "float32[64, 8]" = add_product_to(mm_2_sum, t, tangents_1_tile);  t = mm_2 = None
+        mm_3: "float32[2, 64]" = aten.mm.default(tangents_1_tile, t_1)
+        tanh_backward: "float32[2, 64]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
+        mm_4: "float32[8, 64]" = add_product_to(mm_4_sum, t_2_tile, tanh_backward);  tanh_backward = mm_4 = None
+    return (mm_2_sum, mm_4_sum,)
 """,
     )

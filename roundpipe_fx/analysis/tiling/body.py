@@ -21,7 +21,7 @@ from roundpipe_fx.analysis.tiling.region import TileRegion
 from roundpipe_fx.gradient_sums import add_product_to, add_to
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
-from roundpipe_fx.ir.tile_loop import TileLoop, TileResult
+from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
 from roundpipe_fx.torch_private import boxed_codegen
 
 __all__ = [
@@ -184,6 +184,7 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
         whole.graph.output_node().all_input_nodes,
         whole.graph.find_nodes(op="placeholder"),
     )
+    wide = region.widest.meta["val"]
     loop = TileLoop(
         name=name,
         bodies=made,
@@ -191,7 +192,7 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
         tiles=tiles,
         dims=dims,
         results=results,
-        region=region.widest.name,
+        widest=WidestValue(name=region.widest.name, dtype=wide.dtype, shape=tuple(wide.shape)),
         digest=text,
     )
     counts = {size: tiles - 1, left: 1} if left != size else {size: tiles}

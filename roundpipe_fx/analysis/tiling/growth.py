@@ -83,6 +83,7 @@ class Growth:
         where: by value, where its rows are.
         members: the operations.
         whole: those of them that do the same for each tile.
+        sums: whether values of the forward, other than scalars, are sums over tiles.
         saved: bytes that need no longer exist at once; at most 0 if there is no use in tiles.
         rows: number of rows.
     """
@@ -95,6 +96,7 @@ class Growth:
     where: dict[fx.Node, Rows] = field(default_factory=dict)
     members: set[fx.Node] = field(default_factory=set)
     whole: set[fx.Node] = field(default_factory=set)
+    sums: bool = False
     saved: float = 0.0
     rows: int = 0
 
@@ -199,6 +201,10 @@ class Growth:
 
     def _value(self, returned: set[fx.Node]) -> None:
         """How many bytes need no longer exist at once; nothing if what is read or returned by rows is wide too."""
+        self.sums = any(
+            node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and elements(node) > 1
+            for node in self.members - self.whole
+        )
         wide = {
             node: node.meta["val"].numel() * node.meta["val"].dtype.itemsize
             for node in self.members

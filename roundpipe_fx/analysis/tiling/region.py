@@ -98,7 +98,10 @@ def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
             Growth(widest=widest, start=rows, described=described, taken=taken, tangential=tangential)
             for rows in _candidates(widest)
         ]
-        best = max(filter(lambda own: own.grow(returned), grown), key=lambda own: own.saved, default=None)
+        # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
+        best = max(
+            (own for own in grown if own.grow(returned)), key=lambda own: (not own.sums, own.saved), default=None
+        )
         if best is None:
             continue
         seen.update(node for node in best.members if elements(node) == elements(widest))
