@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from roundpipe_fx.analysis.simulator import (
     allocation_granularity,
 )
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.compiler.lowered import Lowered
@@ -46,6 +47,8 @@ __all__ = [
     "emit_by_policy",
     "lower",
     "prepare",
+    "summed",
+    "tiled",
 ]
 
 log = logging.getLogger(__name__)
@@ -194,10 +197,24 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
 
 def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
-        summed=lambda joint: setting.run(_uncut(joint), PassLevel.SUMMED),
-        tiled=lambda joint, tiles: setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED),
+        summed=lambda joint: summed(joint, setting),
+        tiled=lambda joint, tiles: tiled(joint, tiles, setting),
         planned=lambda joint, budget: _within(_cut(joint, setting), setting, budget),
     )
+
+
+def summed(joint: JointGraph, setting: Setting) -> JointGraph:
+    """A copy of a graph, not cut, in which means are sums that are divided."""
+    copy = joint.copy()
+    for node in copy.computed():
+        node.meta.pop(Mark.SEGMENT, None)
+        node.meta.pop(Mark.STAGE, None)
+    return setting.run(copy, PassLevel.SUMMED)
+
+
+def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
+    """A copy of a graph in which regions are loops."""
+    return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
 
 
 def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
@@ -205,15 +222,6 @@ def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
     for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
         joint = setting.run(joint, level)
     return joint
-
-
-def _uncut(joint: JointGraph) -> JointGraph:
-    """A copy of a graph before it was cut."""
-    copy = joint.copy()
-    for node in copy.computed():
-        node.meta.pop(Mark.SEGMENT, None)
-        node.meta.pop(Mark.STAGE, None)
-    return copy
 
 
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:

@@ -11,14 +11,8 @@ from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import allocator_of
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
-from roundpipe_fx.analysis.simulator import (
-    Course,
-    PeakMoment,
-    allocation_granularity,
-    course_of,
-    footprint_of_course,
-    peak_of_course,
-)
+from roundpipe_fx.analysis.program_events import Course, course_of
+from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.make_plan import make_plan
@@ -103,7 +97,7 @@ class Lowered:
     def _course(self) -> Course:
         granularity = allocation_granularity(self.setting.device)
         outside = returned_view_bytes(self.joint, granularity)
-        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates, outside)
+        return course_of(self.forward, self.backward, self.tangents, granularity, updates=self.updates, outside=outside)
 
     @functools.cached_property
     def _peak(self) -> PeakMoment:

@@ -7,7 +7,7 @@ way does not depend on the budget, so the least budget that is named at its end 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,12 @@ from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
 
-__all__ = ["TilingSteps", "UnmetError", "plan_with_tiles"]
+__all__ = ["TilingSteps", "UnmetError", "plan_with_tiles", "tile_sequence"]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
+_MORE = (2, 4, 8)
+"""Where it is not known what binds, so many times as many tiles as first are tried."""
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
@@ -109,6 +111,24 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
         assert lowest is not None
         raise refusal(lowest.chosen, lowest.minimum, budget)
     return best
+
+
+def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
+    """What is tiled where it is not known what binds: more and more kinds, the widest first, then all in more tiles.
+
+    Args:
+        joint: an annotated graph in which means are sums.
+    """
+    kinds = _kinds(find_tile_regions(joint))
+    first = [_first_tiles(kind[0]) for kind in kinds]
+    for count in range(1, len(kinds) + 1):
+        yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
+    for times in _MORE if kinds else ():
+        yield [
+            (region, min(times * tiles, region.rows))
+            for kind, tiles in zip(kinds, first, strict=True)
+            for region in kind
+        ]
 
 
 def _seconds(lowered: Lowered) -> float:

@@ -7,7 +7,7 @@ exists for one tile at a time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -98,6 +98,23 @@ class TileLoop:
 
     def __repr__(self) -> str:
         return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
+
+    def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> TileLoop:
+        """The same loop with other bodies.
+
+        Args:
+            change: makes a body of a body.
+        """
+        return TileLoop(
+            name=self.__name__,
+            bodies={rows: change(body) for rows, body in self.bodies.items()},
+            rows=self.rows,
+            tiles=self.tiles,
+            dims=self.dims,
+            results=self.results,
+            widest=self.widest,
+            digest=self.digest,
+        )
 
     def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the loop."""

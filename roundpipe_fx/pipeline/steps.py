@@ -10,7 +10,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
-from roundpipe_fx.analysis.simulator import simulate_calls
+from roundpipe_fx.analysis.stage_calls import simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
