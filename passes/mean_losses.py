@@ -88,7 +88,9 @@ def _has_numbers(given: Any) -> bool:
     if not isinstance(given, fx.Node) or not is_tensor(given):
         return False
     value = given.meta["val"]
-    return value.is_floating_point() and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
+    # A sum of many numbers of half precision with few exponents overflows.
+    is_wide = value.is_floating_point() and value.dtype is not torch.float16
+    return is_wide and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
 
 
 def _count(given: Any) -> int:
@@ -116,6 +118,8 @@ def _split_cross_entropy(node: fx.Node) -> None:
     if reduction != _MEAN or scores.meta["val"].dim() < 2 or any(u.target is not operator.getitem for u in node.users):
         return
     dtype = scores.meta["val"].dtype
+    if dtype is torch.float16:
+        return
     counts = insert_call(node, aten.ne.Scalar, labels, ignored)
     if isinstance(weight, fx.Node):
         named = insert_call(node, aten.where.ScalarOther, counts, labels, 0)

@@ -205,6 +205,11 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
             seconds += count * node.meta[Mark.SECONDS]
             flops += count * node.meta[Mark.FLOPS]
     workspace = max(_workspace(body.graph, costs) for body in made.values())
+    if any(result.made_in is not result.dtype for result in results):
+        # Sums exist in both types when all tiles are done, and in one before.
+        wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
+        own = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        workspace = max(wider, wider - own + workspace)
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 
@@ -251,7 +256,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         values[operand] = _placeholder(graph, operand.name, _of_tile(operand, region, rows))
     sums = {node for node in divided.results if node not in region.where}
     totals = {
-        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"]))
+        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"], _result(region, node).made_in))
         for node in divided.results
         if node in sums
     }
@@ -261,7 +266,8 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             values[operand] = call(operand, aten.view.default, values[operand], shape)
     values.update({read: values[given] for read, given in divided.instead.items() if given in values})
     for node in divided.nodes:
-        if node in sums and node.target is aten.mm.default:
+        is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
+        if node in sums and is_plain and node.target is aten.mm.default:
             left, right = fx.map_arg(node.args, values.__getitem__)
             values[node] = call(node, add_product_to, totals[node], left, right)
             continue
@@ -270,6 +276,9 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         target = aten.reshape.default if node.target in _VIEWS else node.target
         values[node] = call(node, target, *args, **kwargs)
         if node in sums:
+            if not is_plain:
+                wider = totals[node].meta["val"].dtype
+                values[node] = call(node, aten._to_copy.default, values[node], dtype=wider)
             values[node] = call(node, add_to, totals[node], values[node])
     parts = []
     for node in divided.results:
@@ -333,9 +342,9 @@ def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
     return [*shape[:first], *[1] * (count - 1), rows, *shape[first + count :]]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, dtype: torch.dtype) -> Any:
     with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
 _KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
