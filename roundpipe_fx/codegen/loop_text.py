@@ -28,7 +28,7 @@ def loop_text(loop: TileLoop) -> str:
     operands = given[: len(loop.dims)]
     sums = iter(given[len(loop.dims) :])
     output = whole.graph.output_node()
-    parts = iter(f"{node.name}_rows" for node in output.args[0])  # type: ignore[union-attr]
+    parts = iter(f"{node.name}_rows" for node in output.args[0])
     names = [next(sums) if result.dim is None else next(parts) for result in loop.results]
     places = list(range(len(operands)))
     like = operands[next((place for place in places if loop.dims[place] is not None), 0)]
@@ -77,7 +77,7 @@ def _tile_lines(
         line = f'{indent}{names[node]}: "{type_text(node.meta.get("val"))}" = {expression_text(node, names)}'
         dead = [names[value] for value in dying[node] if value not in lasting]
         lines.append(line + (f";  {' = '.join(dead)} = None" if dead else ""))
-    made = iter(graph.output_node().args[0])  # type: ignore[arg-type]
+    made = iter(graph.output_node().args[0])
     for name, result in zip(results, loop.results, strict=True):
         if result.dim is not None:
             part = argument_text(next(made), names)

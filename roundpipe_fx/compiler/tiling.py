@@ -17,6 +17,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
+from roundpipe_fx.torch_private import input_sizes
 
 __all__ = ["TilingSteps", "UnmetError", "plan_with_tiles", "tile_sequence"]
 
@@ -109,7 +110,9 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
         break
     if best is None:
         assert lowest is not None
-        raise refusal(lowest.chosen, lowest.minimum, budget)
+        refused = refusal(lowest.chosen, lowest.minimum, budget)
+        refused.wants_sizes = bool(input_sizes(joint.module))
+        raise refused
     return best
 
 

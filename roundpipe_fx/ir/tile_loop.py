@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -83,7 +84,7 @@ class TileLoop:
         self,
         *,
         name: str,
-        bodies: dict[int, fx.GraphModule],
+        bodies: dict[int, Any],
         rows: int,
         tiles: int,
         dims: Sequence[int | None],
@@ -109,7 +110,7 @@ class TileLoop:
     def __repr__(self) -> str:
         return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
 
-    def mapped(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> TileLoop:
+    def mapped(self, change: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]) -> TileLoop:
         """The same loop with other bodies.
 
         Args:
