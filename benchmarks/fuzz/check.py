@@ -9,6 +9,7 @@ with another batch. Of each step outputs, loss, gradients, buffers and the gener
 - Where it is not, and with microbatches, eager decides, within rounding. Numbers that a step draws are those that eager
   draws; microbatches draw each from a stream of its own (:mod:`roundpipe_fx.runtime.random_streams`).
 - Peaks are measured (:mod:`benchmarks.fuzz.meter`) in the second step and later, and held against the budget.
+- With tiles, sums are rounded otherwise: then everything is held within rounding.
 - Questions: no more than eager asks, and none in the backward.
 """
 
@@ -173,7 +174,14 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
             if place == 2:
                 return  # another batch may need more than these bytes
             raise
-        _held(result, way, references.wrong(left, place), left, references.state(place), f"step {place + 1}")
+        _held(
+            result,
+            way,
+            references.wrong(left, place, rounded="tiles" in way),
+            left,
+            references.state(place),
+            f"step {place + 1}",
+        )
         if place == 1:
             _check_questions(references, left, way, result)
         if place and model.plans:
@@ -327,6 +335,35 @@ def _check_minimum(program: Program, references: References, way: Mapping[str, A
     _check_peak(model.plan, top, way, result, "step 2 at the minimum", same=True)
 
 
+def _check_tiling(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
+    """At a budget that tiles meet: gradients within rounding, peaks, and that the least budget is met."""
+    options = {name: value for name, value in way.items() if name != "between"}
+    if "between" in way:
+        with_tiles = _minimum(references, options)
+        without = _minimum(references, {**options, "tiling": "never"})
+        worse = f"{with_tiles} with tiles, {without} without" if with_tiles > without else ""
+        result.check("least budget with tiles", way, worse)
+        options["memory_budget"] = with_tiles + int(way["between"] * max(0, without - with_tiles))
+    torch._dynamo.reset()
+    net = references.make()
+    model = roundpipe_fx.compile(net, fullgraph=True, **compile_options(options, net))
+    for place in (0, 1):
+        inputs, (_, seed) = references.inputs(place), references.batches[place]
+        storages = StoragePeak() if place else None
+        left = take_step(model, net, inputs, seed, meter=storages)
+        wrong = references.wrong(left, place, rounded=True)
+        _held(result, way, wrong, left, references.state(place), f"step {place + 1}")
+        del left
+        if storages is not None and model.plans:
+            peak = _settled(
+                model,
+                net,
+                storages,
+                lambda meter: take_step(model, net, inputs, seed, meter=meter),  # noqa: B023
+            )
+            _check_peak(model.plan, peak, way, result, f"step {place + 1}", same=True)
+
+
 def _check_shares(program: Program, references: References, way: Mapping[str, Any], result: Result) -> None:
     peaks = []  # of the allocator: a plan counts what kernels take for themselves
     for share in way["shares"]:
@@ -386,7 +423,7 @@ def _check_pipeline(program: Program, references: References, way: Mapping[str, 
         if call == "forward_backward":
             left.outputs, left.structure = expected[place].outputs, expected[place].structure
         wrong = differences(left, expected[place], references.tolerance)
-        if way["microbatches"] == 1 and not references.aot_is_wrong and call == "autograd":
+        if way["microbatches"] == 1 and not references.aot_is_wrong and call == "autograd" and "tiles" not in way:
             wrong = differences(left, references.aot[place], None)
         _held(result, way, wrong, left, expected[place].state, f"step {place + 1}")
         # A share of microbatches of two sizes is a budget for each of them alone, and the latest plan is not for all.
@@ -434,4 +471,5 @@ _CHECKS: dict[str, Callable[[Program, References, Mapping[str, Any], Result], No
     "pipeline": _check_pipeline,
     "shares": _check_shares,
     "minimum": _check_minimum,
+    "tiling": _check_tiling,
 }

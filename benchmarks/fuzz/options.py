@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from benchmarks.fuzz.tiles import tiled_passes
+
 __all__ = ["compile_options", "describe", "draw_ways", "simpler"]
 
 _SHARES = [0.0, 0.0, 0.1, 0.3, 0.6, 1.0]
@@ -18,6 +20,8 @@ def draw_ways(seed: int, number: int, count: int = 3) -> tuple[dict[str, Any], .
 
     A way is plain data. ``mode``: ``"step"``: loss and backward by the user; ``"pipeline"``: microbatches;
     ``"shares"``: peaks of several shares beside each other; ``"minimum"``: the least budget that is stated is tried.
+    ``tiles``: into how many everything is divided that can be; ``tiling``: the option, with a budget ``between`` the
+    least with and without tiles, or a share.
     """
     rng = random.Random(f"{seed} {number} ways")
     ways: list[dict[str, Any]] = [_step(rng), _pipeline(rng) if rng.random() < 0.75 else _step(rng)]
@@ -30,6 +34,11 @@ def draw_ways(seed: int, number: int, count: int = 3) -> tuple[dict[str, Any], .
             ways.append({"mode": "minimum", "asked": rng.choice([1, 17, 1000])})
         else:
             ways.append(_step(rng) if rng.random() < 0.6 else _pipeline(rng))
+    for way in ways:
+        if way["mode"] in ("step", "pipeline") and rng.random() < 0.25:
+            way["tiles"] = rng.choice([2, 2, 3, 5, 64])
+    if rng.random() < 0.3:
+        ways[-1] = _tiled(rng)
     if rng.random() < 0.65:  # another batch takes long: few programs, but then in most ways
         ways = [{name: value for name, value in way.items() if name not in ("third", "dynamic")} for way in ways]
     return tuple(ways)
@@ -51,6 +60,15 @@ def _step(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.15:
         way["dynamic"] = True
         way["third"] = True
+    return way
+
+
+def _tiled(rng: random.Random) -> dict[str, Any]:
+    way: dict[str, Any] = {"mode": "tiling", "stages": _stages(rng)}
+    if rng.random() < 0.7:
+        way["between"] = rng.choice([0.0, 0.0, 0.2, 0.6, 0.99])
+    else:
+        way["memory_budget"], way["tiling"] = rng.choice(_SHARES), "auto"
     return way
 
 
@@ -82,9 +100,11 @@ def compile_options(way: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
     """What ``roundpipe_fx.compile`` is given."""
     options = {
         name: way[name]
-        for name in ("recompute", "memory_budget", "dynamic", "schedule", "checkpoint")
+        for name in ("recompute", "memory_budget", "dynamic", "schedule", "checkpoint", "tiling")
         if way.get(name) is not None
     }
+    if way.get("tiles"):
+        options["passes"] = tiled_passes(way["tiles"])
     stages = way.get("stages", "auto")
     if isinstance(stages, str) and stages.startswith("names"):
         called = [
@@ -117,6 +137,7 @@ def simpler(way: Mapping[str, Any]) -> list[dict[str, Any]]:
         "recompute": None,
         "memory_budget": None,
         "between": None,
+        "tiles": None,
         "checkpoint": None,
         "schedule": None,
         "devices": 0,

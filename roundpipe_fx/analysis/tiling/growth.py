@@ -81,6 +81,7 @@ class Growth:
         taken: what other regions have.
         tangential: what depends on incoming gradients.
         where: by value, where its rows are.
+        undivided: values of which each tile needs all, or which are sums over tiles.
         members: the operations.
         whole: those of them that do the same for each tile.
         sums: whether values of the forward, other than scalars, are sums over tiles.
@@ -94,6 +95,7 @@ class Growth:
     taken: set[fx.Node]
     tangential: set[fx.Node]
     where: dict[fx.Node, Rows] = field(default_factory=dict)
+    undivided: set[fx.Node] = field(default_factory=set)
     members: set[fx.Node] = field(default_factory=set)
     whole: set[fx.Node] = field(default_factory=set)
     sums: bool = False
@@ -140,20 +142,26 @@ class Growth:
         if not wanted or set(wanted) & dimensions.mixed:
             return False
         places: dict[fx.Node, Rows] = {}
+        undivided: set[fx.Node] = set()
         for value, labels in pairs:
             place = _place(labels, wanted)
             if value is None:
                 continue
             if place is None or (place is False and (value in self.where or self._is_halfway(value, node))):
                 return False
-            if place is not False:
+            if place is False:
+                undivided.add(value)
+            else:
                 assert isinstance(place, tuple)
-                if self.where.get(value, place) != place or places.get(value, place) != place:
+                if value in self.undivided or self.where.get(value, place) != place or places.get(value, place) != place:
                     return False
                 if not _has_static_strides(value):
                     return False
                 places[value] = place
+        if undivided & places.keys():
+            return False
         self.where.update(places)
+        self.undivided |= undivided
         self.members.add(node)
         if not is_tensor(node):
             self.members.update(user for user in node.users if user.target is operator.getitem)

@@ -1,0 +1,38 @@
+"""Tiles in all that can be divided, whether a plan needs them or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.mean_losses import split_mean_losses
+from roundpipe_fx.passes.pipeline import Pass, PassContext
+from roundpipe_fx.passes.reinplace import reinplace
+from roundpipe_fx.passes.tiles import tile_regions
+
+__all__ = ["tiled_passes"]
+
+
+def tiled_passes(tiles: int) -> Callable[[list[Pass]], Sequence[Pass]]:
+    """For the option ``passes``: every region of every graph is carried out in so many tiles."""
+
+    def run(joint: JointGraph, context: PassContext) -> JointGraph:
+        joint = split_mean_losses(joint, context.costs, context.device)
+        costs = BodyCosts(
+            model=context.costs,
+            device=context.device,
+            granularity=allocation_granularity(context.device),
+            eager=True,
+            rewrite=reinplace,
+        )
+        regions = find_tile_regions(joint)
+        return tile_regions(joint, [(region, min(tiles, region.rows)) for region in regions], costs)
+
+    def passes(given: list[Pass]) -> list[Pass]:
+        place = next(number for number, one in enumerate(given) if one.name == "mean_losses")
+        forced = Pass("forced_tiles", run, when=lambda context: context.training, needs=("annotate",))
+        return [*given[:place], forced, *given[place:]]
+
+    return passes
