@@ -102,9 +102,11 @@ def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
         best = max(
             (own for own in grown if own.grow(returned)), key=lambda own: (not own.sums, own.saved), default=None
         )
+        # From another value that is as wide, and that was reached, the same would be found.
+        reached = {node for own in grown for node in own.members}
+        seen.update(node for node in reached if elements(node) == elements(widest))
         if best is None:
             continue
-        seen.update(node for node in best.members if elements(node) == elements(widest))
         region = TileRegion(
             widest=widest,
             rows=best.rows,
