@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor
 
@@ -21,17 +21,34 @@ __all__ = ["split_mean_losses"]
 aten = torch.ops.aten
 _MEAN, _SUM = 1, 2
 
-_ELEMENTWISE = {aten.mse_loss: 2, aten.smooth_l1_loss: 2, aten.huber_loss: 2}
+_ELEMENTWISE = {
+    aten.mse_loss: 2,
+    aten.smooth_l1_loss: 2,
+    aten.huber_loss: 2,
+    aten.soft_margin_loss: 2,
+    aten.binary_cross_entropy: 3,
+    aten.binary_cross_entropy_with_logits: 4,
+}
 """Losses of pairs of elements, with the place of their reduction among the arguments."""
-_GRADIENTS = {aten.mse_loss_backward: 3, aten.smooth_l1_loss_backward: 3, aten.huber_loss_backward: 3}
+_GRADIENTS = {
+    aten.mse_loss_backward: 3,
+    aten.smooth_l1_loss_backward: 3,
+    aten.huber_loss_backward: 3,
+    aten.soft_margin_loss_backward: 3,
+    aten.binary_cross_entropy_backward: 4,
+}
 
 
-def split_mean_losses(joint: JointGraph, costs: CostModel) -> JointGraph:
+def split_mean_losses(
+    joint: JointGraph, costs: CostModel, device: torch.device | None = None, eager: bool = True
+) -> JointGraph:
     """Rewrite means over a whole tensor as sums that are divided.
 
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
+        device: where it runs; ``None``: that is not at hand.
+        eager: whether it runs as it is.
     """
     for node in list(joint.computed()):
         packet = getattr(node.target, "overloadpacket", None)
@@ -47,12 +64,18 @@ def split_mean_losses(joint: JointGraph, costs: CostModel) -> JointGraph:
             made.update_arg(0, gradient)
             node.replace_all_uses_with(made)
             joint.graph.erase_node(node)
-    late = set(joint.tangents)
+    late, added = set(joint.tangents), []
     for node in joint.computed():
         if Mark.PHASE not in node.meta:
             waits = any(s in late or s.meta.get(Mark.PHASE) is Phase.BACKWARD for s in input_nodes(node))
             node.meta[Mark.PHASE] = Phase.BACKWARD if waits else Phase.FORWARD
+            if device is not None and eager:
+                note_real_values(node, device)
             annotate_node(node, costs)
+            added.append(node)
+    if device is not None:
+        for node, size in workspaces_of(added, device, fused=not eager).items():
+            node.meta[Mark.WORKSPACE] = size
     return joint
 
 
@@ -65,7 +88,9 @@ def _has_numbers(given: Any) -> bool:
     if not isinstance(given, fx.Node) or not is_tensor(given):
         return False
     value = given.meta["val"]
-    return value.is_floating_point() and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
+    # A sum of many numbers of half precision with few exponents overflows.
+    is_wide = value.is_floating_point() and value.dtype is not torch.float16
+    return is_wide and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
 
 
 def _count(given: Any) -> int:
@@ -93,6 +118,8 @@ def _split_cross_entropy(node: fx.Node) -> None:
     if reduction != _MEAN or scores.meta["val"].dim() < 2 or any(u.target is not operator.getitem for u in node.users):
         return
     dtype = scores.meta["val"].dtype
+    if dtype is torch.float16:
+        return
     counts = insert_call(node, aten.ne.Scalar, labels, ignored)
     if isinstance(weight, fx.Node):
         named = insert_call(node, aten.where.ScalarOther, counts, labels, 0)

@@ -344,7 +344,9 @@ _PASSES = (
     ),
     Pass(
         "mean_losses",
-        lambda joint, context: split_mean_losses(joint, context.costs),
+        lambda joint, context: split_mean_losses(
+            joint, context.costs, context.device if _at_hand(context) else None, _eager(context)
+        ),
         level=PassLevel.SUMMED,
         about="a loss that is a mean becomes a sum that is divided",
         needs=("annotate",),
@@ -487,6 +489,7 @@ def _body_costs(context: PassContext) -> BodyCosts:
         model=context.costs,
         device=context.device if _at_hand(context) else None,
         granularity=allocation_granularity(context.device),
+        eager=_eager(context),
         rewrite=reinplace if _eager(context) else _as_it_is,
     )
 

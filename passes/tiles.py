@@ -95,8 +95,8 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
     """One loop in the forward for forward and backward, as if the incoming gradient were one."""
     scalar = region.scalar
     assert scalar is not None
-    value, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
-    one = insert_call(last, aten.full.default, list(value.shape), 1.0, dtype=value.dtype, device=value.device)
+    like, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
+    one = insert_call(last, aten.full.default, list(like.shape), 1.0, dtype=like.dtype, device=like.device)
     _mark(one, Phase.FORWARD, loops.costs)
     inside = set(region.members)
     results = [
@@ -113,11 +113,16 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
         values = _insert_loop(joint, divided, tiles, Phase.FORWARD, loops)
     except UnfitError:
         return
+    number = scalar
+    if like.dim():  # as it is, it would be broadcast
+        first = next(node for node in results if node.meta[Mark.PHASE] is Phase.BACKWARD)
+        number = insert_call(first, aten.view.default, scalar, [])
+        _mark(number, Phase.BACKWARD, loops.costs)
     for result, value in zip(results, values, strict=True):
         if result.meta[Mark.PHASE] is Phase.FORWARD:
             let_stand_for(result, value)
             continue
-        scaled = insert_call(result, aten.mul.Tensor, value, scalar)
+        scaled = insert_call(result, aten.mul.Tensor, value, number)
         _mark(scaled, Phase.BACKWARD, loops.costs)
         let_stand_for(result, scaled)
     _sort(joint)

@@ -34,7 +34,7 @@ def loop_text(loop: TileLoop) -> str:
     like = operands[next((place for place in places if loop.dims[place] is not None), 0)]
     lines = [f"def {loop.__name__}({', '.join(operands)}):"]
     for name, result in zip(names, loop.results, strict=True):
-        start = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.dtype}, device={like}.device)"
+        start = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
         lines.append(f"    {name} = {start}{'.zero_()' if result.dim is None else ''}")
     left = loop.rows % loop.size
     lines.append(f"    for start in range(0, {loop.rows - left}, {loop.size}):  # {loop.rows} rows")
@@ -42,7 +42,11 @@ def loop_text(loop: TileLoop) -> str:
     if left:
         lines.append(f"    # the last {left} rows")
         lines += _tile_lines(loop, left, operands, names, str(loop.rows - left), "    ")
-    lines.append(f"    return ({', '.join(names)},)")
+    results = [
+        name if result.made_in is result.dtype else f"{name}.to({result.dtype})"
+        for name, result in zip(names, loop.results, strict=True)
+    ]
+    lines.append(f"    return ({', '.join(results)},)")
     return "\n".join(lines) + "\n"
 
 

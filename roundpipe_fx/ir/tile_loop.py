@@ -33,6 +33,16 @@ class TileResult:
     dtype: torch.dtype
     dim: int | None
 
+    @property
+    def made_in(self) -> torch.dtype:
+        """The element type while tiles are carried out: sums of many tiles need more digits than half precision has."""
+        half = self.dim is None and self.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half else self.dtype
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in an element type."""
+        return math.prod(self.shape) * dtype.itemsize
+
 
 @dataclass(frozen=True, kw_only=True)
 class WidestValue:
@@ -121,7 +131,7 @@ class TileLoop:
         """Run the loop."""
         device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
         made = tuple(
-            torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
+            torch.empty_strided(result.shape, result.stride, dtype=result.made_in, device=device)
             for result in self.results
         )
         sums = [total.zero_() for total, result in zip(made, self.results, strict=True) if result.dim is None]
@@ -136,7 +146,7 @@ class TileLoop:
                 if result.dim is not None:
                     whole.narrow(result.dim, start, rows).copy_(next(parts))
             del parts
-        return made
+        return tuple(whole.to(result.dtype) for whole, result in zip(made, self.results, strict=True))
 
 
 def is_tile_loop(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ from roundpipe_fx.ir.verifier import snapshot, verify
 from roundpipe_fx.passes.tiles import tile_regions
 from tests.graph_text import CPU, joint_of
 
-COSTS = BodyCosts(model=CPU, device=None, granularity=1, rewrite=lambda graph: graph)
+COSTS = BodyCosts(model=CPU, device=None, granularity=1, eager=True, rewrite=lambda graph: graph)
 
 
 def tiled(text: str, tiles: int) -> str:

@@ -17,12 +17,13 @@ def _filled(call: Call, labels: Labels) -> Form:
 
 
 def _like(call: Call, labels: Labels) -> Form:
-    """Only an operand of the same shape can be divided with the result; of another it reads no more than the kind."""
+    """Of the operand no more than the kind is read; where it has the result's sizes, it can be divided with it."""
     shape, result = call.shape("self"), call.results[0]
     dims = labels.of(result)
-    if len(shape) == len(result) and all(same_size(size, other) for size, other in zip(shape, result, strict=True)):
-        return {"self": [dims]}, [dims]
-    return {"self": [labels.all_mixed(shape)]}, [dims]
+    if len(shape) != len(result):
+        return {"self": [labels.all_mixed(shape)]}, [dims]
+    pairs = zip(shape, result, dims, strict=True)
+    return {"self": [[dim if same_size(size, other) else labels.new(size, True) for size, other, dim in pairs]]}, [dims]
 
 
 def _counting(call: Call, labels: Labels) -> Form:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node, workspaces_of
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
 from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
@@ -86,12 +87,14 @@ class BodyCosts:
         model: of operations.
         device: to measure workspaces on; ``None``: it is not at hand.
         granularity: bytes that the device's allocator rounds sizes up to.
+        eager: whether operations run as they are.
         rewrite: applied to each body.
     """
 
     model: CostModel
     device: torch.device | None
     granularity: int
+    eager: bool
     rewrite: Callable[[fx.Graph], fx.Graph]
 
 
@@ -202,6 +205,11 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
             seconds += count * node.meta[Mark.SECONDS]
             flops += count * node.meta[Mark.FLOPS]
     workspace = max(_workspace(body.graph, costs) for body in made.values())
+    if any(result.made_in is not result.dtype for result in results):
+        # Sums exist in both types when all tiles are done, and in one before.
+        wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
+        own = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        workspace = max(wider, wider - own + workspace)
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 
@@ -242,47 +250,50 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
     """The graph of a tile of so many rows."""
     region = divided.region
     graph = fx.Graph()
+    call = functools.partial(_call, graph, costs.device if costs.eager else None)
     values: dict[fx.Node, fx.Node] = {}
     for operand in divided.operands:
         values[operand] = _placeholder(graph, operand.name, _of_tile(operand, region, rows))
     sums = {node for node in divided.results if node not in region.where}
     totals = {
-        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"]))
+        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"], _result(region, node).made_in))
         for node in divided.results
         if node in sums
     }
     for operand in divided.operands:
         if operand in region.where and region.where[operand][1] > 1:
             shape = _unflat(operand, region, rows)
-            values[operand] = _call(graph, operand, aten.view.default, values[operand], shape)
+            values[operand] = call(operand, aten.view.default, values[operand], shape)
     values.update({read: values[given] for read, given in divided.instead.items() if given in values})
     for node in divided.nodes:
-        if node in sums and node.target is aten.mm.default:
+        is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
+        if node in sums and is_plain and node.target is aten.mm.default:
             left, right = fx.map_arg(node.args, values.__getitem__)
-            values[node] = _call(graph, node, add_product_to, totals[node], left, right)
+            values[node] = call(node, add_product_to, totals[node], left, right)
             continue
         args, kwargs = _arguments(node, region, rows)
         args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
         target = aten.reshape.default if node.target in _VIEWS else node.target
-        values[node] = _call(graph, node, target, *args, **kwargs)
+        values[node] = call(node, target, *args, **kwargs)
         if node in sums:
-            values[node] = _call(graph, node, add_to, totals[node], values[node])
+            if not is_plain:
+                wider = totals[node].meta["val"].dtype
+                values[node] = call(node, aten._to_copy.default, values[node], dtype=wider)
+            values[node] = call(node, add_to, totals[node], values[node])
     parts = []
     for node in divided.results:
         if node in sums:
             continue
         part = values[node]
         if region.where[node][1] > 1:
-            part = _call(
-                graph, node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node])
-            )
+            part = call(node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node]))
         parts.append(part)
     graph.output(tuple(parts))
     _drop_unread(graph)
     for node in _computed(graph):
         annotate_node(node, costs.model)
     if costs.device is not None:
-        for node, size in workspaces_of(_computed(graph), costs.device).items():
+        for node, size in workspaces_of(_computed(graph), costs.device, fused=not costs.eager).items():
             node.meta[Mark.WORKSPACE] = size
     costs.rewrite(graph)
     graph.set_codegen(boxed_codegen())
@@ -331,15 +342,17 @@ def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
     return [*shape[:first], *[1] * (count - 1), rows, *shape[first + count :]]
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, dtype: torch.dtype) -> Any:
     with value.fake_mode:
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
 
 
 _KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def _call(
+    graph: fx.Graph, device: torch.device | None, like: fx.Node, target: Any, /, *args: Any, **kwargs: Any
+) -> fx.Node:
     made = graph.create_node("call_function", target, args, kwargs, name=like.name)
     made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta}
     if target in (add_to, add_product_to):
@@ -349,6 +362,8 @@ def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any
     mode = next(value.fake_mode for source in (like, *like.all_input_nodes) for value in tensor_values(source))  # type: ignore[attr-defined]
     with mode:
         made.meta["val"] = target(*fake_args, **fake_kwargs)
+    if device is not None:
+        note_real_values(made, device)
     return made
 
 

@@ -144,7 +144,7 @@ class Growth:
             place = _place(labels, wanted)
             if value is None:
                 continue
-            if place is None or (place is False and value in self.where):
+            if place is None or (place is False and (value in self.where or self._is_halfway(value, node))):
                 return False
             if place is not False:
                 assert isinstance(place, tuple)
@@ -158,6 +158,14 @@ class Growth:
         if not is_tensor(node):
             self.members.update(user for user in node.users if user.target is operator.getitem)
         return True
+
+    def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
+        """Whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
+        phase = node.meta[Mark.PHASE]
+        made = value if value.target is not operator.getitem else value.args[0]
+        if made is not node:
+            return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
+        return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
 
     def _close(self) -> bool:
         """Take in what lies between members of one phase; whether all of it works row by row."""

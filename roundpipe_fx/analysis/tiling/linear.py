@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.ir.joint_graph import input_nodes
+from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 
 __all__ = ["proportional"]
 
@@ -39,6 +39,8 @@ _IN_FIRST = frozenset(
         aten.embedding_dense_backward,
         aten.slice_backward,
         aten.select_backward,
+        aten.binary_cross_entropy_backward,
+        aten.soft_margin_loss_backward,
         aten.mse_loss_backward,
         aten.smooth_l1_loss_backward,
         aten.huber_loss_backward,
@@ -70,6 +72,7 @@ _IN_FIRST = frozenset(
 _PRODUCTS = frozenset({aten.mul, aten.mm, aten.bmm, aten.mv, aten.dot})
 _SUMS = frozenset({aten.add, aten.sub, aten.cat, aten.stack})
 _CHOICES = frozenset({aten.where})
+_SCATTERS = frozenset({aten.scatter, aten.scatter_add})
 
 
 def proportional(nodes: Iterable[fx.Node], scalar: fx.Node) -> frozenset[fx.Node] | None:
@@ -106,7 +109,8 @@ def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
         return True
     packet = getattr(node.target, "overloadpacket", None)
     if packet in _IN_FIRST:
-        fits = count == 1 and is_proportional(node.args[0])
+        fits = count == 1 and is_proportional(node.args[0]) and node.kwargs.get("rounding_mode") is None
+        fits = fits and all(value.is_floating_point() or value.is_complex() for value in tensor_values(node))
         if packet is aten.masked_fill:
             fits = fits and isinstance(node.args[2], (int, float)) and node.args[2] == 0
         return True if fits else None
@@ -117,6 +121,10 @@ def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
         return True if all(is_proportional(one) for one in given) else None  # type: ignore[union-attr]
     if packet in _CHOICES:
         return True if all(is_proportional(one) or _is_zero(one) for one in node.args[1:]) else None
+    if packet in _SCATTERS:
+        written = node.args[3] if not node.kwargs else None
+        fits = all(is_proportional(one) or _is_zero(one) for one in (node.args[0], written))
+        return True if fits and not is_proportional(node.args[2]) else None
     return None
 
 

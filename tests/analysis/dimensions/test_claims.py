@@ -88,7 +88,7 @@ CLAIMS = [
     (aten.full.default, call([4, 5], 1.0), "-> a b"),
     (aten.arange.default, call(4), "-> A"),
     (aten.new_zeros.default, call(real(4, 5), [4, 5]), "a b -> a b"),
-    (aten.new_zeros.default, call(real(4, 5), [7, 5]), "A B -> c d"),
+    (aten.new_zeros.default, call(real(4, 5), [7, 5]), "A b -> c b"),
 ]
 
 
