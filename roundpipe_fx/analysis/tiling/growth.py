@@ -14,12 +14,18 @@ from roundpipe_fx.analysis.dimensions import Dimensions, dimensions_of, operand_
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
 
-__all__ = ["Growth", "Rows", "elements", "labels_of_rows"]
+__all__ = ["Described", "Growth", "Rows", "elements", "labels_of_rows"]
 
 _AS_WIDE = 0.6
 """Values with at least this share of the widest value's elements belong to a region."""
 _NARROW = 0.55
 """Each value that a region reads or returns by rows has at most this share of the widest value's elements."""
+_MOST_MEMBERS = 400
+"""What is larger is no run of operations between narrow values, but most of a model."""
+
+_Labels = tuple[tuple[int, ...], ...]
+Described = tuple[frozenset[int], list[tuple["fx.Node | None", _Labels]]]
+"""How an operation divides: its mixed labels, and what it reads and makes with their labels."""
 
 Rows = tuple[int, int]
 """Where a value's rows are: the first of the dimensions that they are the product of, and their number."""
@@ -27,13 +33,23 @@ Rows = tuple[int, int]
 
 def labels_of_rows(node: fx.Node, dimensions: Dimensions, where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
     """The labels of a member's rows; none for one that is the same for each tile."""
-    for value, labels in (
+    return _labels_of_rows(_pairs(node, dimensions), where)
+
+
+def _labels_of_rows(pairs: Iterable[tuple[fx.Node | None, _Labels]], where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
+    return next((_of_rows(labels, where[value]) for value, labels in pairs if value is not None and value in where), ())
+
+
+def _pairs(node: fx.Node, dimensions: Dimensions) -> list[tuple[fx.Node | None, _Labels]]:
+    return [
         *zip(operand_nodes(node), dimensions.operands, strict=True),
         *zip(_results(node, dimensions), dimensions.results, strict=True),
-    ):
-        if value is not None and value in where:
-            return _of_rows(labels, where[value])
-    return ()
+    ]
+
+
+def _described(node: fx.Node) -> Described | None:
+    dimensions = dimensions_of(node)
+    return None if dimensions is None else (dimensions.mixed, _pairs(node, dimensions))
 
 
 def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
@@ -48,12 +64,12 @@ def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
     return found if len(found) == len(dimensions.results) else [None] * len(dimensions.results)
 
 
-def _of_rows(labels: tuple[tuple[int, ...], ...], rows: Rows) -> tuple[int, ...]:
+def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
     first, count = rows
     return tuple(label for dim in labels[first : first + count] for label in dim)
 
 
-def _place(labels: tuple[tuple[int, ...], ...], wanted: tuple[int, ...]) -> Rows | bool | None:
+def _place(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
     """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
     touched = [dim for dim, own in enumerate(labels) if set(own) & set(wanted)]
     if not touched:
@@ -91,7 +107,7 @@ class Growth:
 
     widest: fx.Node
     start: Rows
-    described: dict[fx.Node, Dimensions | None]
+    described: dict[fx.Node, Described | None]
     taken: set[fx.Node]
     tangential: set[fx.Node]
     where: dict[fx.Node, Rows] = field(default_factory=dict)
@@ -129,17 +145,16 @@ class Growth:
         """Take a node in if it works on each row alone; says where the rows of what it reads and makes are."""
         if not _may_join(node) or node in self.taken:
             return False
-        if node not in self.described:
-            self.described[node] = dimensions_of(node)
-        dimensions = self.described[node]
-        if dimensions is None:
+        if len(self.members) >= _MOST_MEMBERS:
             return False
-        pairs = [
-            *zip(operand_nodes(node), dimensions.operands, strict=True),
-            *zip(_results(node, dimensions), dimensions.results, strict=True),
-        ]
-        wanted = labels_of_rows(node, dimensions, self.where)
-        if not wanted or set(wanted) & dimensions.mixed:
+        if node not in self.described:
+            self.described[node] = _described(node)
+        described = self.described[node]
+        if described is None:
+            return False
+        mixed, pairs = described
+        wanted = _labels_of_rows(pairs, self.where)
+        if not wanted or set(wanted) & mixed:
             return False
         places: dict[fx.Node, Rows] = {}
         undivided: set[fx.Node] = set()
@@ -206,9 +221,9 @@ class Growth:
         yield from value.users
 
     def _values(self, node: fx.Node) -> Iterator[fx.Node]:
-        dimensions = self.described[node]
-        assert dimensions is not None
-        for value in (*operand_nodes(node), *_results(node, dimensions)):
+        described = self.described[node]
+        assert described is not None
+        for value, _ in described[1]:
             if value is not None and value in self.where:
                 yield value
 

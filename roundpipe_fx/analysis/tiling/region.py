@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.dimensions import Dimensions
-from roundpipe_fx.analysis.tiling.growth import Growth, Rows, elements
+from roundpipe_fx.analysis.tiling.growth import Described, Growth, Rows, elements
 from roundpipe_fx.analysis.tiling.linear import proportional
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
@@ -87,7 +86,7 @@ def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
     order = {node: place for place, node in enumerate(joint.graph.nodes)}
     returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
     tangential = _descendants(joint, joint.tangents)
-    described: dict[fx.Node, Dimensions | None] = {}
+    described: dict[fx.Node, Described | None] = {}
     taken: set[fx.Node] = set()
     seen: set[fx.Node] = set()
     found: list[TileRegion] = []
@@ -102,9 +101,11 @@ def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
         best = max(
             (own for own in grown if own.grow(returned)), key=lambda own: (not own.sums, own.saved), default=None
         )
+        # From another value that is as wide, and that was reached, the same would be found.
+        reached = {node for own in grown for node in own.members}
+        seen.update(node for node in reached if elements(node) == elements(widest))
         if best is None:
             continue
-        seen.update(node for node in best.members if elements(node) == elements(widest))
         region = TileRegion(
             widest=widest,
             rows=best.rows,
