@@ -168,7 +168,11 @@ class Growth:
                 undivided.add(value)
             else:
                 assert isinstance(place, tuple)
-                if value in self.undivided or self.where.get(value, place) != place or places.get(value, place) != place:
+                if (
+                    value in self.undivided
+                    or self.where.get(value, place) != place
+                    or places.get(value, place) != place
+                ):
                     return False
                 if not _has_static_strides(value):
                     return False
