@@ -15,6 +15,7 @@ from torch import nn
 
 import roundpipe_fx
 from tests.compiler.tiled import assert_close, check, is_tiled, minimum, step
+from tests.long import long_but
 
 WORDS = 256
 
@@ -89,6 +90,7 @@ def test_a_loss_is_used_in_any_way(use: str) -> None:
     assert_near(gradients(compiled), gradients(plain))
 
 
+@pytest.mark.long
 def test_several_losses() -> None:
     class Losses(nn.Module):
         def __init__(self) -> None:
@@ -187,6 +189,7 @@ def test_without_gradients() -> None:
     assert_near(gradients(compiled), gradients(plain))
 
 
+@pytest.mark.long
 def test_eval_and_train() -> None:
     given = {"x": torch.randn(64, 8, dtype=torch.float64)}
     plain, compiled = both(MLP(0.3).double(), given)
@@ -196,6 +199,7 @@ def test_eval_and_train() -> None:
         assert_close(step(compiled, compiled, given, seed=3), step(plain, plain, given, seed=3), 1e-12)
 
 
+@pytest.mark.long
 def test_training_goes_on() -> None:
     given = {"x": torch.randn(64, 8, dtype=torch.float64)}
     plain, compiled = both(MLP(0.3).double(), given)
@@ -210,9 +214,9 @@ def test_training_goes_on() -> None:
         assert torch.allclose(own, other, rtol=1e-9, atol=1e-12)
 
 
-def test_rows_that_tiles_do_not_divide() -> None:
-    for rows in (61, 63, 3):
-        check(Head().double(), batch(rows), tiles=rows > 3)
+@pytest.mark.parametrize("rows", long_but([61, 63, 3], quick={61}))
+def test_rows_that_tiles_do_not_divide(rows: int) -> None:
+    check(Head().double(), batch(rows), tiles=rows > 3)
 
 
 def test_one_row_and_none() -> None:
@@ -264,7 +268,6 @@ def test_labels_that_are_ignored() -> None:
     given = batch()
     some = given["y"].clone()
     some[::3] = -100
-    check(Head().double(), {**given, "y": some})
     some[16:32] = -100  # all of a tile
     check(Head().double(), {**given, "y": some})
     check(Head().double(), {**given, "y": torch.full_like(some, -100)})
@@ -296,6 +299,7 @@ def test_logits_that_are_returned() -> None:
     assert torch.allclose(compiled(**given)["logits"], model(**given)["logits"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.long
 def test_logits_that_are_differentiated() -> None:
     given = batch()
 
@@ -437,6 +441,7 @@ def test_frozen_heads_and_adapters() -> None:
     check(model, {**batch(), "x": x})
 
 
+@pytest.mark.long
 def test_low_rank_adapters_on_the_head() -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["head"], init_lora_weights=False)
@@ -528,6 +533,7 @@ class Deep(nn.Module):
         return self.head(x, y)
 
 
+@pytest.mark.long
 def test_wherever_it_pays_a_step_is_not_slower() -> None:
     given = batch()
     model = Deep().double()
@@ -540,6 +546,7 @@ def test_wherever_it_pays_a_step_is_not_slower() -> None:
             assert peak <= budget
 
 
+@pytest.mark.long
 def test_several_budgets_in_one_process() -> None:
     given = batch()
     model = Deep().double()
@@ -591,7 +598,8 @@ def test_graphs_are_written_after_each_pass(tmp_path: Path, monkeypatch: pytest.
     assert any("tiles" in name for name in written), sorted(written)
 
 
-def test_masks_are_drawn_as_without_tiles() -> None:
+@pytest.mark.parametrize("seed", long_but([0, 7], quick={7}))
+def test_masks_are_drawn_as_without_tiles(seed: int) -> None:
     class Layers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -602,10 +610,10 @@ def test_masks_are_drawn_as_without_tiles() -> None:
             return self.one(x) + self.two(x) * torch.rand_like(x).mean()
 
     given = {"x": torch.randn(64, 8, dtype=torch.float64)}
-    for seed in (0, 7):
-        check(Layers().double(), given, seed=seed)
+    check(Layers().double(), given, seed=seed)
 
 
+@pytest.mark.long
 def test_routes_and_questions_are_asked_once() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
