@@ -1,16 +1,17 @@
 """tiles: regions of operations become loops over tiles of rows.
 
-A region's forward becomes one loop, and its backward another, which makes again for each tile what it reads of the
-forward; so nothing wide is kept, or exists. Where the whole backward of a region is proportional to one scalar (a loss
+A region's forward becomes one loop, and its backward another, which recomputes for each tile what it reads of the
+forward; so nothing wide is saved, or exists. Where the whole backward of a region is proportional to one scalar (a loss
 head), both are one loop in the forward, which makes the gradients as if the scalar were one; the backward multiplies.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -45,29 +46,43 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
         costs: how bodies are made and counted.
     """
     loops = Loops(costs)
-    for region, tiles in tiled:
-        own = region.on(joint.graph)
-        if own.scalar is not None:
-            _tile_at_once(joint, own, tiles, loops)
-        else:
-            _tile_apart(joint, own, tiles, loops)
+    stands_for: dict[fx.Node, fx.Node] = {}
+    for region, tiles in [(region.on(joint.graph), tiles) for region, tiles in tiled]:
+        own = _with_results_of_others(region, stands_for)
+        tile = _tile_apart if own.scalar is None else _tile_at_once
+        for result, value in tile(joint, own, tiles, loops).items():
+            let_stand_for(result, value)
+            stands_for[value] = result
+        _sort(joint)
     joint.drop_unread()
     return joint
 
 
-def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> None:
-    """A loop for the forward, and one for the backward."""
+def _with_results_of_others(region: TileRegion, stands_for: Mapping[fx.Node, fx.Node]) -> TileRegion:
+    """A region that reads what other regions' loops made in place of what it was found with.
+
+    Args:
+        region: found before there were loops.
+        stands_for: what values of loops have replaced.
+    """
+    where = {value: region.where[old] for value, old in stands_for.items() if old in region.where}
+    scalar = next((value for value, old in stands_for.items() if old is region.scalar), region.scalar)
+    return dataclasses.replace(region, where={**region.where, **where}, scalar=scalar)
+
+
+def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> dict[fx.Node, fx.Node]:
+    """A loop for the forward, and one for the backward; returns what stands for each result."""
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
     def at_hand(node: fx.Node) -> bool:
-        """Whether the backward is given a forward value rather than making it again."""
+        """Whether the backward is given a forward value rather than recomputing it."""
         return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
 
     again = _makers({source for node in backward for source in input_nodes(node)} & set(forward), forward, at_hand)
     read = {source for node in (*again, *backward) for source in input_nodes(node) if at_hand(source)}
     inside = set(region.members)
-    made = []
+    made: dict[fx.Node, fx.Node] = {}
     for nodes, phase in ((forward, Phase.FORWARD), ([*again, *backward], Phase.BACKWARD)):
         own = set(nodes) - set(again if phase is Phase.BACKWARD else ())
         results = [
@@ -82,16 +97,13 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
             continue
         divided = divide(region, nodes, results, _copied_flat(region, nodes))
         try:
-            made.append((results, _insert_loop(joint, divided, tiles, phase, loops)))
+            made.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
         except UnfitError:
-            return
-    for results, values in made:
-        for result, value in zip(results, values, strict=True):
-            let_stand_for(result, value)
-    _sort(joint)
+            return {}
+    return made
 
 
-def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> None:
+def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> dict[fx.Node, fx.Node]:
     """One loop in the forward for forward and backward, as if the incoming gradient were one."""
     scalar = region.scalar
     assert scalar is not None
@@ -112,20 +124,19 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
     try:
         values = _insert_loop(joint, divided, tiles, Phase.FORWARD, loops)
     except UnfitError:
-        return
+        return {}
     number = scalar
     if like.dim():  # as it is, it would be broadcast
         first = next(node for node in results if node.meta[Mark.PHASE] is Phase.BACKWARD)
         number = insert_call(first, aten.view.default, scalar, [])
         _mark(number, Phase.BACKWARD, loops.costs)
+    made: dict[fx.Node, fx.Node] = {}
     for result, value in zip(results, values, strict=True):
-        if result.meta[Mark.PHASE] is Phase.FORWARD:
-            let_stand_for(result, value)
-            continue
-        scaled = insert_call(result, aten.mul.Tensor, value, number)
-        _mark(scaled, Phase.BACKWARD, loops.costs)
-        let_stand_for(result, scaled)
-    _sort(joint)
+        made[result] = value
+        if result.meta[Mark.PHASE] is not Phase.FORWARD:
+            made[result] = insert_call(result, aten.mul.Tensor, value, number)
+            _mark(made[result], Phase.BACKWARD, loops.costs)
+    return made
 
 
 def _bring_forward(nodes: Iterable[fx.Node]) -> None:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import expecttest
+import pytest
+import torch
+from torch import nn
 
+from roundpipe_fx.analysis.cost import cost_model
 from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
 from roundpipe_fx.codegen.loop_text import loop_text, loops_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import joint_text
 from roundpipe_fx.ir.verifier import snapshot, verify
+from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.tiles import tile_regions
+from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.graph_text import CPU, joint_of
 
 COSTS = BodyCosts(model=CPU, device=None, granularity=1, eager=True, rewrite=lambda graph: graph)
@@ -70,7 +76,7 @@ def joint(
 
 
 def test_as_text_forward_and_backward_are_loops() -> None:
-    """The backward makes again what is wide, for each tile; gradients of weights are sums over tiles."""
+    """The backward recomputes what is wide for each tile; gradients of weights are sums over tiles."""
     expecttest.assert_expected_inline(
         tiled(MLP, 3),
         """\
@@ -175,54 +181,93 @@ def tiles_of_model(primals_1, primals_2, primals_3, full_default_1, ones, t, t_1
 
 
 def test_as_text_rows_that_tiles_do_not_divide() -> None:
+    """What a tile does is shown again for the rows that are left."""
+    text = MLP.replace("[6, ", "[7, ").replace(", 6]", ", 7]")
     expecttest.assert_expected_inline(
-        tiled(MLP, 4),
+        tiled(text, 2),
         """\
 def joint(
-    primals_1: float32[6, 8],
+    primals_1: float32[7, 8],
     primals_2: float32[8, 64],  # parameter
     primals_3: float32[64, 8],  # parameter
-    tangents_1: float32[6, 8],
+    tangents_1: float32[7, 8],
 ):
     # forward
-    in_tiles: (float32[6, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 3 tiles of 6 rows; workspace: 1024
-    getitem: float32[6, 8] = in_tiles[0]
+    in_tiles: (float32[7, 8]) = tiles_of_model(primals_1, primals_2, primals_3)  # 2 tiles of 7 rows; workspace: 2048
+    getitem: float32[7, 8] = in_tiles[0]
     # backward
     t_1: float32[8, 64].strides(1, 8) = aten.t.default(primals_3)
-    t_2: float32[8, 6].strides(1, 8) = aten.t.default(primals_1)
-    in_tiles_1: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2)  # 3 tiles of 6 rows; workspace: 1536
+    t_2: float32[8, 7].strides(1, 8) = aten.t.default(primals_1)
+    in_tiles_1: (float32[64, 8], float32[8, 64]) = tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2)  # 2 tiles of 7 rows; workspace: 3072
     getitem_1: float32[64, 8] = in_tiles_1[0]
     getitem_2: float32[8, 64] = in_tiles_1[1]
     return (getitem,), (None, getitem_2, getitem_1)
 
 
 def tiles_of_model(primals_1, primals_2, primals_3):
-    mm_1_rows = torch.empty_strided((6, 8), (8, 1), dtype=torch.float32, device=primals_1.device)
-    for start in range(0, 6, 2):  # 6 rows
-        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
+    mm_1_rows = torch.empty_strided((7, 8), (8, 1), dtype=torch.float32, device=primals_1.device)
+    for start in range(0, 4, 4):  # 7 rows
+        primals_1_tile: "float32[4, 8]" = primals_1.narrow(0, start, 4)
         # model
-        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
-        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
-        mm_1: "float32[2, 8]" = aten.mm.default(tanh, primals_3);  tanh = None
-        mm_1_rows.narrow(0, start, 2).copy_(mm_1)
+        mm: "float32[4, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[4, 64]" = aten.tanh.default(mm);  mm = None
+        mm_1: "float32[4, 8]" = aten.mm.default(tanh, primals_3);  tanh = None
+        mm_1_rows.narrow(0, start, 4).copy_(mm_1)
+    # the last 3 rows
+    primals_1_tile: "float32[3, 8]" = primals_1.narrow(0, 4, 3)
+    # model
+    mm: "float32[3, 64]" = aten.mm.default(primals_1_tile, primals_2)
+    tanh: "float32[3, 64]" = aten.tanh.default(mm);  mm = None
+    mm_1: "float32[3, 8]" = aten.mm.default(tanh, primals_3);  tanh = None
+    mm_1_rows.narrow(0, 4, 3).copy_(mm_1)
     return (mm_1_rows,)
 
 
 def tiles_of_model_2(primals_1, primals_2, tangents_1, t_1, t_2):
     mm_2_sum = torch.empty_strided((64, 8), (8, 1), dtype=torch.float32, device=primals_1.device).zero_()
     mm_4_sum = torch.empty_strided((8, 64), (64, 1), dtype=torch.float32, device=primals_1.device).zero_()
-    for start in range(0, 6, 2):  # 6 rows
-        primals_1_tile: "float32[2, 8]" = primals_1.narrow(0, start, 2)
-        tangents_1_tile: "float32[2, 8]" = tangents_1.narrow(0, start, 2)
-        t_2_tile: "float32[8, 2]" = t_2.narrow(1, start, 2)
+    for start in range(0, 4, 4):  # 7 rows
+        primals_1_tile: "float32[4, 8]" = primals_1.narrow(0, start, 4)
+        tangents_1_tile: "float32[4, 8]" = tangents_1.narrow(0, start, 4)
+        t_2_tile: "float32[8, 4]" = t_2.narrow(1, start, 4)
         # model
-        mm: "float32[2, 64]" = aten.mm.default(primals_1_tile, primals_2)
-        tanh: "float32[2, 64]" = aten.tanh.default(mm);  mm = None
-        t: "float32[64, 2]" = aten.t.default(tanh)
+        mm: "float32[4, 64]" = aten.mm.default(primals_1_tile, primals_2)
+        tanh: "float32[4, 64]" = aten.tanh.default(mm);  mm = None
+        t: "float32[64, 4]" = aten.t.default(tanh)
         mm_2: "float32[64, 8]" = add_product_to(mm_2_sum, t, tangents_1_tile);  t = mm_2 = None
-        mm_3: "float32[2, 64]" = aten.mm.default(tangents_1_tile, t_1)
-        tanh_backward: "float32[2, 64]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
+        mm_3: "float32[4, 64]" = aten.mm.default(tangents_1_tile, t_1)
+        tanh_backward: "float32[4, 64]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
         mm_4: "float32[8, 64]" = add_product_to(mm_4_sum, t_2_tile, tanh_backward);  tanh_backward = mm_4 = None
+    # the last 3 rows
+    primals_1_tile: "float32[3, 8]" = primals_1.narrow(0, 4, 3)
+    tangents_1_tile: "float32[3, 8]" = tangents_1.narrow(0, 4, 3)
+    t_2_tile: "float32[8, 3]" = t_2.narrow(1, 4, 3)
+    # model
+    mm: "float32[3, 64]" = aten.mm.default(primals_1_tile, primals_2)
+    tanh: "float32[3, 64]" = aten.tanh.default(mm);  mm = None
+    t: "float32[64, 3]" = aten.t.default(tanh)
+    mm_2: "float32[64, 8]" = add_product_to(mm_2_sum, t, tangents_1_tile);  t = mm_2 = None
+    mm_3: "float32[3, 64]" = aten.mm.default(tangents_1_tile, t_1)
+    tanh_backward: "float32[3, 64]" = aten.tanh_backward.default(mm_3, tanh);  mm_3 = tanh = None
+    mm_4: "float32[8, 64]" = add_product_to(mm_4_sum, t_2_tile, tanh_backward);  tanh_backward = mm_4 = None
     return (mm_2_sum, mm_4_sum,)
 """,
     )
+
+
+@pytest.mark.parametrize("tiles", [2, 3, 12])
+def test_regions_that_read_each_others_results(tiles: int) -> None:
+    """With nothing between them, forward or backward, each reads what the loop of another has made."""
+    layers = [nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 4), nn.Linear(4, 96), nn.GELU(), nn.Linear(96, 4)]
+    model = nn.Sequential(*layers, nn.Linear(4, 128), nn.Sigmoid(), nn.Linear(128, 4)).double()
+    x = torch.randn(12, 4, dtype=torch.float64, requires_grad=True)
+    joint = capture_joint(lambda given: model(given).square().sum(), x)
+    annotate(joint, cost_model("roofline", torch.device("cpu")))
+    inputs = example_inputs(joint)
+    expected = run_joint(joint, inputs)
+    regions = find_tile_regions(joint)
+    assert len(regions) == 3
+    made = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
+    assert len(loops_of(made.graph)) == 6
+    for one, other in zip(run_joint(made, inputs), expected, strict=True):
+        assert (one - other).norm() <= 1e-12 * other.norm()
