@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["TileLoop", "TileResult", "WidestValue", "is_tile_loop"]
+__all__ = ["TileLoop", "TileResult", "WidestValue"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,8 +147,3 @@ class TileLoop:
                     whole.narrow(result.dim, start, rows).copy_(next(parts))
             del parts
         return tuple(whole.to(result.dtype) for whole, result in zip(made, self.results, strict=True))
-
-
-def is_tile_loop(node: fx.Node) -> bool:
-    """Whether a node is a tile loop."""
-    return isinstance(node.target, TileLoop)

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 import torch._dynamo
 
-__all__ = ["TRIED", "USED", "check", "missing"]
+__all__ = ["SUPPORTED", "USED", "check", "missing"]
 
-TRIED = ("2.11", "2.15")
-"""The oldest and the newest release of PyTorch that the package was tried with."""
+SUPPORTED = ("2.11", "2.15")
+"""The oldest and the newest release of PyTorch that the package supports."""
 
 USED: Mapping[str, str] = {
     "torch": "_TorchCompileWrapper ops.aten._pack_padded_sequence_backward",
@@ -109,8 +109,8 @@ def check() -> None:
     if gone:
         raise ImportError(
             f"roundpipe_fx uses private interfaces of PyTorch that torch {torch.__version__} does not have: "
-            f"{', '.join(gone)}. It was tried with torch {TRIED[0]} to {TRIED[1]}. Install one of these, or a newer "
-            "roundpipe_fx. What each interface is used for is in docs/private-apis.md."
+            f"{', '.join(gone)}. The package supports torch {SUPPORTED[0]} to {SUPPORTED[1]}. Install one of these, or "
+            "a newer roundpipe_fx. What each interface is used for is in docs/private-apis.md."
         )
 
 

@@ -118,7 +118,9 @@ def test_the_canary_looks_for_what_a_file_uses(path: Path) -> None:
 )
 def test_what_is_gone_is_named(table: dict[str, str], gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(canary, "USED", table)
-    message = f"{re.escape(torch.__version__)} does not have: {re.escape(gone)}. It was tried with torch 2.11 to 2.15"
+    message = (
+        f"{re.escape(torch.__version__)} does not have: {re.escape(gone)}. The package supports torch 2.11 to 2.15"
+    )
     with pytest.raises(ImportError, match=message):
         canary.check()
 
