@@ -108,11 +108,35 @@ def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.
     _measured(compiled, step)
     assert _measured(compiled, step)[0] <= minimum and compiled.plan.budget == minimum
 
-    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=minimum - 1)
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=minimum - 1, tiling="never")
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
         for _ in range(2):
             _measured(compiled, step)
     assert refused.value.minimum == minimum
+
+
+@pytest.mark.parametrize("step", [_siamese, _retained, _one_by_one], ids=lambda step: step.__name__)
+def test_several_calls_in_tiles_are_within_the_least_budget(step: Step) -> None:
+    """Steps of two calls need tiles for the least that an error names, which is less than without; it is kept."""
+    reference = _layers(3)
+    model, untiled = copy.deepcopy(reference), copy.deepcopy(reference)
+    step(reference)
+    least = {}
+    for tiling, own in (("never", untiled), (None, model)):
+        budget, compiled = 1, None
+        while compiled is None:
+            torch._dynamo.reset()
+            compiled = roundpipe_fx.compile(own, memory_budget=budget, tiling=tiling)
+            try:
+                peaks = [_measured(compiled, step)[0] for _ in range(3)]
+            except roundpipe_fx.InfeasibleBudgetError as refused:
+                assert refused.minimum > budget
+                budget, compiled = refused.minimum, None
+        assert peaks[1] == peaks[2] <= compiled.plan.peak_bytes <= budget
+        least[tiling] = budget
+    assert compiled.plan.tiles and least[None] < least["never"]
+    for own, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_a_share_is_one_of_the_whole_step() -> None:
