@@ -165,7 +165,8 @@ class _Compilation:
         if self.profiled is not None:
             run = self.profiled.forward(run)
         see = size_observer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
-        return observed(run, plan.outputs if plan.static else 0, see)
+        # Of a single output a backward always reads the gradient.
+        return observed(run, plan.outputs if plan.static and plan.outputs > 1 else 0, see)
 
     def _see_size(self, symbol: str, size: int) -> None:
         self.learned.see(f"{self.name}/{symbol}", size)

@@ -73,9 +73,9 @@ from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
     draws_on_own_device,
-    rng_states,
     run_and_save_rng_state,
     run_with_rng_state,
+    save_rng_states,
 )
 from roundpipe_fx.torch_private.sizes import (
     InputSize,
@@ -151,9 +151,9 @@ __all__ = [
     "push_saved_tensor_hooks",
     "registered_backwards",
     "resolved_random_branch",
-    "rng_states",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "save_rng_states",
     "set_dispatch_mode_flags",
     "shape_env_of",
     "size_binding",

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, rng_states, size_hint
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint
 
 __all__ = ["Layout", "Trial", "run_apart", "try_alone", "try_apart"]
 
@@ -176,7 +176,8 @@ def _run_on(
 ) -> Trial | None:
     try:
         args, kwargs = made_up_arguments(node, device, fill, single)
-        with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
+        restore = save_rng_states([device] if device.type == "cuda" else [])
+        with torch.no_grad():
             try:
                 if device.type != "cpu":  # the first run loads handles and kernels
                     node.target(*args, **kwargs)  # type: ignore[operator]
