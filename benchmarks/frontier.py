@@ -33,7 +33,9 @@ from torch._functorch.partitioners import default_partition, min_cut_remateriali
 from torch._inductor.compile_fx import select_decomp_table
 
 import roundpipe_fx
+from benchmarks.lower_bound import lower_bound
 from benchmarks.operator_seconds import modelled_seconds, seconds_in_operators
+from benchmarks.rotor import rotor_candidates
 from benchmarks.side_by_side import (
     RESULTS,
     Case,
@@ -47,8 +49,6 @@ from benchmarks.side_by_side import (
     seconds_of,
 )
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.lower_bound import lower_bound
-from roundpipe_fx.remat.rotor import rotor_candidates
 from roundpipe_fx.remat.search import refine, search
 from roundpipe_fx.torch_private import dynamo_flags
 

@@ -32,7 +32,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.side_by_side import paired_ratio, report
-from roundpipe_fx.pipeline import within_budget
+from roundpipe_fx.pipeline import fill_waits
 from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 
 _SMALL_LLAMA = transformers.LlamaConfig(
@@ -150,7 +150,7 @@ def waits_filled() -> None:
                     tokens = torch.zeros(8, 512, dtype=torch.long)
                 options = {"num_microbatches": 8, "schedule": schedule, "memory_budget": budget}
                 compiled = roundpipe_fx.compile(model, devices=["cpu"] * 4, **options)
-                with contextlib.nullcontext() if early else mock.patch.object(within_budget, "_MOST_FILLED", 0):
+                with contextlib.nullcontext() if early else mock.patch.object(fill_waits, "_MOST_FILLED", 0):
                     plans[early] = compiled.trace(input_ids=tokens, labels=tokens, loss_fn=next_word)
             just_in_time, filled = plans[False].pipeline, plans[True].pipeline
             assert just_in_time is not None and filled is not None

@@ -16,15 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import networkx
 import torch
 from torch import fx
 
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_seeded, is_view, storages, viewed
 
 __all__ = ["early_recompute"]
-
-_EARLY, _LATE = "early", "late"
 
 
 def early_recompute(joint: JointGraph) -> JointGraph:
@@ -65,28 +63,36 @@ def _by_stage(joint: JointGraph, phase: Phase) -> dict[int, list[fx.Node]]:
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
-    """Those of ``candidates`` (nodes of one stage, no views) that had better wait."""
+    """Those of ``candidates`` (nodes of one stage, no views) that had better wait: as few as possible.
+
+    Each value has two vertices, "made late" and "handed over late". What is made early and read late is handed over
+    early, which costs its bytes, where nothing but the arc between the two can be cut::
+
+        source ─▶ handed over late ──its bytes─▶ made late ─▶ sink
+               ^                                           ^
+               if the backward reads it                    if it is no candidate, but made before
+    """
+    if not candidates:
+        return set()
     members = set(candidates)
-    graph = networkx.DiGraph()
-    graph.add_nodes_from((_EARLY, _LATE))
-    for node in candidates:
-        for source in _viewed_inputs(node):
-            if source in members:
-                graph.add_edge((node, "made"), (source, "made"))  # a node starts only if what it reads does
-    for value in {source for node in candidates for source in _viewed_inputs(node)} | members:
-        if value.op == "placeholder":
-            continue
-        graph.add_edge((value, "made"), (value, "handed"), capacity=_bytes(value))
+    values = list(dict.fromkeys([*candidates, *(source for node in candidates for source in _viewed_inputs(node))]))
+    sizes = {value: _bytes(value) for value in values if value.op != "placeholder"}
+    made = {value: 2 + 2 * index for index, value in enumerate(sizes)}
+    unit = unit_of(sizes.values())
+    arcs: list[Arc] = []
+    for value, size in sizes.items():
+        handed = made[value] + 1
+        arcs.append((handed, made[value], size // unit))
         if value not in members:
-            graph.add_edge(_EARLY, (value, "made"))
+            arcs.append((made[value], SINK, UNCUTTABLE))
         for user in _users_behind_views(value):
             if user in members:
-                graph.add_edge((value, "handed"), (user, "made"))  # what is not handed over has only early readers
+                arcs.append((made[user], handed, UNCUTTABLE))  # what is not handed over has only early readers
+                arcs.append((made[value], made[user], UNCUTTABLE))  # a node starts only if what it reads does
             elif user.op == "output" or user.meta[Mark.PHASE] is Phase.BACKWARD:
-                graph.add_edge((value, "handed"), _LATE)
-    # networkx returns the smallest sink side of all minimum cuts: the least that waits.
-    _, (_, late_side) = networkx.minimum_cut(graph, _EARLY, _LATE)
-    return {node for node in candidates if (node, "made") in late_side}
+                arcs.append((SOURCE, handed, UNCUTTABLE))
+    _, late = minimum_cut(arcs, 2 + 2 * len(sizes))
+    return {node for node in candidates if made[node] in late}
 
 
 def _bytes(node: fx.Node) -> int:

@@ -1,4 +1,4 @@
-"""hoist_host_syncs: no question is asked twice.
+"""hoist_host_syncs: no host synchronization is repeated.
 
 An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
 forward; its result is saved and it is never part of a recomputation. This pass marks such operations as hoisted, with

@@ -1,8 +1,8 @@
 """masks: indexing by a mask becomes one ``nonzero`` and integer indexing.
 
-This is how the kernels themselves expand it, so the values are the same bit for bit. But now the question (which
-positions does the mask select?) is an operation of its own: asked once for all reads and writes by that mask, forward
-and backward, and its small integer answer can be saved in place of the mask.
+This is how the kernels themselves expand it, so the values are the same bit for bit. But now the host
+synchronization (which positions does the mask select?) is an operation of its own, which runs once for all reads and
+writes by that mask, forward and backward, and its small integer result can be saved in place of the mask.
 """
 
 from __future__ import annotations

@@ -5,6 +5,8 @@ emitted, by functions that are no passes:
 
 - *joint graph*: the captured graph, up to where its operations are annotated. A pipeline may then try several
   schedules, which cut the graph differently.
+- *graph to be tiled*, *tiled graph*: where tiles are considered, on a copy. In between it is decided which regions of
+  operations are carried out in tiles, and in how many.
 - *annotated graph*: it is cut into segments. RoundPipe's dispatch then decides which segments its slots have.
 - *segmented graph*: segments become stages.
 - *staged graph*: once for a plan that may recompute, and on a copy for one that saves everything. Then it is decided
@@ -33,6 +35,8 @@ import torch
 
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.remat_schedule import RematSchedule
+from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.analysis.tiling import BodyCosts, TileRegion
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
@@ -49,6 +53,7 @@ from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
+from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
@@ -62,6 +67,7 @@ from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
+from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.torch_private import module_path_text
@@ -73,6 +79,8 @@ class PassLevel(enum.StrEnum):
     """What a pass works on; levels run in this order."""
 
     JOINT = "joint graph"
+    SUMMED = "graph to be tiled"
+    TILED = "tiled graph"
     ANNOTATED = "annotated graph"
     SEGMENTED = "segmented graph"
     STAGED = "staged graph"
@@ -94,6 +102,7 @@ class PassContext:
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: bytes that operators and compiled stages have been seen to allocate for themselves, by name.
         microbatches: into how many a batch is split.
+        tiles: regions that are carried out in tiles, with the number of these.
         updates_whole: whether an input that is updated is to be read and updated in one segment.
         segment_starts: forward positions at which segments begin, if that is known.
         stage_starts: the first segment of each stage, if that is known.
@@ -116,6 +125,7 @@ class PassContext:
     registered_syncs: Collection[Any] = ()
     workspaces: Mapping[str, int] | None = None
     microbatches: int = 1
+    tiles: Sequence[tuple[TileRegion, int]] = ()
     updates_whole: bool = False
     segment_starts: Sequence[int] | None = None
     stage_starts: Sequence[int] | None = None
@@ -333,6 +343,22 @@ _PASSES = (
         about="what several uses of a parameter add to its gradient is returned in parts",
     ),
     Pass(
+        "mean_losses",
+        lambda joint, context: split_mean_losses(
+            joint, context.costs, context.device if _at_hand(context) else None, _eager(context)
+        ),
+        level=PassLevel.SUMMED,
+        about="a loss that is a mean becomes a sum that is divided",
+        needs=("annotate",),
+    ),
+    Pass(
+        "tiles",
+        lambda joint, context: tile_regions(joint, context.tiles, _body_costs(context)),
+        level=PassLevel.TILED,
+        about="regions of operations become loops over tiles of rows",
+        needs=("annotate", "mean_losses"),
+    ),
+    Pass(
         "segments",
         lambda joint, context: _cut_segments(joint, context),
         level=PassLevel.ANNOTATED,
@@ -455,6 +481,21 @@ def stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
         positions = _named_positions(joint, context.options)
         return _with_cuts(stages_at_positions(joint, joint.segments, positions))
     return _with_cuts(cut_stages(joint, joint.segments, context.options.stages, context.costs.transfer_seconds))
+
+
+def _body_costs(context: PassContext) -> BodyCosts:
+    """How the bodies of loops are made and counted."""
+    return BodyCosts(
+        model=context.costs,
+        device=context.device if _at_hand(context) else None,
+        granularity=allocation_granularity(context.device),
+        eager=_eager(context),
+        rewrite=reinplace if _eager(context) else _as_it_is,
+    )
+
+
+def _as_it_is(graph: torch.fx.Graph) -> torch.fx.Graph:
+    return graph
 
 
 def _with_cuts(found: tuple[JointGraph, Sequence[Any]]) -> JointGraph:

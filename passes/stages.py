@@ -15,7 +15,7 @@ import torch
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, module_paths
 from roundpipe_fx.ir.segment import Segment, StageCut
-from roundpipe_fx.schedules.partition import add_stage, partition
+from roundpipe_fx.schedules.partition import add_stage, partition, run_costs
 from roundpipe_fx.torch_private import PassedThrough
 
 __all__ = ["InvalidStageError", "cut_stages", "positions_of_names", "stages_at_positions", "stages_of_starts"]
@@ -41,7 +41,8 @@ def cut_stages(
     Returns:
         the graph, and the stages in forward order. More stages than segments are clamped, with a warning.
     """
-    costs = _span_costs(segments, transfer_seconds)
+    entry_seconds = [2 * transfer_seconds(segment.entry_bytes) for segment in segments]
+    costs = run_costs([segment.seconds for segment in segments], entry_seconds)
     if stages == "auto":
         count = _auto_count(costs)
     else:
@@ -110,17 +111,6 @@ def positions_of_names(
             )
         found.append(first[name])
     return found
-
-
-def _span_costs(segments: Sequence[Segment], transfer_seconds: Callable[[int], float]) -> torch.Tensor:
-    """``costs[i, j]``: seconds of a stage of segments i up to but not including j; infinite where j <= i."""
-    count = len(segments)
-    total = torch.zeros(count + 1, dtype=torch.float64)
-    total[1:] = torch.tensor([segment.seconds for segment in segments], dtype=torch.float64).cumsum(0)
-    entry = torch.tensor([2 * transfer_seconds(segment.entry_bytes) for segment in segments], dtype=torch.float64)
-    costs = total[None, :] - total[:count, None] + entry[:, None]
-    empty = torch.arange(count + 1)[None, :] <= torch.arange(count)[:, None]
-    return costs.masked_fill(empty, torch.inf)
 
 
 def _auto_count(costs: torch.Tensor) -> int:

@@ -1,8 +1,7 @@
 """roundpipe_fx: a compiler pass for training.
 
 It takes any PyTorch model that ``torch.compile`` can trace, cuts its forward-backward FX graph into pipeline stages,
-decides what is saved and what is computed again, never asks the device the same question twice, and emits stage
-modules.
+decides what is saved and what is recomputed, never repeats a host synchronization, and emits stage modules.
 """
 
 from roundpipe_fx.analysis.sync_ops import register_sync_op

@@ -40,7 +40,11 @@ class InfeasibleBudgetError(PassedThrough, ValueError):
 
     Attributes:
         minimum: the least budget, in bytes, that can be met.
+        wants_sizes: whether sizes vary, so that nothing could be carried out in tiles: then the frame is traced again
+            for the sizes at hand (:mod:`roundpipe_fx.torch_private.tracing_retries`).
     """
+
+    wants_sizes: bool = False
 
     def __init__(self, message: str, minimum: int) -> None:
         super().__init__(message)

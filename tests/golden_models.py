@@ -234,6 +234,29 @@ class CheckpointedMLP(nn.Module):
         return roundpipe_fx.checkpoint(self.outer, x).square().mean()
 
 
+class TiedHead(nn.Module):
+    """The logits of a tied head exist for one tile of tokens at a time; forward and backward are one loop."""
+
+    def __init__(self, vocabulary: int = 64, width: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(torch.tanh(self.embedding(tokens)), self.embedding.weight)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class WideMLP(nn.Module):
+    """The inner width of an MLP exists for one tile at a time; its backward makes it again, tile by tile."""
+
+    def __init__(self, width: int = 8, inner: int = 64) -> None:
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.narrow(F.silu(self.wide(x)))).square().mean()
+
+
 class NoisyWeight(nn.Module):
     """A gradient checkpoint scope: the noisy weight is read outside of it, and is made again for the backward."""
 
@@ -313,6 +336,8 @@ BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "nested_recomputation": (ResidualChain, lambda: {"x": torch.randn(64, 4)}, {"stages": 1, "memory_budget": 0.0}),
     "checkpoints": (CheckpointedMLP, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "gradient_checkpoint_scope": (NoisyWeight, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
+    "tiled_head": (TiedHead, lambda: _tokens(2, 8, 64), {"stages": 1, "memory_budget": 6000}),
+    "tiled_mlp": (WideMLP, lambda: {"x": torch.randn(2, 48, 8)}, {"stages": 1, "memory_budget": 30_000}),
     "budget": (AttentionLayer, lambda: {"x": torch.randn(2, 4, 8)}, {"stages": 1, "memory_budget": 0.3}),
 }
 

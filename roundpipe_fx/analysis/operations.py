@@ -227,119 +227,160 @@ def read_operations(
     # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
     expected = joint.expected_tangents if in_place else joint.tangents
     reader = _Reader(joint, expected, granularity, in_place)
-    forward_nodes = joint.in_phase(Phase.FORWARD)
-    backward_nodes = sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT])
     for node in joint.inputs:
         reader.read_input(node)
     tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
-    forward = [operation for node in forward_nodes if (operation := reader.read(node)) is not None]
-    forward_storages = {storage for operation in forward for storage in operation.makes}
+    forward = [operation for node in joint.in_phase(Phase.FORWARD) if (operation := reader.read(node)) is not None]
     backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
-    for node in backward_nodes:
+    for node in sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT]):
         operation = reader.read(node)
         if operation is not None:
             backward[operation.segment].append(operation)
     for storage in tangents:
         reader.segment_of[storage] = segments
-    outputs = {s for node in joint.forward_outputs if isinstance(node, fx.Node) for s in reader.of(node)}
-    copied = _copied(joint, reader) - {s for block in (forward, *backward.values()) for o in block for s in o.reads}
-    outputs -= copied
-    primals, added = joint.primals, joint.parameters if sums else frozenset()
-    gradients = {
-        storage
-        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
-        if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
-        for storage in reader.of(node)
-    }
-    values: dict[int, fx.Node] = {}
-    hoisted = set()
-    recipes: dict[int, RecomputeRecipe] = {}
-    mask_only: dict[int, RecomputeRecipe] = {}
-    for node in forward_nodes:
-        if is_view(node) or not isinstance(node.meta.get("val"), torch.Tensor):
-            continue
-        (storage,) = reader.of(node) or (OUTSIDE,)
-        if storage in forward_storages:
-            values.setdefault(storage, node)
-    by_index = {operation.index: operation for operation in forward}
+    makers = {storage: operation.index for operation in forward for storage in operation.makes}
+    outputs, copied = _outputs(
+        joint, reader, [*forward, *(operation for block in backward.values() for operation in block)]
+    )
+    values = _values(joint, reader, makers)
     states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
-    for storage in forward_storages:
-        operation = by_index[reader.makers[storage]]
-        value = values.get(storage)
-        picked = selection(value) if value is not None else None
-        if value is not None and picked is not None:
-            source, _, indices = picked
-            reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
-            recipes[storage] = RecomputeRecipe(
-                operation=operation,
-                node=value,
-                form=Form.GATHER,
-                reads=reads,
-                makes=(storage,),
-                workspace=0,
-                seconds=operation.seconds,
-            )
-        elif Mark.MUST_SAVE in operation.node.meta:
-            hoisted.add(storage)
-        else:
-            workspace = operation.workspace
-            if operation.index in states:  # the generator's current state is saved during a replay
-                workspace += states[operation.index]
-            recipes[storage] = RecomputeRecipe(
-                operation=operation,
-                node=operation.node,
-                form=Form.SAME,
-                reads=operation.reads,
-                makes=operation.makes,
-                workspace=workspace,
-                seconds=operation.seconds,
-            )
-            if value is not None and is_mask_only(value):
-                workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
-                mask_only[storage] = RecomputeRecipe(
-                    operation=operation,
-                    node=operation.node,
-                    form=Form.MASK,
-                    reads=(),
-                    makes=(storage,),
-                    workspace=workspace,
-                    seconds=operation.seconds,
-                )
+    recipes = _Recipes.of(forward, values, reader, states)
     # Outputs are alive in any case.
     must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
     return OperationGraph(
         forward=tuple(forward),
         backward=backward,
         sizes=reader.sizes,
-        makers={storage: reader.makers[storage] for storage in forward_storages},
+        makers=makers,
         segment_of=reader.segment_of,
         values=values,
-        must_save=frozenset(hoisted),
+        must_save=frozenset(makers.keys() - recipes.whole.keys()),
         must_recompute=frozenset(must_recompute),
         hold_at=_hold_at(forward, backward, must_recompute),
-        outputs=frozenset(outputs & forward_storages),
-        copied=frozenset(copied & forward_storages),
+        outputs=frozenset(outputs & makers.keys()),
+        copied=frozenset(copied & makers.keys()),
         tangents=tangents,
         held=held,
         loss=loss_bytes(expected, granularity),
         loss_lasts=lasting_bytes(expected, granularity) + returned_view_bytes(joint, granularity),
-        gradients=frozenset(gradients - {OUTSIDE}),
-        recipes=recipes,
-        mask_only=mask_only,
-        rng_shape_sources={
-            (storage, operation.index): rng_shape_source
-            for storage in mask_only
-            for block in backward.values()
-            for operation in block
-            if storage in operation.reads
-            and (rng_shape_source := rng_shape_source_of(values[storage], operation.node)) is not None
-        },
+        gradients=_gradients(joint, reader, joint.parameters if sums else frozenset()),
+        recipes=recipes.whole,
+        mask_only=recipes.mask_only,
+        rng_shape_sources=_rng_shape_sources(backward, recipes.mask_only, values),
         states=states,
-        last_segments=_last_segments(forward, backward, forward_storages),
+        last_segments=_last_segments(forward, backward, makers),
         stages=_stages(joint, segments),
         regions=_regions(forward),
         segments=segments,
     )
+
+
+def _values(joint: JointGraph, reader: _Reader, makers: Collection[int]) -> dict[int, fx.Node]:
+    """By forward storage, the node whose value it is; absent for results of operations that return several."""
+    found: dict[int, fx.Node] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        if not is_view(node) and isinstance(node.meta.get("val"), torch.Tensor):
+            (storage,) = reader.of(node) or (OUTSIDE,)
+            if storage in makers:
+                found.setdefault(storage, node)
+    return found
+
+
+def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operation]) -> tuple[set[int], set[int]]:
+    """Storages that the caller gets and holds, and those that it alone reads, and copies into inputs."""
+    results: tuple[set[int], set[int]] = set(), set()
+    for place, node in enumerate(joint.forward_outputs):
+        if isinstance(node, fx.Node):
+            results[place in joint.updates].update(reader.of(node))
+    copied = results[True] - results[False]
+    copied.difference_update(*(operation.reads for operation in operations))
+    return (results[False] | results[True]) - copied, copied
+
+
+def _gradients(joint: JointGraph, reader: _Reader, added: Collection[fx.Node]) -> frozenset[int]:
+    """Storages that the backward returns, without gradients of inputs in ``added``: these are added to sums."""
+    primals = joint.primals
+    return frozenset(
+        storage
+        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
+        if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
+        for storage in reader.of(node)
+        if storage != OUTSIDE
+    )
+
+
+@dataclass(frozen=True)
+class _Recipes:
+    """How forward storages are recomputed.
+
+    Attributes:
+        whole: by storage; absent where it must be saved.
+        mask_only: by storage of a dropout's mask, without the dropout's input.
+    """
+
+    whole: dict[int, RecomputeRecipe]
+    mask_only: dict[int, RecomputeRecipe]
+
+    @classmethod
+    def of(
+        cls, forward: Sequence[Operation], values: Mapping[int, fx.Node], reader: _Reader, states: Mapping[int, int]
+    ) -> _Recipes:
+        """The recipes of what operations of the forward make.
+
+        A value that is a selection of another is gathered by its saved indices; what a hoisted operation makes is
+        saved; all else runs again as it is. A replay of a random operation also holds the generator's current state.
+        """
+        found = cls({}, {})
+        for operation in forward:
+            for storage in operation.makes:
+                value = values.get(storage)
+                picked = selection(value) if value is not None else None
+                if value is not None and picked is not None:
+                    source, _, indices = picked
+                    reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
+                    found.whole[storage] = _recipe(operation, Form.GATHER, node=value, reads=reads, makes=(storage,))
+                elif Mark.MUST_SAVE not in operation.node.meta:
+                    workspace = operation.workspace + states.get(operation.index, 0)
+                    found.whole[storage] = _recipe(operation, Form.SAME, workspace=workspace)
+                    if value is not None and is_mask_only(value):
+                        workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
+                        found.mask_only[storage] = _recipe(
+                            operation, Form.MASK, reads=(), makes=(storage,), workspace=workspace
+                        )
+        return found
+
+
+def _recipe(
+    operation: Operation,
+    form: Form,
+    *,
+    node: fx.Node | None = None,
+    reads: tuple[int, ...] | None = None,
+    makes: tuple[int, ...] | None = None,
+    workspace: int = 0,
+) -> RecomputeRecipe:
+    return RecomputeRecipe(
+        operation=operation,
+        node=operation.node if node is None else node,
+        form=form,
+        reads=operation.reads if reads is None else reads,
+        makes=operation.makes if makes is None else makes,
+        workspace=workspace,
+        seconds=operation.seconds,
+    )
+
+
+def _rng_shape_sources(
+    backward: Mapping[int, Sequence[Operation]], masks: Collection[int], values: Mapping[int, fx.Node]
+) -> dict[tuple[int, int], fx.Node]:
+    """By mask and index of the operation that reads it, the gradient whose shape it can be drawn with."""
+    found = {}
+    for operation in (operation for block in backward.values() for operation in block):
+        for storage in operation.reads:
+            source = rng_shape_source_of(values[storage], operation.node) if storage in masks else None
+            if source is not None:
+                found[storage, operation.index] = source
+    return found
 
 
 def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
@@ -348,15 +389,6 @@ def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
     for segment in range(segments):
         found.setdefault(segment, found.get(segment - 1, 0))
     return found
-
-
-def _copied(joint: JointGraph, reader: _Reader) -> set[int]:
-    """Storages of new values of updated inputs, except those that are outputs as well."""
-    results: tuple[set[int], set[int]] = set(), set()
-    for place, node in enumerate(joint.forward_outputs):
-        if isinstance(node, fx.Node):
-            results[place in joint.updates].update(reader.of(node))
-    return results[True] - results[False]
 
 
 def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
@@ -419,7 +451,6 @@ class _Reader:
         self._numbers = StorageIds(granularity)
         self._tangents = set(joint.tangents)
         self._expected = set(expected)
-        self.makers: dict[int, int] = {}
         self.segment_of: list[int] = []
         self._count = 0
 
@@ -447,7 +478,6 @@ class _Reader:
             return None
         index = self._count
         self._count += 1
-        self.makers.update(dict.fromkeys(made, index))
         return Operation(
             index=index,
             node=node,

@@ -23,7 +23,8 @@ from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, retur
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.codegen import Program, seen_by_autograd
-from roundpipe_fx.compiler.lower import Lowered, asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.compiler.lower import asked_budget, bounded_in_bytes, lower
+from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall

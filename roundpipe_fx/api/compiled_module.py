@@ -31,6 +31,7 @@ def compile(
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     recompute: str | None = None,
     memory_budget: int | float | str | None = None,
+    tiling: str | None = None,
     cost: str = "roofline",
     stage_compiler: str | Callable[..., Any] | None = None,
     passes: Callable[[list[Pass]], Sequence[Pass]] | None = None,
@@ -65,6 +66,11 @@ def compile(
             the forward's beginning to the backward's end, new gradients included: an ``int``, a size like ``"6GiB"``,
             or a share in [0, 1] of the way from the least that can be reached to nothing recomputed. ``None``: on CUDA
             90 % of the memory that is free at the first step, unless ``recompute`` is given; on the CPU no limit.
+        tiling: whether operations whose intermediate values are wide (the logits of a loss head, the inner width of an
+            MLP, attention scores) may be carried out on one tile of rows after another. Sums over tiles round
+            otherwise, so bits are promised only without. ``None``: where a budget in bytes cannot be met otherwise;
+            the plan says so. ``"auto"``: also where a step within the budget is then modelled to be shorter.
+            ``"never"``.
         cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
             device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -111,6 +117,7 @@ def compile(
             "stages": stages,
             "recompute": recompute,
             "memory_budget": memory_budget,
+            "tiling": tiling,
             "cost": cost,
             "stage_compiler": stage_compiler,
             "passes": passes,

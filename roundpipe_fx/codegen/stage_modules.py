@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
@@ -139,6 +140,8 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
     graph.output(graph.graph_copy(module.graph, {}))
     graph.set_codegen(module.graph._codegen)
     for node in graph.nodes:
+        if isinstance(node.target, TileLoop):
+            node.target = node.target.mapped(lambda body: moved(body, device))
         node.args, node.kwargs = tree_map_only(
             torch.device, lambda given: given if _stays(given, device) else device, (node.args, node.kwargs)
         )

@@ -15,13 +15,16 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.codegen.dying_values import dying_values
+from roundpipe_fx.codegen.loop_text import loop_text, loops_of
 from roundpipe_fx.codegen.program import Program
 from roundpipe_fx.codegen.stage_modules import StageModule
 from roundpipe_fx.ir.joint_graph import Mark, module_path
 from roundpipe_fx.ir.text import argument_text, expression_text, is_own, type_text
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["dying_values", "program_text", "stage_text"]
+__all__ = ["program_text", "stage_text"]
 
 _IMPORTS = "import operator\n\nimport torch\nfrom torch import device, inf, nan\n"
 _NAMES = "\naten = torch.ops.aten\n"
@@ -57,13 +60,15 @@ def stage_text(module: StageModule) -> str:
         lines.append(line)
     results = graph.output_node().args[0]
     lines.append(f"    return {argument_text(results, names)}")
-    return _header(graph) + "\n\n" + "\n".join(lines) + "\n"
+    loops = [f"{loop_text(loop)}\n\n" for loop in loops_of(graph)]
+    return _header(graph) + "\n\n" + "".join(loops) + "\n".join(lines) + "\n"
 
 
 def _header(graph: fx.Graph) -> str:
     own: dict[str, set[str]] = {}
-    for node in graph.nodes:
-        if node.op == "call_function" and is_own(node.target):
+    bodies = [body.graph for loop in loops_of(graph) for body in loop.bodies.values()]
+    for node in itertools.chain(graph.nodes, *(body.nodes for body in bodies)):
+        if node.op == "call_function" and is_own(node.target) and not isinstance(node.target, TileLoop):
             own.setdefault(node.target.__module__, set()).add(node.target.__name__)
     imported = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(own.items())]
     return _IMPORTS + "".join(["\n", *imported] if imported else []) + _NAMES
@@ -176,22 +181,6 @@ def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
         for source in node.all_input_nodes:
             found[source] = node
     return found
-
-
-def dying_values(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values whose last use it is; a value without uses dies at its own node."""
-    dying: dict[fx.Node, list[fx.Node]] = {node: [] for node in graph.nodes}
-    seen: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node.op == "placeholder":
-            continue
-        for value in node.all_input_nodes:
-            if value not in seen:
-                seen.add(value)
-                dying[node].append(value)
-        if node.op != "output" and not node.users:
-            dying[node].append(node)
-    return dying
 
 
 def _origin(node: fx.Node) -> str:

@@ -3,59 +3,52 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.caching_allocator import allocator_of
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, CostModel, MeasuredCosts, cost_model, tensor_bytes
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model, tensor_bytes
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
-from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.simulator import (
-    Course,
-    PeakMoment,
     allocation_granularity,
-    course_of,
-    footprint_of_course,
-    peak_of_course,
 )
-from roundpipe_fx.analysis.step_of_calls import Footprint, StepNeeds
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.budget import default_budget
-from roundpipe_fx.codegen import Program, StageModule, emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap, stages_to_overlap
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.tiling import TilingSteps, UnmetError, plan_with_tiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
-from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
-from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
-from roundpipe_fx.remat.choose import Chosen, choose, refusal
+from roundpipe_fx.passes.pipeline import PassContext, PassLevel
+from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
-from roundpipe_fx.report.plan import Plan
 
 __all__ = [
     "SAVE_POLICIES",
-    "Lowered",
-    "Setting",
     "asked_budget",
     "bounded_in_bytes",
     "emit",
     "emit_by_policy",
     "lower",
     "prepare",
+    "summed",
+    "tiled",
 ]
 
 log = logging.getLogger(__name__)
@@ -64,94 +57,6 @@ _WORTH_SHARING = 0.001
 """Share of what the backward reads that equal values must hold."""
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """A joint graph made into programs.
-
-    Attributes:
-        joint: the graph, with every decision explicit.
-        setting: what emission knew beside it.
-        chosen: the plan that was chosen; ``None``: there was nothing to choose from.
-        modules: the stage modules.
-        forward: the program that runs the forward.
-        backward: the program that runs the backward; ``None`` for an inference graph.
-        seconds: modelled, by stage and phase.
-        recompute_seconds: modelled; of what the backward repeats.
-        tangents: the incoming gradients that a step is expected to bring; others are a single zero.
-    """
-
-    joint: JointGraph
-    setting: Setting
-    chosen: Chosen | None
-    modules: Mapping[tuple[int, Phase], StageModule]
-    forward: Program
-    backward: Program | None
-    seconds: Mapping[tuple[int, Phase], float]
-    recompute_seconds: float
-    tangents: Collection[fx.Node]
-
-    @property
-    def stage_compiler(self) -> StageCompiler:
-        """What the stage modules were emitted for."""
-        return self.setting.compiler
-
-    @property
-    def gradient_owners(self) -> Sequence[int | None]:
-        """For each of the backward's results, the number of the input whose gradient it is, or a part of, if any."""
-        return self.joint.gradient_owners
-
-    @property
-    def updates(self) -> Mapping[int, int]:
-        """Inputs that the caller updates in place, by number of the result with the new value."""
-        return self.joint.updates
-
-    @functools.cached_property
-    def parameters(self) -> frozenset[int]:
-        """Numbers of the inputs that are parameters or buffers."""
-        return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
-
-    @functools.cached_property
-    def plan(self) -> Plan:
-        """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
-        joint, setting = self.joint, self.setting
-        peak, step = self._peak, setting.step
-        if step is not None:
-            peak = dataclasses.replace(peak, bytes=step.peak(self.footprint))
-        recompute = setting.options.recompute or "none"
-        return make_plan(
-            joint,
-            joint.segments,
-            joint.cuts,
-            self.modules,
-            self.forward,
-            self.backward,
-            recompute,
-            peak,
-            self.chosen,
-            setting.beyond_plan,
-            step.alive if step is not None else 1,
-        )
-
-    @functools.cached_property
-    def _course(self) -> Course:
-        granularity = allocation_granularity(self.setting.device)
-        outside = returned_view_bytes(self.joint, granularity)
-        return course_of(self.forward, self.backward, self.tangents, granularity, self.updates, outside)
-
-    @functools.cached_property
-    def _peak(self) -> PeakMoment:
-        """Of one call."""
-        trained = sorted({owner for owner in self.joint.gradient_owners if owner is not None})
-        return peak_of_course(self._course, allocator_of(self.setting.device), trained)
-
-    @functools.cached_property
-    def footprint(self) -> Footprint:
-        """What one call does to memory."""
-        counted_more = allocator_of(self.setting.device) is not None
-        beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
-        return footprint_of_course(self._course, self.gradient_owners, beyond)
 
 
 def lower(
@@ -180,71 +85,24 @@ def lower(
         ValueError: a stage name that does not exist in the model.
     """
     joint, setting = prepare(joint, options, registered_syncs, workspaces, training, step=step)
-    for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
-        joint = setting.run(joint, level)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
     budget = asked_budget(joint, options, setting.device) if training else None
     if step is not None and step.limit is not None:
         budget, share = step.limit, 1.0
     setting = dataclasses.replace(setting, share=share, beyond_plan=beyond)
     if budget is not None:
-        lowered = _within(joint, setting, budget)
-    elif training:
-        joint = setting.run(joint, PassLevel.STAGED)
-        lowered = emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
+        lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(setting))
     else:
-        lowered = emit(setting.run(joint, PassLevel.STAGED), setting)
+        joint = setting.run(_cut(joint, setting), PassLevel.STAGED)
+        lowered = (
+            emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
+            if training
+            else emit(joint, setting)
+        )
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     log.info("%s", lowered.plan)
     return lowered
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What there is to know beside the graph.
-
-    Attributes:
-        passes: the whole list.
-        context: what passes may know.
-        share: of the budget that may be used.
-        beyond_plan: bytes that compiled stages are taken to hold beyond what the graph says.
-        step: what else the step holds, where it makes several calls.
-    """
-
-    passes: Sequence[Pass]
-    context: PassContext
-    share: float = 1.0
-    beyond_plan: int = 0
-    step: StepNeeds | None = None
-
-    @property
-    def options(self) -> Options:
-        """The user's."""
-        return self.context.options
-
-    @property
-    def device(self) -> torch.device:
-        """The device to compile for."""
-        return self.context.device
-
-    @property
-    def compiler(self) -> StageCompiler:
-        """What runs the stage modules."""
-        return self.context.compiler
-
-    @property
-    def costs(self) -> CostModel:
-        """Of operations and transfers."""
-        return self.context.costs
-
-    def run(self, joint: JointGraph, level: PassLevel) -> JointGraph:
-        """Run the passes of one level on a graph, which is rewritten."""
-        return run_passes(joint, self.passes, level, self.context)
-
-    def knowing(self, **decided: Any) -> Setting:
-        """The same, with what has been decided in the context."""
-        return dataclasses.replace(self, context=dataclasses.replace(self.context, **decided))
 
 
 def prepare(
@@ -337,8 +195,41 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
     return dataclasses.replace(found, stages=backward_stages(joint.cuts))
 
 
+def _tiling_steps(setting: Setting) -> TilingSteps:
+    return TilingSteps(
+        summed=lambda joint: summed(joint, setting),
+        tiled=lambda joint, tiles: tiled(joint, tiles, setting),
+        planned=lambda joint, budget: _within(_cut(joint, setting), setting, budget),
+    )
+
+
+def summed(joint: JointGraph, setting: Setting) -> JointGraph:
+    """A copy of a graph, not cut, in which means are sums that are divided."""
+    copy = joint.copy()
+    for node in copy.computed():
+        node.meta.pop(Mark.SEGMENT, None)
+        node.meta.pop(Mark.STAGE, None)
+    return setting.run(copy, PassLevel.SUMMED)
+
+
+def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
+    """A copy of a graph in which regions are loops."""
+    return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
+
+
+def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
+    """Cut a graph into segments and stages."""
+    for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
+        joint = setting.run(joint, level)
+    return joint
+
+
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
-    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used."""
+    """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
+
+    Raises:
+        UnmetError: no plan stays within it.
+    """
     step = _with_gradients(setting.step, joint)
     rotor = setting.options.rotor
     shared = _without_common_subexpressions(joint, setting) if rotor is None else None
@@ -370,7 +261,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
             if excess <= 0:
                 return lowered
         if not chosen.fits:
-            raise refusal(chosen, lowered.plan.peak_bytes, budget)
+            raise UnmetError(chosen, lowered.plan.peak_bytes)
         emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess

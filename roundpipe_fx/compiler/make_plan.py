@@ -25,8 +25,9 @@ from roundpipe_fx.ir.joint_graph import (
 )
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.ir.text import type_text
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.report.plan import Plan, PlannedStage, PlannedValue
+from roundpipe_fx.report.plan import Plan, PlannedStage, PlannedTiles, PlannedValue
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
 __all__ = ["make_plan"]
@@ -110,6 +111,20 @@ def make_plan(
         modules=tuple(modules.values()),
         programs=programs,
         operations=chosen.graph if chosen is not None else None,
+        tiles=tuple(_tiles(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)),
+    )
+
+
+def _tiles(node: fx.Node, loop: TileLoop) -> PlannedTiles:
+    widest = loop.widest
+    return PlannedTiles(
+        name=widest.name,
+        module=module_path(node, module_path_text),
+        type=type_text(torch.empty(widest.shape, dtype=widest.dtype, device="meta")),
+        bytes=widest.bytes,
+        rows=loop.rows,
+        tiles=loop.tiles,
+        seconds=node.meta[Mark.SECONDS],
     )
 
 

@@ -118,12 +118,14 @@ def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
     )
 
 
-ADDING_NODES = frozenset({"apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"})
+ADDING_NODES = frozenset(
+    {"mean_losses", "tiles", "apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"}
+)
 """Passes that add nodes to an annotated graph, with the marks of what these stand for."""
 
 MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
-        "annotate hoist_host_syncs apply_remat_schedule early_recompute split_backward",
+        "annotate hoist_host_syncs tiles apply_remat_schedule early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
         "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler",
         "annotate",
@@ -140,7 +142,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
-        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis pipeline remat",
+        "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline remat",
         "segments",
     ),
     Mark.STAGE: _use(

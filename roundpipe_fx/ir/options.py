@@ -22,6 +22,7 @@ StageCompiler = Literal["eager", "inductor"] | Callable[..., Any]
 
 _RECOMPUTE = ("none", "full")
 _NOT_OF_THE_USER = ("device_name", "rotor", "following")
+_TILING = ("auto", "never")
 _COSTS = ("roofline", "measured")
 _STAGE_COMPILERS = ("eager", "inductor")
 
@@ -57,6 +58,8 @@ class Options:
         memory_budget: bytes that a step may allocate at most at one time, or a share in [0, 1] of the way from the
             least that can be reached to nothing recomputed. ``None``: on CUDA 90 % of the memory that is free at the
             first step, unless ``recompute`` is given; on the CPU no limit.
+        tiling: whether operations may be carried out in tiles, which rounds sums otherwise. ``None``: where a budget in
+            bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
         cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -70,6 +73,7 @@ class Options:
     stages: int | str | tuple[str, ...] = "auto"
     recompute: str | None = None
     memory_budget: int | float | None = None
+    tiling: str | None = None
     cost: str = "roofline"
     stage_compiler: StageCompiler | None = None
     passes: Callable[[list[Any]], Sequence[Any]] | None = None
@@ -111,6 +115,13 @@ class Options:
                 f"recompute={checked['recompute']!r} and memory_budget={options['memory_budget']!r} contradict each "
                 "other: with a budget the plan decides what is recomputed. Give one of them."
             )
+        if checked.get("tiling") is not None and checked["tiling"] not in _TILING:
+            raise ValueError(
+                f"tiling={checked['tiling']!r}: valid values are {_quoted(_TILING)}, or None: tiles where a budget in "
+                "bytes cannot be met otherwise."
+            )
+        if checked.get("tiling") == "auto" and checked.get("recompute") is not None:
+            raise ValueError("tiling='auto' needs a budget to decide by: give memory_budget= instead of recompute=.")
         if checked.get("cost", "roofline") not in _COSTS:
             raise ValueError(f"cost={checked['cost']!r}: valid values are {_quoted(_COSTS)}.")
         compiler = checked.get("stage_compiler")

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.tile_loop import TileLoop
 
 __all__ = ["SHOWN_MARKS", "argument_text", "expression_text", "graph_text", "is_own", "joint_text", "type_text"]
 
@@ -157,5 +158,7 @@ SHOWN_MARKS = {
 
 def _marks(node: fx.Node, more: Sequence[str] = ()) -> str:
     found = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
+    if isinstance(node.target, TileLoop):
+        more = [*more, f"{node.target.tiles} tiles of {node.target.rows} rows"]
     shown = [*more, *(name if value is True else f"{name}: {value}" for name, value in found)]
     return f"  # {'; '.join(shown)}" if shown else ""

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
-from roundpipe_fx.compiler.lower import Lowered
+from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.ir.options import StageCompiler

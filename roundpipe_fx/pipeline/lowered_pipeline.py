@@ -6,7 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.compiler.lower import Lowered, Setting
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
 from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
-    Setting,
     asked_budget,
     emit,
     emit_by_policy,
     prepare,
+    summed,
+    tiled,
 )
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.tiling import tile_sequence
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
@@ -87,6 +90,55 @@ def lower_pipeline(
         names = (
             [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"] if training else ["gpipe"]
         )
+
+    def planned(graph: JointGraph) -> LoweredPipeline:
+        return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
+
+    try:
+        best = planned(joint)
+    except InfeasibleBudgetError as error:
+        best = _in_tiles(joint, setting, error, planned)
+    if isinstance(setting.costs, MeasuredCosts):
+        setting.costs.save()
+    log.info("%s", best.main.lowered.plan)
+    return best
+
+
+def _in_tiles(
+    joint: JointGraph,
+    setting: Setting,
+    refused: InfeasibleBudgetError,
+    planned: Callable[[JointGraph], LoweredPipeline],
+) -> LoweredPipeline:
+    """The first pipeline within the budget with regions of the graph in tiles.
+
+    Raises:
+        InfeasibleBudgetError: there is none; of all that was tried the one that needs least.
+    """
+    if setting.options.tiling == "never" or not isinstance(asked_budget(joint, setting.options, setting.device), int):
+        raise refused
+    graph = summed(joint, setting)
+    for tiles in tile_sequence(graph):
+        try:
+            return planned(tiled(graph, tiles, setting))
+        except InfeasibleBudgetError as error:
+            refused = error if error.minimum < refused.minimum else refused
+    raise refused
+
+
+def _best_of(
+    joint: JointGraph,
+    names: Sequence[str],
+    setting: Setting,
+    pipelining: Pipelining,
+    like: Structure | None,
+    forwards_before_backwards: bool,
+) -> LoweredPipeline:
+    """The quickest of some schedules within the budget.
+
+    Raises:
+        InfeasibleBudgetError: none is.
+    """
     best: tuple[float, LoweredPipeline] | None = None
     refused: InfeasibleBudgetError | None = None
     limits = _weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
@@ -108,12 +160,9 @@ def lower_pipeline(
         log.info("schedule %s: %.3f ms, bubble %.1f %%", name, timing.makespan * 1e3, 100 * timing.bubble)
         if best is None or timing.makespan < best[0]:
             best = timing.makespan, tried
-    if isinstance(setting.costs, MeasuredCosts):
-        setting.costs.save()
     if best is None:
         assert refused is not None
         raise refused
-    log.info("%s", best[1].main.lowered.plan)
     return best[1]
 
 

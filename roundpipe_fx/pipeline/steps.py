@@ -10,9 +10,9 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
-from roundpipe_fx.analysis.simulator import simulate_calls
+from roundpipe_fx.analysis.stage_calls import simulate_calls
 from roundpipe_fx.codegen import StageModule
-from roundpipe_fx.compiler.lower import Lowered
+from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
 from roundpipe_fx.torch_private import run_and_save_rng_state

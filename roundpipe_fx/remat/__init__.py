@@ -8,12 +8,12 @@ reduce_peak        these variants, from one to the next
 order              an order in which little lives at one time
 recompute_per_use  as little as possible kept from one reader to the next
 alike              what makes two segments equal, so that layers that repeat are worked out once
-chain              across segments: dynamic programming over memory, with nested recomputation
+chain              across segments: what there is to decide
+solve_chain        the best decisions, by dynamic programming over memory, with nested recomputation
 segment_chain      the segments as the stages of that chain
 search             candidates on the trade-off of peak and recomputation
 choose             the least recomputation within the budget
-lower_bound        a peak below which no schedule gets
 sequences          checkpointing sequences of a chain (rotor)
-rotor              what all-or-nothing checkpointing of the same chain can do, for comparison
+follow_sequence    the plan that such a sequence is
 =================  ====================================================================================
 """

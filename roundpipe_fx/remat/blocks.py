@@ -65,7 +65,7 @@ class Blocks:
         return variants[min(remat_level, len(variants) - 1)]
 
     def variants(self, segment: int, available: AbstractSet[int], most: int = MAX_REMAT_LEVEL) -> list[Block]:
-        """A segment's backward, ever thriftier, up to a thrift of ``most``."""
+        """A segment's backward at each rematerialization level, up to ``most``."""
         reach, entering = self._reach(segment)
         if not entering <= available:  # it reaches back into earlier segments
             return self._arranged(segment, just_in_time(self.graph, segment, available), most, None)
@@ -86,7 +86,7 @@ class Blocks:
             segment: whose backward.
             saved: storages of the segment that need not be made again.
             earlier: all storages of earlier segments, and those that are at hand in any case.
-            most: thrift.
+            most: the highest rematerialization level.
         """
         kind, numbers = self._kind(segment)
         known = (kind, most, frozenset(numbers[storage] for storage in saved if storage in numbers))

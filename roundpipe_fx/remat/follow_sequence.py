@@ -9,12 +9,11 @@ the sequence is computed anew for less.
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.rotor import as_autograd_runs
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import Candidate, work_out
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, storages_live_across
@@ -22,7 +21,7 @@ from roundpipe_fx.remat.sequences.algorithms import make_sequence
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.remat.sequences.sequence import Backward, ForwardCheck, ForwardEnable, Sequence
 
-__all__ = ["Fitted", "chain_of_segments", "fit_sequence"]
+__all__ = ["Fitted", "as_autograd_runs", "chain_of_segments", "fit_sequence"]
 
 
 @dataclass(frozen=True)
@@ -131,4 +130,23 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
             pending = set()
     return RematChoice(
         frozenset(kept), {segment: frozenset(storages) for segment, storages in held.items() if storages}
+    )
+
+
+def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
+    """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
+    plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
+
+    def recipe(old: RecomputeRecipe) -> RecomputeRecipe:
+        return replace(old, operation=plain[old.operation])
+
+    def block(operations: list[Operation]) -> list[Operation]:
+        return [replace(operation, inplace_candidates=()) for operation in operations]
+
+    return replace(
+        graph,
+        forward=tuple(plain.values()),
+        backward={segment: block(operations) for segment, operations in graph.backward.items()},
+        recipes={storage: recipe(old) for storage, old in graph.recipes.items()},
+        mask_only={},
     )

@@ -6,8 +6,6 @@ again pays bytes(v); running again pays λ·seconds(o) and needs all that o read
 All terms are submodular, so one maximum flow gives the optimum, and the breakpoints in λ are the vertices of the lower
 convex hull of (saved bytes, recompute seconds). They are found by intersecting neighbouring lines (Eisner and
 Severance, "Mathematical techniques for efficient record segmentation in large shared databases", 1976).
-
-The flow is SciPy's (``scipy.sparse.csgraph.maximum_flow``).
 """
 
 from __future__ import annotations
@@ -16,17 +14,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
+from roundpipe_fx.analysis.minimum_cut import CAPACITY, SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut
 from roundpipe_fx.analysis.operations import OperationGraph, RecomputeRecipe
 
 __all__ = ["Saving", "frontier"]
-
-_CAPACITY = 1_000_000_000
-"""What all finite capacities together are scaled to: SciPy's flow counts in 32 bits."""
-_ENDLESS = 2_000_000_000
 
 
 @dataclass(frozen=True)
@@ -97,7 +88,7 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
 
 
 class _Cut:
-    """The flow network of one segment. Vertex 0 is the source, 1 the sink."""
+    """The network of one segment: on the source's side is what is needed, and what runs again."""
 
     def __init__(self, graph: OperationGraph, needed: Sequence[int], available: Collection[int]) -> None:
         self._graph = graph
@@ -137,36 +128,26 @@ class _Cut:
         if price is None:
             quickest = min((recipe.seconds for recipe in self._runs if recipe.seconds > 0), default=1.0)
             price = 2 * sum(sizes.values()) / quickest
-        scale = _CAPACITY / max(sum(sizes.values()), 1)
-        arcs: list[tuple[int, int, int]] = []
+        scale = CAPACITY / max(sum(sizes.values()), 1)
+        arcs: list[Arc] = []
 
         def arc(source: int, target: int, capacity: float) -> None:
-            arcs.append((source, target, min(int(capacity), _ENDLESS)))
+            arcs.append((source, target, min(int(capacity), UNCUTTABLE)))
 
         for storage, vertex in self.storages.items():
             if storage in self._needed:
-                arc(0, vertex, _ENDLESS)
+                arc(SOURCE, vertex, UNCUTTABLE)
             barred = storage in self._graph.must_recompute
-            arc(vertex, self._runs[self._recipe(storage)], _ENDLESS if barred else max(sizes[storage] * scale, 1))
+            arc(vertex, self._runs[self._recipe(storage)], UNCUTTABLE if barred else max(sizes[storage] * scale, 1))
         for recipe, vertex in self._runs.items():
             # Of equal optima the one that runs less again is wanted, so nothing is quite free.
-            arc(vertex, 1, price * recipe.seconds * scale + (1 if price else 0))
+            arc(vertex, SINK, price * recipe.seconds * scale + (1 if price else 0))
             for storage in recipe.reads:
                 if storage in self.storages:
-                    arc(vertex, self.storages[storage], _ENDLESS)
-        reached = _source_side(arcs, 2 + len(self.storages) + len(self._runs))
+                    arc(vertex, self.storages[storage], UNCUTTABLE)
+        _, reached = minimum_cut(arcs, 2 + len(self.storages) + len(self._runs))
         again = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
         saved = frozenset(
             s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in again
         )
         return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in again))
-
-
-def _source_side(arcs: list[tuple[int, int, int]], vertices: int) -> set[int]:
-    """The source's side of a minimum cut between vertices 0 and 1."""
-    rows, columns, capacities = zip(*arcs, strict=True)
-    network = csr_array((np.array(capacities, dtype=np.int32), (rows, columns)), shape=(vertices, vertices))
-    residual = network - maximum_flow(network, 0, 1).flow
-    residual.data = np.maximum(residual.data, 0)
-    residual.eliminate_zeros()
-    return set(breadth_first_order(residual, 0, return_predecessors=False).tolist())

@@ -4,8 +4,8 @@ A device of a pipeline holds what was kept for every microbatch that has been fo
 of them at a time. So bytes that are kept count as often as microbatches are in flight, and what a recomputation makes
 again counts once: the more are in flight, the more it is worth to keep only what enters a stage.
 
-The chain (:mod:`roundpipe_fx.remat.chain`) is solved for every amount of memory: once with what is kept counted for
-each microbatch, which misses that of later links when the backward has come back to earlier ones; and for several
+The chain (:mod:`roundpipe_fx.remat.solve_chain`) is solved for every amount of memory: once with what is kept counted
+for each microbatch, which misses that of later stages when the backward has come back to earlier ones; and for several
 prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters
 in seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation
 judges.
@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from functools import partial
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.remat.chain import SegmentChain, Solution, solve_chain
+from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import FINE_SLOTS, NESTED_SHARE, ParetoPoint, levels, nested_slots, spread
 from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
+from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
 __all__ = ["SegmentRun", "points_of_run", "together"]
 
 _MOST = 32
-"""So many rungs of a run are there to choose from."""
+"""At most this many points of a run are there to choose from."""
 _LEVELS = 24
 """So many solutions of a chain are looked at, spread over all amounts of memory."""
 _PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)

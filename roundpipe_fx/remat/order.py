@@ -1,8 +1,14 @@
-"""order: in which order the steps of a segment's backward run, so that few bytes live at one time.
+"""In which order the operations of a segment's backward run, so that few bytes live at one time.
 
 Ordering a graph of operations for least peak is NP-hard (Sethi, "Complete register allocation problems", 1975), so
 this is a beam search: partial orders grow step by step, and of those that have run equally many the few with the
-lowest peaks go on. A step that makes no more than it frees, at no new peak, is run at once: waiting gains nothing.
+lowest peaks go on::
+
+    beam                      next operations, cheapest first      of each, all that is free then
+    [a b]     peak 5  ──▶     c: 5   d: 7                    ──▶   [a b c e]  [a b d]
+    [a c]     peak 6  ──▶     b: 6   e: 9 (the known peak)   ──▶   [a c b e]       the best few are the next beam
+
+An operation that makes no more than it frees, at no new peak, is free: it is run at once, since waiting gains nothing.
 Partial orders that reach the peak of the order that is known are given up: it stands unless a better one is found.
 """
 
@@ -10,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from roundpipe_fx.analysis.liveness import Event
 
@@ -17,9 +24,27 @@ __all__ = ["order_events"]
 
 _WIDTH = 3
 _LOOKED_AT = 2
-"""Of so many times as many steps it is worked out what follows from them."""
+"""Of so many times as many operations it is worked out what follows from them."""
 _MOST_WORK = 300
 """Events times partial orders: long blocks are ordered with fewer at a time."""
+
+
+class _Fact(NamedTuple):
+    """What running an event does to memory.
+
+    Attributes:
+        makes: bytes that it makes.
+        unread: those of them that nobody reads.
+        reads: storages that it reads and that can die, with their bytes.
+        written: storages that its result may be written over.
+        workspace: bytes while it runs.
+    """
+
+    makes: int
+    unread: int
+    reads: list[tuple[int, int]]
+    written: list[int]
+    workspace: int
 
 
 @dataclass(slots=True, kw_only=True)
@@ -34,6 +59,118 @@ class _Partial:
     readers: dict[int, int]
     """By storage, how many events that read it have not run."""
     ready: list[int]
+
+
+class _Block:
+    """The events to be ordered, and what running one of them next comes to.
+
+    Args:
+        events: in an order that is possible.
+        sizes: bytes by storage.
+        before: storages that live at the beginning.
+        lasting: storages that live to the end.
+    """
+
+    def __init__(
+        self, events: Sequence[Event], sizes: Mapping[int, int], before: Collection[int], lasting: Collection[int]
+    ) -> None:
+        self._events, self._sizes = events, sizes
+        maker = {storage: position for position, event in enumerate(events) for storage in event.makes}
+        counted = {*maker, *before}
+        self._users: list[list[int]] = [[] for _ in events]
+        self._waiting: list[int] = []
+        # A storage that lasts has one reader more than there are: it never dies.
+        self._readers: dict[int, int] = {storage: 1 if storage in lasting else 0 for storage in counted}
+        for position, event in enumerate(events):
+            sources = {maker[storage] for storage in event.reads if storage in maker}
+            self._waiting.append(len(sources))
+            for source in sources:
+                self._users[source].append(position)
+            for storage in event.reads:
+                if storage in counted:
+                    self._readers[storage] += 1
+        self._live = sum(sizes[storage] for storage in before if self._readers[storage])
+        scopes = {storage: event.reuse_scope for event in events for storage in event.makes}
+        self._facts = [
+            _Fact(
+                makes=sum(sizes[storage] for storage in event.makes),
+                unread=sum(sizes[storage] for storage in event.makes if not self._readers[storage]),
+                reads=[(s, sizes[s]) for s in event.reads if s in counted and s not in lasting],
+                written=[s for s in event.inplace_candidates if s in scopes and scopes[s] == event.reuse_scope],
+                workspace=event.workspace,
+            )
+            for event in events
+        ]
+        self._can_be_free = [fact.makes <= fact.unread + sum(size for _, size in fact.reads) for fact in self._facts]
+
+    def start(self) -> _Partial:
+        """Nothing but what is free has run."""
+        partial = _Partial(
+            peak=self._live,
+            live=self._live,
+            order=[],
+            waiting=list(self._waiting),
+            readers=dict(self._readers),
+            ready=[position for position, count in enumerate(self._waiting) if not count],
+        )
+        self._run_what_is_free(partial)
+        return partial
+
+    def during(self, partial: _Partial, position: int) -> tuple[int, int]:
+        """Bytes while an event runs next, and after it."""
+        made, unread, reads, candidates, workspace = self._facts[position]
+        left = partial.readers
+        freed = 0
+        for storage, size in reads:
+            if left[storage] == 1:
+                freed += size
+        written = 0
+        for storage in candidates:
+            if left[storage] == 1:
+                written = self._sizes[storage]
+                break
+        return partial.live + made - written + workspace, partial.live + made - freed - unread
+
+    def then(self, partial: _Partial, position: int, high: int, after: int) -> _Partial:
+        """A partial order, an event after it, and what is free then; bytes as :meth:`during` says."""
+        child = _Partial(
+            peak=partial.peak,
+            live=partial.live,
+            order=list(partial.order),
+            waiting=list(partial.waiting),
+            readers=dict(partial.readers),
+            ready=list(partial.ready),
+        )
+        self._run(child, position, high, after)
+        self._run_what_is_free(child)
+        return child
+
+    def _run(self, partial: _Partial, position: int, high: int, after: int) -> None:
+        partial.live = after
+        partial.peak = max(partial.peak, high)
+        partial.order.append(position)
+        partial.ready.remove(position)
+        readers, waiting = partial.readers, partial.waiting
+        for storage in self._events[position].reads:
+            if storage in readers:
+                readers[storage] -= 1
+        for user in self._users[position]:
+            waiting[user] -= 1
+            if not waiting[user]:
+                partial.ready.append(user)
+
+    def _run_what_is_free(self, partial: _Partial) -> None:
+        found = True
+        while found:
+            found = False
+            for position in partial.ready:
+                if not self._can_be_free[position]:
+                    continue
+                high, after = self.during(partial, position)
+                if after <= partial.live and high <= partial.peak:
+                    self._run(partial, position, high, after)
+                    found = True
+                    break
 
 
 def order_events(
@@ -57,120 +194,26 @@ def order_events(
     Returns:
         the positions of the events in the order found; ``None``: none was found.
     """
-    maker = {storage: position for position, event in enumerate(events) for storage in event.makes}
-    counted = {*maker, *before}
-    users: list[list[int]] = [[] for _ in events]
-    waiting = []
-    readers: dict[int, int] = {storage: 1 if storage in lasting else 0 for storage in counted}
-    for position, event in enumerate(events):
-        sources = {maker[storage] for storage in event.reads if storage in maker}
-        waiting.append(len(sources))
-        for source in sources:
-            users[source].append(position)
-        for storage in event.reads:
-            if storage in counted:
-                readers[storage] += 1
-    live = sum(sizes[storage] for storage in before if readers[storage])
-    rooms = {storage: event.reuse_scope for event in events for storage in event.makes}
-    facts = [
-        (
-            sum(sizes[storage] for storage in event.makes),
-            sum(sizes[storage] for storage in event.makes if not readers[storage]),
-            [(storage, sizes[storage]) for storage in event.reads if storage in counted and storage not in lasting],
-            [
-                storage
-                for storage in event.inplace_candidates
-                if storage in rooms and rooms[storage] == event.reuse_scope
-            ],
-            event.workspace,
-        )
-        for event in events
-    ]
-
-    # Whether an event can ever free as much as it makes.
-    hopeful = [made <= unread + sum(size for _, size in reads) for made, unread, reads, _, _ in facts]
-
-    def during(partial: _Partial, position: int) -> tuple[int, int]:
-        """Bytes while an event runs, and after it."""
-        made, unread, reads, inplace_candidates, workspace = facts[position]
-        left = partial.readers
-        freed = 0
-        for storage, size in reads:
-            if left[storage] == 1:
-                freed += size
-        written = 0
-        for storage in inplace_candidates:
-            if left[storage] == 1:
-                written = sizes[storage]
-                break
-        return partial.live + made - written + workspace, partial.live + made - freed - unread
-
-    def run(partial: _Partial, position: int) -> None:
-        high, partial.live = during(partial, position)
-        partial.peak = max(partial.peak, high)
-        partial.order.append(position)
-        partial.ready.remove(position)
-        for storage in events[position].reads:
-            if storage in partial.readers:
-                partial.readers[storage] -= 1
-        for user in users[position]:
-            partial.waiting[user] -= 1
-            if not partial.waiting[user]:
-                partial.ready.append(user)
-
-    def settle(partial: _Partial) -> None:
-        """Run what is free."""
-        found = True
-        while found:
-            found = False
-            for position in partial.ready:
-                if not hopeful[position]:
-                    continue
-                high, after = during(partial, position)
-                if after <= partial.live and high <= partial.peak:
-                    run(partial, position)
-                    found = True
-                    break
-
+    block = _Block(events, sizes, before, lasting)
     width = max(1, min(width, _MOST_WORK // max(len(events), 1)))
-    start = _Partial(
-        peak=live,
-        live=live,
-        order=[],
-        waiting=waiting,
-        readers=readers,
-        ready=[p for p, count in enumerate(waiting) if not count],
-    )
-    settle(start)
-    beam = [start]
-    finished: list[_Partial] = []
+    beam = [block.start()]
+    best: _Partial | None = None
     while beam:
         steps: list[tuple[int, int, int, _Partial]] = []
         for partial in beam:
-            if not partial.ready:
-                finished.append(partial)
+            if not partial.ready and (best is None or partial.peak < best.peak):
+                best = partial
                 below = min(below, partial.peak)
             for position in partial.ready:
-                high, after = during(partial, position)
+                high, after = block.during(partial, position)
                 steps.append((max(partial.peak, high), after, position, partial))
         # What follows from a step is worked out for the most promising ones alone.
         steps = sorted((step for step in steps if step[0] < below), key=lambda step: step[:3])
         grown: dict[frozenset[int], _Partial] = {}
-        for _, _, position, partial in steps[: width * _LOOKED_AT]:
-            child = _Partial(
-                peak=partial.peak,
-                live=partial.live,
-                order=list(partial.order),
-                waiting=list(partial.waiting),
-                readers=dict(partial.readers),
-                ready=list(partial.ready),
-            )
-            run(child, position)
-            settle(child)
-            if child.peak >= below:
-                continue
+        for peak, after, position, partial in steps[: width * _LOOKED_AT]:
+            child = block.then(partial, position, peak, after)
             key = frozenset(child.order)
-            if key not in grown or child.peak < grown[key].peak:
+            if child.peak < below and (key not in grown or child.peak < grown[key].peak):
                 grown[key] = child
         beam = sorted(grown.values(), key=lambda item: (item.peak, item.live, item.order))[:width]
-    return min(finished, key=lambda item: item.peak).order if finished else None
+    return None if best is None else best.order

@@ -1,8 +1,8 @@
-"""lean: a segment's backward in which as little as possible is kept between one reader and the next.
+"""Recompute per use: a segment's backward in which as little as possible is kept from one reader to the next.
 
 Dropping what lies idle at the peak, one storage at a time, stops where two have to go together. This comes from the
-other end: everything is made again for each of its readers, which is as lean as a sequence of these steps gets. Then
-what runs again more than once runs less often, the costliest first, as long as the peak stays where it is.
+other end: everything is recomputed for each of its readers, which no sequence of these steps goes below. Then what
+is recomputed more than once is recomputed less often, the costliest first, as long as the peak stays where it is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from roundpipe_fx.analysis.operations import PlannedOp
 __all__ = ["recompute_per_use"]
 
 _LONGEST = 400
-"""Of blocks that take more steps than this when everything is made again, no lean sequence is looked for."""
+"""Blocks whose full expansion exceeds this many steps are skipped."""
 
 
 def recompute_per_use(
     steps: Sequence[PlannedOp], orders: Sequence[Sequence[int]], peak: Callable[[Sequence[int]], int], below: int
 ) -> list[int] | None:
-    """A lean sequence of steps, listed by position; a step that runs twice is listed twice.
+    """A sequence of steps with a low peak, listed by position; a step that runs twice is listed twice.
 
     Args:
         steps: of a segment's backward, each once.

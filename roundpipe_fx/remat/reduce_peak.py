@@ -1,8 +1,8 @@
-"""arrange: sequences of the steps of a segment's backward that take ever less memory, and ever more seconds.
+"""Sequences of the operations of a segment's backward with ever lower peaks, for ever more seconds.
 
-:mod:`roundpipe_fx.remat.order` puts the steps into an order with a low peak. Beyond that a sequence can be
-*thriftier*: what was made again and is alive at the peak without being read there is dropped, and made once more before
-its next reader (as XLA's rematerialization pass does). The last one may come from
+:mod:`roundpipe_fx.remat.order` puts them into an order with a low peak. The next level has a lower one: what
+was recomputed and is alive at the peak without being read there is dropped, and recomputed once more before its next
+reader (as XLA's rematerialization pass does). The last level may come from
 :mod:`roundpipe_fx.remat.recompute_per_use`.
 """
 
@@ -21,7 +21,7 @@ from roundpipe_fx.remat.schedule import backward_events
 __all__ = ["MAX_REMAT_LEVEL", "PeakReducer"]
 
 MAX_REMAT_LEVEL = 4
-"""So often, and once more for a lean sequence, a sequence is followed by a thriftier one."""
+"""How many levels there are beyond the first, and one more where everything is recomputed per use."""
 _TRIES = 8
 """How many droppings are looked at for one that lowers the peak."""
 _LONGEST = 12
@@ -65,7 +65,7 @@ class PeakReducer:
         return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
 
     def arrangements(self, most: int) -> list[tuple[list[int], int]]:
-        """Sequences with their peaks: the best order of the steps, then ever thriftier ones."""
+        """Sequences with their peaks: the best order of the steps, then one for each level."""
         sequence = self._ordered(list(range(len(self._steps))))
         found = [(sequence, self._peak(sequence))]
         for _ in range(_TRIES):
@@ -81,7 +81,7 @@ class PeakReducer:
         return found if leanest is None else [*found, (leanest, self._peak(leanest))]
 
     def _recompute_per_use(self, below: int) -> list[int] | None:
-        """A lean sequence, if its peak is below one that is known."""
+        """Everything recomputed per use, if that has a peak below one that is known."""
         steps = self._steps
         readers = [position for position, step in enumerate(steps) if step.recipe is None]
         again = {storage for step in steps if step.recipe is not None for storage in step.makes}

@@ -17,10 +17,11 @@ import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
-from roundpipe_fx.remat.chain import SegmentChain, Solution, solve_chain
+from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.progress import progress
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
+from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 
 __all__ = [
     "FINE_SLOTS",
@@ -132,7 +133,7 @@ def nested_slots(chain: SegmentChain) -> int:
 
 
 def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
-    """More candidates around a limit: rungs between the two that it lies between, by halving.
+    """More candidates around a limit: some between the two that it lies between, by halving.
 
     Only what lies between its neighbours in peak and seconds is taken. So for limits that fall, refined each on its
     own, peaks never rise and seconds never fall.

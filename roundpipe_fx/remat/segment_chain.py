@@ -1,7 +1,7 @@
 """The segments of a graph as the stages of a chain, and what the chain's decisions mean for the graph.
 
-A segment's options are the vertices of its frontier, the leanest in several variants of thrift. Behind each option
-stands what it keeps.
+A segment's options are the vertices of its frontier, the one with the fewest bytes at several levels. Behind each
+option stands what it keeps.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _options(
     forward: Sequence[Operation],
     most: int,
 ) -> list[tuple[SaveOption, ChainStageOption]]:
-    """Ways to keep ``saved``: one for each level of thrift, up to ``most``."""
+    """Ways to keep ``saved``: one for each rematerialization level, up to ``most``."""
     graph = blocks.graph
     lasting = saved.union(leaving)
     held, running = _bytes(graph, lasting), peak_of_forward(graph, forward, lasting)

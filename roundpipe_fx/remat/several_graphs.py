@@ -1,9 +1,9 @@
 """Several graphs: one plan for each of a step's graphs, so that the step stays within a budget.
 
 Each graph has a ladder of plans, ever less bytes for ever more seconds. How they are put together decides, and a
-simulation of the whole step judges it: all graphs equally thrifty, as little as fits; then one after another as little
-as still fits. The lowest peak is looked for graph by graph from the best of those levels. That is not always the best
-there is, but it does not depend on the budget, so the least budget that is named can be met.
+simulation of the whole step judges it: all graphs at the same level, the least that fits; then one after another as
+little as still fits. The lowest peak is looked for graph by graph from the best of those levels. That is not always the
+best there is, but it does not depend on the budget, so the least budget that is named can be met.
 """
 
 from __future__ import annotations

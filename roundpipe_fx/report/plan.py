@@ -21,7 +21,7 @@ from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing
 
-__all__ = ["Plan", "PlannedPipeline", "PlannedStage", "PlannedValue"]
+__all__ = ["Plan", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
 
 _SHOWN = 6
 
@@ -50,6 +50,29 @@ class PlannedValue:
     seconds: float = 0.0
     times: int = 0
     again_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTiles:
+    """Operations that are carried out on one tile of rows after another.
+
+    Attributes:
+        name: the widest value inside, which never exists as a whole.
+        module: path of the user's module that computes it.
+        type: dtype and shape of the whole.
+        bytes: bytes of the whole.
+        rows: number of rows.
+        tiles: number of tiles.
+        seconds: modelled seconds of all tiles.
+    """
+
+    name: str
+    module: str
+    type: str
+    bytes: int
+    rows: int
+    tiles: int
+    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,6 +166,7 @@ class Plan:
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         operations: what the plan was made from, for other planners; ``None`` without a budget.
+        tiles: what is carried out in tiles; sums over tiles round otherwise than whole ones.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -162,6 +186,7 @@ class Plan:
     modules: tuple[StageModule, ...] = field(repr=False, compare=False)
     programs: tuple[Program, ...] = field(repr=False, compare=False)
     operations: OperationGraph | None = field(repr=False, compare=False, default=None)
+    tiles: tuple[PlannedTiles, ...] = ()
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(repr=False, compare=False, default=None)
     measured: list[list[list[Span]]] = field(repr=False, compare=False, default_factory=list)
@@ -280,14 +305,18 @@ class Plan:
         """
         fates = list(self._fates())
         found = [fate for fate in fates if fate[2].name == name]
-        if not found:
+        tiled = [tiles for tiles in self.tiles if tiles.name == name]
+        if not found and not tiled:
             found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
-        if not found:
-            names = {fate[2].name for fate in fates} | {fate[2].module for fate in fates}
+            tiled = [own for own in self.tiles if own.module == name or own.module.startswith(f"{name}.")]
+        if not found and not tiled:
+            values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *self.tiles]
+            names = {value.name for value in values} | {value.module for value in values}
             close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
             raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-        return "\n".join(_fate_text(stage, fate, value) for stage, fate, value in found)
+        texts = [_fate_text(stage, fate, value) for stage, fate, value in found]
+        return "\n".join([*texts, *map(_tiled_text, tiled)])
 
     def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
         for stage in self.stages:
@@ -305,6 +334,7 @@ class Plan:
         fields["pipeline"] = dataclasses.asdict(self.pipeline) if self.pipeline is not None else None
         fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
         fields["peak"] = dataclasses.asdict(self.peak)
+        fields["tiles"] = [dataclasses.asdict(tiles) for tiles in self.tiles]
         return json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
 
     @classmethod
@@ -323,6 +353,7 @@ class Plan:
             fields["peak"] = PeakMoment(**fields["peak"], live=live)
             fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
             fields["segments"] = tuple(fields["segments"])
+            fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))
             if fields["pipeline"] is not None:
                 lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
                 fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
@@ -353,6 +384,8 @@ class Plan:
                 f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
                 f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
             )
+        if self.tiles:
+            lines.append(f"carried out in tiles, so that sums round otherwise: {_tiles_text(self.tiles)}")
         if self.sizes:
             lines.append(f"made for sizes up to: {', '.join(f'{name} ≤ {size}' for name, size in self.sizes.items())}")
         if self.assumed:
@@ -375,6 +408,28 @@ class Plan:
 
 
 _FORMAT = "roundpipe_fx plan 3"
+
+
+def _tiles_text(tiles: Sequence[PlannedTiles]) -> str:
+    """What is tiled, in one line; what is tiled alike is named once."""
+    alike: dict[tuple[str, int], list[PlannedTiles]] = {}
+    for own in tiles:
+        alike.setdefault((own.type, own.tiles), []).append(own)
+    parts = []
+    for (kind, count), same in alike.items():
+        modules = list(dict.fromkeys(own.module or "the model" for own in same))
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
+    return "; ".join(parts)
+
+
+def _tiled_text(tiles: PlannedTiles) -> str:
+    where = f" in {tiles.module}" if tiles.module else ""
+    return (
+        f"{tiles.name} {tiles.type}{where}: made for one of {tiles.tiles} tiles of its {tiles.rows} rows after "
+        f"another, for {tiles.seconds * 1e3:.3f} ms with what belongs to it; whole it would hold "
+        f"{bytes_text(tiles.bytes)}"
+    )
 
 
 def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:

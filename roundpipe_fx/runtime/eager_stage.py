@@ -19,7 +19,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from roundpipe_fx.codegen.text import dying_values
+from roundpipe_fx.codegen.dying_values import dying_values
 from roundpipe_fx.torch_private import (
     draws_on_own_device,
     run_and_save_rng_state,

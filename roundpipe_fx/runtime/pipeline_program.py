@@ -155,6 +155,57 @@ def instructions_of(
     return made
 
 
+@dataclass(frozen=True)
+class _Readers:
+    """Who reads the values of one microbatch, seen from one device.
+
+    Attributes:
+        last: by value, the stage action of this device that reads it last.
+        devices: by value, the devices that read it.
+        waiting: by stage action, the devices that wait for it, whether they read a value of it or not.
+        later: values that a later run reads.
+    """
+
+    last: Mapping[int, StageAction]
+    devices: Mapping[int, set[int]]
+    waiting: Mapping[StageAction, set[int]]
+    later: set[int]
+
+    @classmethod
+    def of(
+        cls, program: PipelineProgram, where: Mapping[StageAction, int], sequence: Sequence[StageAction]
+    ) -> _Readers:
+        """The readers under a schedule.
+
+        Args:
+            program: of the microbatch.
+            where: by stage action of this run, its device.
+            sequence: the stage actions of this device, in order.
+        """
+        last: dict[int, StageAction] = {}
+        for step in sequence:
+            last.update(dict.fromkeys(_values(program.steps[step]), step))
+        devices: dict[int, set[int]] = {}
+        waiting: dict[StageAction, set[int]] = {}
+        for step, device in where.items():
+            for source in program.graph.reads[step]:
+                waiting.setdefault(source, set()).add(device)
+            for value in _values(program.steps[step]):
+                devices.setdefault(value, set()).add(device)
+        later = {
+            value
+            for step, code in program.steps.items()
+            if step not in where and step[0] is not ActionKind.FORWARD
+            for value in _values(code)
+        }
+        return cls(last, devices, waiting, later)
+
+
+def _values(code: StepCode) -> list[int]:
+    """Numbers of the values that a stage module reads."""
+    return [source.index for source in code.inputs if source.kind == "value"]
+
+
 def _of_microbatch(
     device: int,
     batch: int,
@@ -166,51 +217,42 @@ def _of_microbatch(
     """The instructions of a device for one microbatch, by stage action.
 
     A value dies with its last reader on the device, unless a later run reads it too; it is sent to every other device
-    that reads it, right after it is computed; it is received before the first reader.
+    that reads it, right after it is computed; it is received before the first reader::
+
+        device 0   F0.0 makes v ── sends v ── F0.1 ─────────────── B0.0 reads v, which dies
+        device 1                      └─▶ receives v, F1.0 reads v ── B1.0 reads v, which dies
     """
-    last: dict[int, StageAction] = {}
-    for step in sequence:
-        last.update((s.index, step) for s in program.steps[step].inputs if s.kind == "value")
-    readers: dict[int, set[int]] = {}
-    waiting: dict[StageAction, set[int]] = {}
-    for step, at in where.items():
-        for source_step in program.graph.reads[step]:
-            waiting.setdefault(source_step, set()).add(at)
-        for source in program.steps[step].inputs:
-            if source.kind == "value":
-                readers.setdefault(source.index, set()).add(at)
-    later = {
-        source.index
-        for step, code in program.steps.items()
-        for source in code.inputs
-        if step not in where and step[0] is not ActionKind.FORWARD and source.kind == "value"
-    }
+    readers = _Readers.of(program, where, sequence)
     outputs = _places(program.outputs)
     gradients = _places([gradient.source for gradient in program.gradients])
-    if left:
-        later |= gradients.keys()
-        gradients = {}
+    later = readers.later | gradients.keys() if left else readers.later
     instructions: dict[StageAction, Instruction] = {}
     received: set[StageAction] = set()
     for step in sequence:
         code = program.steps[step]
-        own = [(i, place) for i, number in enumerate(code.outputs) for place in gradients.get(number, ())]
+        made = list(enumerate(code.outputs))
+        own = [(i, place) for i, number in made for place in gradients.get(number, ())] if not left else []
         added = {source.index for source in code.inputs if source.kind == "sum"}
-        before = program.graph.reads[step]
-        arriving = [one for one in before if where.get(one, device) != device and one not in received]
+        arriving = [
+            source
+            for source in program.graph.reads[step]
+            if where.get(source, device) != device and source not in received
+        ]
         received.update(arriving)
-        sends = {
-            peer: tuple((i, number) for i, number in enumerate(code.outputs) if peer in readers.get(number, ()))
-            for peer in sorted(waiting.get(step, set()) - {device})
-        }
+        peers = sorted(readers.waiting.get(step, set()) - {device})
         instructions[step] = Instruction(
             action=Action(step[0], step[1], batch),
             code=code,
             receives=tuple(arriving),
-            dying=tuple(s.kind == "value" and last[s.index] == step and s.index not in later for s in code.inputs),
-            kept=tuple((i, number) for i, number in enumerate(code.outputs) if number in last or number in later),
-            sends=tuple(sends.items()),
-            results=tuple((i, place) for i, number in enumerate(code.outputs) for place in outputs.get(number, ())),
+            dying=tuple(
+                s.kind == "value" and readers.last[s.index] == step and s.index not in later for s in code.inputs
+            ),
+            kept=tuple((i, number) for i, number in made if number in readers.last or number in later),
+            sends=tuple(
+                (peer, tuple((i, number) for i, number in made if peer in readers.devices.get(number, ())))
+                for peer in peers
+            ),
+            results=tuple((i, place) for i, number in made for place in outputs.get(number, ())),
             gradients=tuple((i, place) for i, place in own if place not in added),
             sums=tuple((i, place) for i, place in own if place in added),
         )

@@ -14,6 +14,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.runtime.compiled_loops import opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.profiled_operators import profile_operators
@@ -55,8 +56,11 @@ def compile_stages(
 
 def compile_stage(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
     """Make one stage module callable. The result keeps the opaque calls of its graph alive."""
-    held = calls_in(graph_module.graph)
-    function = _compiled(graph_module, compiler)
+    return _holding(_compiled(graph_module, compiler), calls_in(graph_module.graph))
+
+
+def _holding(function: Boxed, held: Any) -> Boxed:
+    """The same function, which keeps what its code calls alive."""
     if not held:
         return function
 
@@ -71,10 +75,13 @@ def _compiled(graph_module: fx.GraphModule, compiler: StageCompiler) -> Boxed:
         return eager_stage(graph_module)
     examples = [node.meta["val"] for node in graph_module.graph.nodes if node.op == "placeholder"]
     unboxed = functional_sums(_unboxed(graph_module))
+    loops = opaque_loops(unboxed, lambda body: _compiled(body, compiler))
     if compiler == "inductor":
-        return from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples)))
-    assert callable(compiler)
-    return from_zero(graph_module, _boxed(compiler(unboxed, examples)))
+        function = from_zero(graph_module, _boxed(torch_private.inductor(unboxed, examples)))
+    else:
+        assert callable(compiler)
+        function = from_zero(graph_module, _boxed(compiler(unboxed, examples)))
+    return _holding(function, loops)
 
 
 def _unboxed(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,12 +3,12 @@
 from roundpipe_fx.schedules.action import Action, ActionKind, StageAction
 from roundpipe_fx.schedules.gpipe import gpipe
 from roundpipe_fx.schedules.interleaved import interleaved
-from roundpipe_fx.schedules.memory import Held, StepCosts
 from roundpipe_fx.schedules.one_f_one_b import one_f_one_b
 from roundpipe_fx.schedules.recompute_ahead import with_recompute
 from roundpipe_fx.schedules.round_robin import round_robin
 from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph, chain, rounds
+from roundpipe_fx.schedules.step_costs import Held, StepCosts
 from roundpipe_fx.schedules.timing import Deadlock, Timing, simulate_time
 from roundpipe_fx.schedules.transfers import with_transfers
 from roundpipe_fx.schedules.validate import InvalidScheduleError, validate

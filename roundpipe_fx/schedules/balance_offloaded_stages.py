@@ -8,18 +8,14 @@ backward are divided independently, as in :mod:`roundpipe_fx.schedules.roundpipe
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.schedules.partition import even_runs
-from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, slot_seconds
+from roundpipe_fx.schedules.roundpipe_partition import FUSED, RoundPipePartition, divider, slot_seconds
 
 __all__ = ["Weights", "balance_offloaded_stages", "residency_bytes"]
 
-_FUSED = 12
-"""At most this many segments are fused."""
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of slots that are tried."""
 
@@ -127,21 +123,11 @@ def _seconds(
 
 def _divisions(forward: list[float], backward: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
-
-    @functools.cache
-    def ahead(first: int, slots: int) -> tuple[tuple[int, int], ...]:
-        return tuple(even_runs(forward[:first], slots))
-
-    @functools.cache
-    def back(first: int, slots: int) -> tuple[tuple[int, int], ...]:
-        if not backward:
-            return ()
-        return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward[:first][::-1], slots))
-
+    divide = divider(forward, backward)
     yield RoundPipePartition((), (0, count - 1), ())  # a single slot
-    for first in range(count - 1, max(0, count - 1 - _FUSED), -1):
+    for first in range(count - 1, max(0, count - 1 - FUSED), -1):
         counts = sorted({own for own in _COUNTS if own < first} | {first})
         for slots in counts:
             for slots_back in counts if backward else [0]:
                 if slots + 1 + slots_back >= devices:
-                    yield RoundPipePartition(ahead(first, slots), (first, count - 1), back(first, slots_back))
+                    yield divide(first, slots, slots_back)

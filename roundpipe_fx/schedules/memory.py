@@ -1,4 +1,4 @@
-"""Costs of stage actions, and the peak memory of each device under a schedule.
+"""The peak memory of each device under a schedule.
 
 A value is on the device that computes it until its last reader there. A device that reads a value of another device
 holds it from the moment it is computed, whether it waits for it or not, until its own last reader. Between its actions
@@ -7,116 +7,44 @@ live from the first microbatch of a stage action to the end of the step, gradien
 to the end, where they are concatenated to the batch's gradient. Where a loss is computed outside the model, between all
 forwards and all backwards, the caller's device needs memory for that too.
 
+All of it is entered as changes of a level, for each device by position in its order::
+
+    position      0        1        2        3        4         5: the end
+    actions     │ F0.0   │ F0.1   │ B0.0   │ F0.2   │ B0.1   │
+    value of F0.0, read by B0.0     +v at 1 ──────── -v at 3
+    gradient that B0.0 is the first to add to        +g at 3 ──────────▶
+    level       0        v        v        g        g + …
+                what is held while the action runs; the peak is the largest level + what its action allocates itself
+
+Values enter at their maker's position + 1, since the maker counts them in its own peak, and leave at their last
+reader's + 1. The moment between forwards and backwards, and the end of the step, at which gradients are gathered, are
+counted separately.
+
 Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
 have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is
-computed. The peak is therefore an upper bound for any timing; on one device nothing is received, and it is exact.
-Schedules of more than a hundred thousand actions are assumed to run as simulated.
+computed (:mod:`roundpipe_fx.schedules.vector_clocks`). The peak is therefore an upper bound for any timing; on one
+device nothing is received, and it is exact. Schedules of more than a hundred thousand actions are assumed to run as
+simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
-from roundpipe_fx.schedules.action import ActionKind, StageAction
+from roundpipe_fx.schedules.action import StageAction
 from roundpipe_fx.schedules.places import Places
-from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
-from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.residency import ResidencyWindow
+from roundpipe_fx.schedules.schedule import Schedule
+from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start
+from roundpipe_fx.schedules.vector_clocks import vector_clocks
 
-__all__ = ["Held", "StepCosts", "peaks_of"]
+__all__ = ["peaks_of"]
 
-
-@dataclass(frozen=True)
-class Held:
-    """Bytes that outlive the stage action that allocates them.
-
-    Attributes:
-        bytes: number of bytes, for one microbatch.
-        maker: the stage action that allocates them.
-        readers: stage actions that read them.
-        lasts: whether they stay allocated to the end of the step, on the device of ``maker``.
-    """
-
-    bytes: int
-    maker: StageAction
-    readers: tuple[StageAction, ...]
-    lasts: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCosts:
-    """Costs of stage actions. Bytes and seconds are those of one microbatch.
-
-    Attributes:
-        seconds: of each stage action.
-        transfer_seconds: of sending the results of a stage action to a reader, by (maker, reader); 0 where absent.
-        held: bytes that outlive the stage action that allocates them.
-        peak_bytes: peak bytes that a stage action allocates beyond those that are allocated when it begins.
-        first_peak_bytes: the same for the first time that a device runs the stage action; where absent, as later.
-        base_bytes: bytes that stay allocated once a stage action has run for the first time (gradients of parameters),
-            by stage action and by number of the parameter. Stage actions on one device share a parameter's gradient.
-        input_gradient_bytes: bytes of gradients of inputs that each microbatch has for itself, by stage action and by
-            number of the input. At the end of the step those of all microbatches are concatenated on the first device.
-        brought_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated from the
-            beginning or, where all forwards run before all backwards, from the first backward on.
-        outside_bytes: bytes that a loss outside the model needs on the first device, between all forwards and all
-            backwards.
-        loss_bytes: those of ``outside_bytes`` that stay allocated until the last backward is over.
-        copied_bytes: bytes of the caller's tensors that a stage action reads, by stage action and by number of the
-            tensor.
-        parameters: numbers of the tensors that are shared by all microbatches.
-        away: devices other than the caller's. They hold copies of its tensors, assumed to be there for the whole step,
-            and return gradients at the end.
-        on_host: numbers of the tensors that stay on the host: devices hold copies of them, and their gradients, during
-            residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
-            ``None``: the model is not offloaded.
-        host_bandwidth: bytes per second between the host and a device.
-    """
-
-    seconds: Mapping[StageAction, float]
-    transfer_seconds: Mapping[tuple[StageAction, StageAction], float] = field(default_factory=dict)
-    held: tuple[Held, ...] = ()
-    peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
-    first_peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
-    base_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
-    input_gradient_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
-    brought_bytes: Mapping[StageAction, int] = field(default_factory=dict)
-    outside_bytes: int = 0
-    loss_bytes: int = 0
-    copied_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
-    parameters: frozenset[int] = frozenset()
-    away: frozenset[int] = frozenset()
-    on_host: frozenset[int] | None = None
-    host_bandwidth: float = 1.0
-
-    def windows(
-        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
-    ) -> list[list[ResidencyWindow]]:
-        """The residency windows of each device; none if the model is not offloaded.
-
-        Args:
-            schedule: the actions of each device.
-            codes: for each device, the number of each action's stage action.
-            steps: the stage actions, by number.
-        """
-        if self.on_host is None:
-            return [[] for _ in codes]
-        reads, gradients = (
-            [{number: size for number, size in of.get(step, {}).items() if number in self.on_host} for step in steps]
-            for of in (self.copied_bytes, self.base_bytes)
-        )
-        return [
-            residency_windows(order[:, 1], own, reads, gradients, _turn(order, schedule))
-            for order, own in zip(schedule.orders, codes, strict=True)
-        ]
-
-
-def _turn(order: np.ndarray, schedule: Schedule) -> int:
-    """Position at which a device's backwards begin, if all forwards run before all backwards; else 0."""
-    return int((order[:, 0] == _FORWARD).sum()) if schedule.forwards_before_backwards else 0
+_MOST_EXACT = 100_000
+"""Above this many actions the arrival of values is taken from the simulated times."""
 
 
 def peaks_of(
@@ -132,13 +60,6 @@ def peaks_of(
 ) -> tuple[int, ...]:
     """Peak bytes of each device.
 
-    For each device, ``changes[i]`` collects the bytes allocated minus the bytes freed just before its action i; its
-    cumulative sum is the level of bytes held while action i runs. Everything that outlives an action is entered there:
-    values from ``maker + 1`` (their maker counts them in its own peak) to ``last reader + 1``, received values from the
-    earliest action at which they can arrive, gradients from the first action that computes them to the end. The peak is
-    the largest sum of the level and the peak of the action that runs then. The moment between forwards and backwards,
-    and the end of the step, at which gradients are gathered, are counted separately.
-
     Args:
         schedule: the order in which devices run their actions.
         codes: for each device, the number of each action's stage action.
@@ -150,113 +71,202 @@ def peaks_of(
         others: costs of microbatches of another size, by index.
         windows: residency windows of each device, where tensors stay on the host.
     """
-    number = {step: index for index, step in enumerate(steps)}
-    places = Places(schedule, codes)
-    # The distinct costs, and which of them each microbatch has.
-    kinds = list({id(kind): kind for kind in (costs, *others.values())}.values())
-    kind_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
-    for batch, of_batch in others.items():
-        kind_of[batch] = next(place for place, kind in enumerate(kinds) if kind is of_batch)
-    peak = np.array([[kind.peak_bytes.get(step, 0) for step in steps] for kind in kinds], dtype=np.int64)
-    first_peak = np.array(
-        [[kind.first_peak_bytes.get(step, kind.peak_bytes.get(step, 0)) for step in steps] for kind in kinds],
-        dtype=np.int64,
-    )
-    brought = np.array([[kind.brought_bytes.get(step, 0) for step in steps] for kind in kinds], dtype=np.int64)
-    certain = None
-    if any(kind.held for kind in kinds) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
-        certain = _certainly_over(schedule, codes, waves, reads, places)
-    changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
-    callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
-    made_here = 0  # bytes of outputs that the caller's device computes itself; it gets the others too
-    # Values that outlive their stage action: on the device of their maker, then on every other device that reads them.
-    for which, held in ((place, held) for place, kind in enumerate(kinds) for held in kind.held):
-        maker = number[held.maker]
-        for device, at, batches in places.of(maker):
-            at, batches = at[kind_of[batches] == which], batches[kind_of[batches] == which]
-            until = places.last(device, [number[reader] for reader in held.readers], batches)
-            if held.lasts:
-                until = np.full(len(at), len(codes[device]))
-                made_here += held.bytes * len(at) if device == callers else 0
-            here = until >= 0
-            np.add.at(changes[device], at[here] + 1, held.bytes)
-            np.add.at(changes[device], until[here] + 1, -held.bytes)
-            made = ends[device][at]
-            for other in {d for reader in held.readers for d in places.devices(number[reader])} - {device}:
-                until = places.last(other, [number[reader] for reader in held.readers], batches)
-                there = until >= 0
-                if certain is not None:
-                    arrives = certain[device][at[there], other]
-                else:
-                    arrives = np.searchsorted(ends[other], made[there], side="right")
-                np.add.at(changes[other], np.minimum(arrives, until[there]), held.bytes)
-                np.add.at(changes[other], until[there] + 1, -held.bytes)
-    # Gradients of inputs: from the first action of their microbatch that contributes to them, to the end of the step.
-    of_inputs = [_by_owner(kind.input_gradient_bytes) for kind in kinds]
-    for which, by_owner in enumerate(of_inputs):
-        for device, change in enumerate(changes):
-            for owner, size in by_owner.items():
-                makers = [number[step] for step, own in kinds[which].input_gradient_bytes.items() if owner in own]
-                at = places.first(device, makers, np.flatnonzero(kind_of[: schedule.microbatches] == which))
-                np.add.at(change, at[at >= 0] + 1, size)
-    inputs_gradients = sum(sum(of_inputs[which].values()) for which in kind_of[: schedule.microbatches].tolist())
-    put_together = 0  # inputs are concatenated one after another, and their parts freed
-    if schedule.microbatches > 1:
-        put_together = sum(max(of_inputs[which].values(), default=0) for which in kind_of[: schedule.microbatches])
-    lasting = [sum(held.bytes for held in kind.held if held.lasts) for kind in kinds]
-    outside_bytes, loss_bytes = [kind.outside_bytes for kind in kinds], [kind.loss_bytes for kind in kinds]
-    every_gradient = {
-        owner: size for kind in kinds for base in kind.base_bytes.values() for owner, size in base.items()
-    }
-    brought_to = [
-        int(brought[kind_of[order[:, 2]], own].sum()) for order, own in zip(schedule.orders, codes, strict=True)
-    ]
-    outputs = int(np.take(lasting, kind_of[: schedule.microbatches]).sum())
-    found = []
-    for device, (order, own, change) in enumerate(zip(schedule.orders, codes, changes, strict=True)):
-        kind_at = kind_of[order[:, 2]]
-        turn = _turn(order, schedule)
+    memory = _Memory(schedule, codes, steps, costs, others)
+    clocks = None
+    if any(variant.held for variant in memory.variants) and len(codes) > 1 and schedule.size <= _MOST_EXACT:
+        clocks = vector_clocks(schedule, codes, waves, reads, memory.places)
+
+    def arrival(device: int, at: np.ndarray, other: int) -> np.ndarray:
+        """The first position on another device at which results of actions of a device can have arrived."""
+        if clocks is not None:
+            return clocks[device][at, other]
+        return np.searchsorted(ends[other], ends[device][at], side="right")
+
+    memory.enter_values(arrival)
+    memory.enter_input_gradients()
+    return tuple(memory.peak(device, own) for device, own in enumerate(windows))
+
+
+class _Memory:
+    """The bytes that each device holds, entered one concept after the other.
+
+    Microbatches of different sizes have different costs: the *variants*.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        codes: Sequence[np.ndarray],
+        steps: Sequence[StageAction],
+        costs: StepCosts,
+        others: Mapping[int, StepCosts],
+    ) -> None:
+        self._schedule, self._codes, self._steps, self._costs = schedule, codes, steps, costs
+        self._number = {step: index for index, step in enumerate(steps)}
+        self.places = Places(schedule, codes)
+        self.variants = list({id(variant): variant for variant in (costs, *others.values())}.values())
+        self._variant_of = np.zeros(max(schedule.microbatches, 1), dtype=np.intp)
+        """By microbatch, which of the variants it has."""
+        for batch, of_batch in others.items():
+            self._variant_of[batch] = next(i for i, variant in enumerate(self.variants) if variant is of_batch)
+        self._peak = self._table(lambda variant, step: variant.peak_bytes.get(step, 0))
+        self._first_peak = self._table(
+            lambda variant, step: variant.first_peak_bytes.get(step, variant.peak_bytes.get(step, 0))
+        )
+        brought = self._table(lambda variant, step: variant.brought_bytes.get(step, 0))
+        self._brought = [
+            int(brought[self._variant_of[order[:, 2]], own].sum())
+            for order, own in zip(schedule.orders, codes, strict=True)
+        ]
+        """By device, bytes of incoming gradients."""
+        self._changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
+        self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
+        self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
+        self._outputs_made_there = 0
+        """Bytes of the outputs that the caller's device computes itself; it gets the others too."""
+        self._of_inputs = [_by_owner(variant.input_gradient_bytes) for variant in self.variants]
+        """By variant, bytes of the gradients of inputs."""
+
+    def _table(self, bytes_of: Callable[[StepCosts, StageAction], int]) -> np.ndarray:
+        """Bytes by variant and stage action."""
+        rows = [[bytes_of(variant, step) for step in self._steps] for variant in self.variants]
+        return np.array(rows, dtype=np.int64)
+
+    def _of_batches(self, bytes_of: Callable[[StepCosts], int]) -> int:
+        """Bytes of all microbatches together."""
+        sizes = [bytes_of(variant) for variant in self.variants]
+        return int(np.take(sizes, self._variant_of[: self._schedule.microbatches]).sum())
+
+    def enter_values(self, arrival: Callable[[int, np.ndarray, int], np.ndarray]) -> None:
+        """Values that outlive their action: on the device of their maker, then on every other device that reads them.
+
+        Args:
+            arrival: of a device, positions there, and another device: the first positions there at which the results
+                can have arrived.
+        """
+        for which, variant in enumerate(self.variants):
+            for held in variant.held:
+                readers = [self._number[reader] for reader in held.readers]
+                reading = {device for reader in readers for device in self.places.devices(reader)}
+                for device, at, batches in self.places.of(self._number[held.maker]):
+                    own = self._variant_of[batches] == which
+                    self._enter_value(held, readers, device, at[own], batches[own], reading - {device}, arrival)
+
+    def _enter_value(
+        self,
+        held: Held,
+        readers: Sequence[int],
+        device: int,
+        at: np.ndarray,
+        batches: np.ndarray,
+        others: set[int],
+        arrival: Callable[[int, np.ndarray, int], np.ndarray],
+    ) -> None:
+        """A value that a device makes at some positions, for some microbatches, and others read."""
+        until = self.places.last(device, readers, batches)
+        if held.lasts:
+            until = np.full(len(at), len(self._codes[device]))
+            self._outputs_made_there += held.bytes * len(at) if device == self._callers else 0
+        here = until >= 0
+        self._enter(device, at[here] + 1, until[here] + 1, held.bytes)
+        for other in others:
+            until = self.places.last(other, readers, batches)
+            there = until >= 0
+            arrives = np.minimum(arrival(device, at[there], other), until[there])
+            self._enter(other, arrives, until[there] + 1, held.bytes)
+
+    def _enter(self, device: int, start: np.ndarray, end: np.ndarray, size: int) -> None:
+        np.add.at(self._changes[device], start, size)
+        np.add.at(self._changes[device], end, -size)
+
+    def enter_input_gradients(self) -> None:
+        """Gradients of inputs: from the first action of their microbatch that adds to them, to the end of the step."""
+        microbatches = self._schedule.microbatches
+        for which, by_owner in enumerate(self._of_inputs):
+            batches = np.flatnonzero(self._variant_of[:microbatches] == which)
+            makers_of = self.variants[which].input_gradient_bytes
+            for device, change in enumerate(self._changes):
+                for owner, size in by_owner.items():
+                    makers = [self._number[step] for step, own in makers_of.items() if owner in own]
+                    at = self.places.first(device, makers, batches)
+                    np.add.at(change, at[at >= 0] + 1, size)
+
+    def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> int:
+        """Peak bytes of a device, whose values and gradients of inputs have been entered."""
+        change, own = self._changes[device], self._codes[device]
+        first = self._enter_parameter_gradients(device, windows)
+        _add_windows(change, windows)
+        outside = self._enter_turn(device)
+        change[0] += self._copies(device)
+        levels = np.cumsum(change)
+        level = levels[: len(own)]
+        variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
+        needed = self._peak[variant_at, own]
+        needed[first] = self._first_peak[variant_at[first], own[first]]
+        during = int((level + needed).max(initial=0))
+        return max(outside, self._at_end(device, levels), during, int(level.max(initial=0)))
+
+    def _enter_parameter_gradients(self, device: int, windows: Sequence[ResidencyWindow]) -> np.ndarray:
+        """Gradients of parameters: from the first action that adds to them.
+
+        Those of an offloaded model leave after each residency window, and so begin again in the next one.
+
+        Returns:
+            the positions of the first actions of each stage action, which have peaks of their own, too.
+        """
+        own, change = self._codes[device], self._changes[device]
+        variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
         firsts = []
-        # Gradients of parameters: from the first action that adds to them. Those of an offloaded model leave after each
-        # residency window, and so begin again in the next one. Such first actions have peaks of their own, too.
-        for part in [window.places for window in windows[device]] or [range(len(own))]:
+        for part in [window.places for window in windows] or [range(len(own))]:
             present, first = np.unique(own[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
             known: set[int] = set()
             for place, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
-                base = kinds[kind_at[place]].base_bytes.get(steps[code], {})
-                new = {owner: size for owner, size in base.items() if owner not in known}
-                change[place + 1] += sum(new.values())
-                known |= new.keys()
-        first = np.concatenate(firsts)
-        _add_windows(change, windows[device])
-        outside = 0
-        # Between forwards and backwards: outputs of other devices arrive at the caller's, where the loss is computed.
-        if device == callers and (costs.away or schedule.forwards_before_backwards):
-            change[turn] += outputs - made_here
-        if schedule.forwards_before_backwards and device == callers:
-            outside = int(np.cumsum(change)[turn] + np.take(outside_bytes, kind_of[: schedule.microbatches]).sum())
-            change[turn] += np.take(loss_bytes, kind_of[: schedule.microbatches]).sum()
-        change[turn] += sum(brought_to) if costs.away and device == callers else brought_to[device]
-        # Copies of the caller's tensors live for the whole step.
-        if costs.on_host is not None and device == callers:
-            change[0] += _copies(np.concatenate(schedule.orders), np.concatenate(codes), steps, costs)
-        elif device in costs.away:
-            change[0] += _copies(order, own, steps, costs)
-        # The peak while an action runs: what is held then, plus what the action itself allocates.
-        levels = np.cumsum(change)
-        level = levels[: len(own)]
-        needed = peak[kind_at, own]
-        needed[first] = first_peak[kind_at[first], own[first]]
-        # At the end of the step the caller's device holds all gradients, and concatenates those of inputs.
-        brings_all = costs.away and device not in costs.away and costs.on_host is None
-        at_end = 0
-        if brings_all:
-            at_end = sum(every_gradient.values()) + inputs_gradients + put_together + outputs + sum(brought_to)
-        elif device == callers:
-            at_end = int(levels[len(own)]) + put_together
-        found.append(max(outside, at_end, int((level + needed).max(initial=0)), int(level.max(initial=0))))
-    return tuple(found)
+                base = self.variants[variant_at[place]].base_bytes.get(self._steps[code], {})
+                change[place + 1] += sum(size for owner, size in base.items() if owner not in known)
+                known |= base.keys()
+        return np.concatenate(firsts)
+
+    def _enter_turn(self, device: int) -> int:
+        """What happens between forwards and backwards; returns the bytes while the loss is computed outside, or 0."""
+        costs, change = self._costs, self._changes[device]
+        half_and_half = self._schedule.forwards_before_backwards
+        turn = backward_start(self._schedule.orders[device], self._schedule)
+        outside, is_callers = 0, device == self._callers
+        # Outputs of other devices arrive at the caller's, where the loss is computed.
+        if is_callers and (costs.away or half_and_half):
+            change[turn] += self._outputs - self._outputs_made_there
+        if is_callers and half_and_half:
+            outside = int(np.cumsum(change)[turn]) + self._of_batches(lambda variant: variant.outside_bytes)
+            change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
+        change[turn] += sum(self._brought) if costs.away and is_callers else self._brought[device]
+        return outside
+
+    def _copies(self, device: int) -> int:
+        """Bytes of copies of the caller's tensors, which live for the whole step."""
+        orders, costs = self._schedule.orders, self._costs
+        if costs.on_host is not None and device == self._callers:
+            return _copies(np.concatenate(orders), np.concatenate(self._codes), self._steps, costs)
+        return _copies(orders[device], self._codes[device], self._steps, costs) if device in costs.away else 0
+
+    def _at_end(self, device: int, levels: np.ndarray) -> int:
+        """Bytes at the end of the step: the caller's device holds all gradients, and concatenates those of inputs."""
+        if device in self._costs.away or (device != self._callers and not self._costs.away):
+            return 0
+        variants = self._variant_of[: self._schedule.microbatches].tolist()
+        put_together = 0  # inputs are concatenated one after another, and their parts freed
+        if len(variants) > 1:
+            put_together = sum(max(self._of_inputs[which].values(), default=0) for which in variants)
+        if not self._costs.away or self._costs.on_host is not None:
+            return int(levels[len(self._codes[device])]) + put_together if device == self._callers else 0
+        gradients = {
+            owner: size
+            for variant in self.variants
+            for base in variant.base_bytes.values()
+            for owner, size in base.items()
+        }
+        of_inputs = sum(sum(self._of_inputs[which].values()) for which in variants)
+        return sum(gradients.values()) + of_inputs + put_together + self._outputs + sum(self._brought)
 
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
@@ -288,31 +298,3 @@ def _add_windows(change: np.ndarray, windows: Sequence[ResidencyWindow]) -> None
         change[window.places.stop] -= window.resident
     for window, following in pairwise(windows):
         change[following.places.stop] -= sum(window.gradients.values())
-
-
-_MOST_EXACT = 100_000
-"""Above this many actions the arrival of values is taken from the simulated times."""
-_FORWARD = KINDS.index(ActionKind.FORWARD)
-
-
-def _certainly_over(
-    schedule: Schedule, codes: Sequence[np.ndarray], waves: Sequence[np.ndarray], reads: np.ndarray, places: Places
-) -> list[np.ndarray]:
-    """For each device and each of its actions, the number of actions of every device that must be over when it ends.
-
-    These are vector clocks (Fidge, 1988; Mattern, 1989): an action depends on the previous one of its device and on
-    those that it reads, so its clock is the maximum of theirs, plus itself.
-    """
-    clocks = [np.zeros((len(own), len(codes)), dtype=np.int64) for own in codes]
-    order = sorted((wave, device, at) for device, own in enumerate(waves) for at, wave in enumerate(own.tolist()))
-    for _, device, at in order:
-        clock = clocks[device][at]
-        if at:
-            np.maximum(clock, clocks[device][at - 1], out=clock)
-        batch = int(schedule.orders[device][at, 2])
-        for source in reads[codes[device][at]].tolist():
-            if source >= 0:
-                maker, place = places.where(source, batch)
-                np.maximum(clock, clocks[maker][place], out=clock)
-        clock[device] = at + 1
-    return clocks

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import torch
 
-__all__ = ["add_stage", "even_runs", "partition"]
+__all__ = ["add_stage", "even_runs", "partition", "run_costs"]
 
 
 def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
@@ -22,13 +22,25 @@ def even_runs(seconds: Sequence[float], count: int) -> list[tuple[int, int]]:
     """
     if not count:
         return []
+    starts = partition(run_costs(seconds), [0] * len(seconds), count)
+    return [(start, end - 1) for start, end in pairwise([*starts, len(seconds)])]
+
+
+def run_costs(seconds: Sequence[float], entry_seconds: Sequence[float] | None = None) -> torch.Tensor:
+    """``costs[i, j]``: seconds of items i up to j, exclusive, and of entering item i; infinite where j <= i.
+
+    Args:
+        seconds: of each item.
+        entry_seconds: of beginning a run at each item.
+    """
     size = len(seconds)
     total = torch.zeros(size + 1, dtype=torch.float64)
     total[1:] = torch.tensor(seconds, dtype=torch.float64).cumsum(0)
     costs = total[None, :] - total[:size, None]
+    if entry_seconds is not None:
+        costs += torch.tensor(entry_seconds, dtype=torch.float64)[:, None]
     empty = torch.arange(size + 1)[None, :] <= torch.arange(size)[:, None]
-    starts = partition(costs.masked_fill(empty, torch.inf), [0] * size, count)
-    return [(start, end - 1) for start, end in pairwise([*starts, size])]
+    return costs.masked_fill(empty, torch.inf)
 
 
 def add_stage(best: torch.Tensor, costs: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,11 @@ class Places:
 
     def where(self, step: int, microbatch: int) -> tuple[int, int]:
         """The device and the position at which a stage action runs for a microbatch."""
-        found = ((d, int(self._at[d][step][microbatch])) for d in self.devices(step))
-        return next((device, at) for device, at in found if at >= 0)
+        for device in self.devices(step):
+            at = int(self._at[device][step][microbatch])
+            if at >= 0:
+                return device, at
+        raise KeyError(f"no device runs stage action {step} for microbatch {microbatch}")
 
     def last(self, device: int, readers: Sequence[int], batches: np.ndarray) -> np.ndarray:
         """For each microbatch, the last position on a device at which one of ``readers`` runs; -1 if none does."""

@@ -12,17 +12,17 @@ their total work and their longest slot, are simulated, and the one with the sho
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.schedules.partition import even_runs
 from roundpipe_fx.schedules.round_robin import dispatch
 
-__all__ = ["RoundPipePartition", "balance_roundpipe_stages", "is_spread", "slot_seconds"]
+__all__ = ["FUSED", "RoundPipePartition", "balance_roundpipe_stages", "divider", "is_spread", "slot_seconds"]
 
 _DISPATCHED = 400
 """At most this many partitions are simulated."""
-_FUSED = 12
+FUSED = 12
 """At most this many segments are fused."""
 _SLOTS_A_DEVICE = 5
 """At most this many slots per device."""
@@ -112,21 +112,41 @@ def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bo
 def _divisions(forward: list[float], again: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
     most = _SLOTS_A_DEVICE * devices
-
-    @functools.cache
-    def ahead(first: int, slots: int) -> tuple[tuple[int, int], ...]:
-        return tuple(even_runs(forward[:first], slots))
-
-    @functools.cache
-    def back(first: int, slots: int) -> tuple[tuple[int, int], ...]:
-        return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(again[:first][::-1], slots))
-
-    for first in range(count - 1, max(-1, count - 1 - _FUSED), -1):
+    divide = divider(forward, again)
+    for first in range(count - 1, max(-1, count - 1 - FUSED), -1):
         if not first:
             yield RoundPipePartition((), (0, count - 1), ())
         for ahead_slots in range(1, min(first, most) + 1):
             for back_slots in range(1, min(first, most - ahead_slots) + 1):
-                yield RoundPipePartition(ahead(first, ahead_slots), (first, count - 1), back(first, back_slots))
+                yield divide(first, ahead_slots, back_slots)
+
+
+def divider(
+    forward_seconds: Sequence[float], backward_seconds: Sequence[float]
+) -> Callable[[int, int, int], RoundPipePartition]:
+    """Partitions whose slots of one kind are balanced exactly.
+
+    Args:
+        forward_seconds: of each segment in a forward slot.
+        backward_seconds: of each segment in a backward slot.
+
+    Returns:
+        a function of the first segment that is fused, and of the numbers of forward and of backward slots before it.
+    """
+
+    @functools.cache
+    def ahead(first: int, slots: int) -> tuple[tuple[int, int], ...]:
+        return tuple(even_runs(forward_seconds[:first], slots))
+
+    @functools.cache
+    def back(first: int, slots: int) -> tuple[tuple[int, int], ...]:
+        return tuple((first - 1 - b, first - 1 - a) for a, b in even_runs(backward_seconds[:first][::-1], slots))
+
+    def divide(first: int, ahead_slots: int, back_slots: int) -> RoundPipePartition:
+        fused = (first, len(forward_seconds) - 1)
+        return RoundPipePartition(ahead(first, ahead_slots), fused, back(first, back_slots))
+
+    return divide
 
 
 def _estimate(slots: list[float], devices: int, microbatches: int) -> float:

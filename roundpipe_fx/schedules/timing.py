@@ -15,9 +15,10 @@ import numpy as np
 
 from roundpipe_fx.schedules.action import Action, StageAction
 from roundpipe_fx.schedules.host_link import HostLink
-from roundpipe_fx.schedules.memory import StepCosts, peaks_of
+from roundpipe_fx.schedules.memory import peaks_of
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
+from roundpipe_fx.schedules.step_costs import StepCosts
 
 __all__ = ["Deadlock", "Timing", "simulate_time"]
 

@@ -1,11 +1,12 @@
 """The only place that uses private torch APIs.
 
 Tested with torch 2.11.0, 2.13.0 and 2.15.0. Everything else in the project uses documented interfaces, so changes of a
-torch release are handled here.
+torch release are handled here. That PyTorch still has them is checked first, by the canary.
 """
 
 from __future__ import annotations
 
+import roundpipe_fx.torch_private.canary  # noqa: F401  # isort: split
 from roundpipe_fx.torch_private.aot import (
     aot_autograd,
     aot_flags,

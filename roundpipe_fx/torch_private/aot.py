@@ -10,6 +10,16 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 from torch import fx
+from torch._functorch._aot_autograd.descriptors import (
+    BackwardTokenAOTInput,
+    ForwardTokenAOTInput,
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+    SubclassGetAttrAOTInput,
+    SubclassGetAttrAOTOutput,
+    TangentAOTInput,
+)
 
 __all__ = [
     "aot_autograd",
@@ -45,9 +55,7 @@ def mutated_inputs(joint: fx.GraphModule) -> list[fx.Node]:
     """Graph inputs that AOTAutograd's epilogue updates in place from a forward output."""
     descriptions = joint.graph.output_node().meta.get("desc") or []
     mutated = {
-        description.mutated_input
-        for description in descriptions
-        if type(description).__name__ == "InputMutationAOTOutput"
+        description.mutated_input for description in descriptions if isinstance(description, InputMutationAOTOutput)
     }
     return [node for node in joint.graph.find_nodes(op="placeholder") if node.meta.get("desc") in mutated]
 
@@ -58,7 +66,7 @@ def input_mutations(graph: fx.GraphModule) -> dict[int, int]:
     return {
         place: places[description.mutated_input]
         for place, description in enumerate(graph.graph.output_node().meta.get("desc") or [])
-        if type(description).__name__ == "InputMutationAOTOutput"
+        if isinstance(description, InputMutationAOTOutput)
     }
 
 
@@ -66,7 +74,7 @@ def differentiated_outputs(joint: fx.GraphModule) -> list[int]:
     """For each incoming gradient of a joint graph, the number of the forward output that it is the gradient of."""
     places = {description: place for place, description in enumerate(joint.graph.output_node().meta.get("desc") or [])}
     descriptions = [node.meta.get("desc") for node in joint.graph.find_nodes(op="placeholder")]
-    return [places[d.output] for d in descriptions if type(d).__name__ == "TangentAOTInput"]
+    return [places[d.output] for d in descriptions if isinstance(d, TangentAOTInput)]
 
 
 def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int | None]:
@@ -90,17 +98,15 @@ def gradient_inputs(joint: fx.GraphModule, num_forward_outputs: int) -> list[int
 
 def _differentiated_input(description: Any) -> Any:
     """The description of the input that an output is the gradient of; inner tensors of subclasses have their own."""
-    if type(description).__name__ == "SubclassGetAttrAOTOutput":
-        from torch._functorch._aot_autograd.descriptors import SubclassGetAttrAOTInput
-
+    if isinstance(description, SubclassGetAttrAOTOutput):
         base = _differentiated_input(description.base)
         return None if base is None else SubclassGetAttrAOTInput(base, description.attr)
-    return description.grad_of if type(description).__name__ == "GradAOTOutput" else None
+    return description.grad_of if isinstance(description, GradAOTOutput) else None
 
 
 def is_effect_token(placeholder: fx.Node) -> bool:
     """Whether a graph input is a token that orders effects (assertions, printing); its value is ``None``."""
-    return type(placeholder.meta.get("desc")).__name__ in ("ForwardTokenAOTInput", "BackwardTokenAOTInput")
+    return isinstance(placeholder.meta.get("desc"), (ForwardTokenAOTInput, BackwardTokenAOTInput))
 
 
 def is_opaque(value: Any) -> bool:
@@ -114,7 +120,7 @@ def is_opaque(value: Any) -> bool:
 def plain_input(placeholder: fx.Node) -> int | None:
     """Number of the input of Dynamo's graph that a graph input is; ``None`` if it is none, or a part of one."""
     description: Any = placeholder.meta.get("desc")
-    return description.idx if type(description).__name__ == "PlainAOTInput" else None
+    return description.idx if isinstance(description, PlainAOTInput) else None
 
 
 def checkpoint_policy(node: fx.Node) -> torch.utils.checkpoint.CheckpointPolicy | None:
@@ -175,5 +181,6 @@ def leave_unused_gradients_out(output: torch.Tensor) -> None:
     Args:
         output: an output of one of our programs, returned by AOTAutograd. Its backward must accept ``None``.
     """
+    # The class is made in a function, so it is told by its name, which the canary looks for.
     if type(output.grad_fn).__name__ == "CompiledFunctionBackward":
         output.grad_fn.set_materialize_grads(False)  # type: ignore[union-attr]

@@ -5,8 +5,9 @@ graph. Where Python needs such a value (``sizes[int(torch.rand(()) * 3)]``, a mo
 number), Dynamo raises an error; without the flags it breaks the graph there, and the program runs.
 
 Varying sizes of inputs become symbols too, but some of PyTorch's own derivatives (``affine_grid``, 2.13) accept plain
-numbers only, and some operators (``fake_quantize_per_tensor_affine``) can be traced only with these. Such a frame is
-traced for the current sizes, and recompiled for others.
+numbers only, and some operators (``fake_quantize_per_tensor_affine``) can be traced only with these; and operations on
+varying numbers of rows are not carried out in tiles, which a budget may need. Such a frame is traced for the current
+sizes, and recompiled for others.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _FEWER = (
     {"capture_scalar_outputs": False},
     {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
 )
-_SIZES_AT_HAND = ({"automatic_dynamic_shapes": False},)
+_SIZES_AT_HAND = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
 _retried: set[tuple[str, int]] = set()
 
 
@@ -92,7 +93,9 @@ fake kernel, which is run on real tensors to find its results' shapes."""
 
 
 def _wants_numbers(error: BaseException) -> bool:
-    return any(text in str(found) for found in _causes(error) for text in _WANTS_NUMBERS)
+    causes = list(_causes(error))
+    wanted = any(getattr(found, "wants_sizes", False) for found in causes)
+    return wanted or any(text in str(found) for found in causes for text in _WANTS_NUMBERS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

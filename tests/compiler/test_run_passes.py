@@ -84,11 +84,27 @@ def test_a_pass_is_added_at_each_level() -> None:
         return sorted(every, key=lambda item: list(PassLevel).index(item.level))
 
     step, _ = compiled_step(Two(), BATCH, passes=edit, recompute="full")
-    assert [level for level, _ in dict.fromkeys(seen)] == list(PassLevel)
+    tiling = (PassLevel.SUMMED, PassLevel.TILED)
+    assert [level for level, _ in dict.fromkeys(seen)] == [level for level in PassLevel if level not in tiling]
     assert {kind for level, kind in seen if level in (PassLevel.STAGE_MODULE, PassLevel.PROGRAM)} == {fx.Graph}
     assert len({level for level, kind in seen if kind is JointGraph}) == 5
     torch.manual_seed(0)
     assert step.loss.isfinite()
+
+
+def test_passes_run_where_tiles_are_considered() -> None:
+    seen: list[PassLevel] = []
+
+    def logging_pass(level: PassLevel) -> Pass:
+        return Pass(f"log_{level}", lambda joint, _: seen.append(level) or joint, level=level)
+
+    def edit(passes: list[Pass]) -> list[Pass]:
+        tiling = (PassLevel.SUMMED, PassLevel.TILED)
+        return sorted([*passes, *map(logging_pass, tiling)], key=lambda item: list(PassLevel).index(item.level))
+
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
+        compiled_step(Two(), {"x": torch.ones(512, 4)}, passes=edit, memory_budget=2)
+    assert seen[0] is PassLevel.SUMMED
 
 
 def test_a_pass_is_replaced_and_removed() -> None:
@@ -120,7 +136,7 @@ def test_the_backend_takes_passes() -> None:
         broken(**BATCH)
 
 
-def _added(run: Callable[[JointGraph, PassContext], object], before: str = "segments") -> Edit:
+def _added(run: Callable[[JointGraph, PassContext], object], before: str = "mean_losses") -> Edit:
     def edit(passes: list[Pass]) -> list[Pass]:
         place = [item.name for item in passes].index(before)
         return [*passes[:place], Pass("own", run), *passes[place:]]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.pipeline import within_budget
+from roundpipe_fx.pipeline import fill_waits
 from tests import hugging_face
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 
@@ -149,7 +149,7 @@ def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.Mo
     models = [copy.deepcopy(reference) for _ in range(2)]
     early = roundpipe_fx.compile(models[0], **options)
     early.forward_backward(x, labels=y, loss_fn=squares)
-    monkeypatch.setattr(within_budget, "_MOST_FILLED", 0)
+    monkeypatch.setattr(fill_waits, "_MOST_FILLED", 0)
     late = roundpipe_fx.compile(models[1], **options)
     late.forward_backward(x, labels=y, loss_fn=squares)
     for first, second in zip(models[0].parameters(), models[1].parameters(), strict=True):

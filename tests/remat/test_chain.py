@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain, solve_chain
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
+from roundpipe_fx.remat.solve_chain import solve_chain
 
 
 def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> SegmentChain:

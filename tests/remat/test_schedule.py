@@ -9,7 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.operations import read_operations
-from roundpipe_fx.analysis.simulator import simulate_programs
+from roundpipe_fx.analysis.program_events import course_of
+from roundpipe_fx.analysis.simulator import peak_of_course
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
 from roundpipe_fx.passes.reinplace import reinplace
@@ -54,7 +55,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     modules = emit_stage_modules(joint, reinplace)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
     # What is held and read by nobody is dead code.
-    assert simulate_programs(forward, backward, joint.expected_tangents).bytes <= planned.bytes
+    assert peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes <= planned.bytes
     torch.manual_seed(1)
     found = _run_programs(joint, inputs)
     assert len(found) == len(expected)
@@ -76,7 +77,7 @@ def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int
     joint.graph.eliminate_dead_code()
     modules = emit_stage_modules(joint, reinplace)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
-    peak = simulate_programs(forward, backward, joint.expected_tangents).bytes
+    peak = peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes
     assert peak == simulate(graph, early).bytes <= chosen.peak.bytes
 
 

@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from roundpipe_fx.torch_private import canary
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = sorted((ROOT / "roundpipe_fx" / "torch_private").glob("*.py"))
@@ -91,3 +94,46 @@ def _private_names(path: Path) -> Iterator[str]:
 
 def test_every_file_is_on_the_page() -> None:
     assert re.findall(r"^### `(.+?)`", PAGE, flags=re.MULTILINE) == [path.name for path in FILES[1:]]
+
+
+def test_nothing_is_missing_in_the_installed_torch() -> None:
+    assert list(canary.missing()) == []
+
+
+@pytest.mark.parametrize("path", FILES[1:], ids=lambda path: path.stem)
+def test_the_canary_looks_for_what_a_file_uses(path: Path) -> None:
+    looked_for = {part for names in canary.USED.values() for part in re.split(r"[ .]", names)}
+    looked_for |= {part for module in canary.USED for part in module.split(".")}
+    assert set(_private_names(path)) - EVERYWHERE <= looked_for
+
+
+@pytest.mark.parametrize(
+    ("table", "gone"),
+    [
+        ({"torch._dynamo.exc": "Unsupported Gone"}, "torch._dynamo.exc.Gone"),
+        ({"torch._dynamo.output_graph": "OutputGraph.gone"}, "torch._dynamo.output_graph.OutputGraph.gone"),
+        ({"torch._inductor.compile_fx": "compile_fx_inner gone"}, "torch._inductor.compile_fx.gone"),
+        ({"torch._C": "_is_tracing _gone"}, "torch._C._gone"),
+    ],
+)
+def test_what_is_gone_is_named(table: dict[str, str], gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "USED", table)
+    message = f"{re.escape(torch.__version__)} does not have: {re.escape(gone)}. It was tried with torch 2.11 to 2.15"
+    with pytest.raises(ImportError, match=message):
+        canary.check()
+
+
+def test_what_is_read_with_a_default_is_looked_for_in_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(canary, "SPELLED", {"torch._dynamo.output_graph": ("compile_subgraph_reason", "_gone")})
+    assert list(canary.missing()) == ["_gone in torch._dynamo.output_graph"]
+
+
+def test_the_canary_imports_nothing() -> None:
+    code = """
+before = set(sys.modules)
+import importlib.util
+spec = importlib.util.spec_from_file_location("canary", "roundpipe_fx/torch_private/canary.py")
+spec.loader.exec_module(importlib.util.module_from_spec(spec))
+print(*(set(sys.modules) - before))
+"""
+    assert not [name for name in _run(code).split() if name.startswith("torch")]

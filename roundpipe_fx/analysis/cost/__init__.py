@@ -7,7 +7,14 @@ import torch
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
-from roundpipe_fx.analysis.cost.real_layout import layout_of, lies_plainly, note_sparse_bytes, real_values, small_values
+from roundpipe_fx.analysis.cost.real_layout import (
+    layout_of,
+    lies_plainly,
+    note_real_values,
+    note_sparse_bytes,
+    real_values,
+    small_values,
+)
 from roundpipe_fx.analysis.cost.roofline import DEVICES, Roofline, flops_of, roofline_of
 from roundpipe_fx.analysis.cost.workspace import COMPILED_STAGES, depends_on_data, workspaces_of
 
@@ -23,6 +30,7 @@ __all__ = [
     "flops_of",
     "layout_of",
     "lies_plainly",
+    "note_real_values",
     "note_sparse_bytes",
     "real_values",
     "roofline_of",

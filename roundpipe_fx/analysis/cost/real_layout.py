@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
 from roundpipe_fx.analysis.cost.trial import Layout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured
-from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, tensor_values
+from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
 from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
 
-__all__ = ["layout_of", "lies_plainly", "note_sparse_bytes", "real_values", "small_values"]
+__all__ = ["layout_of", "lies_plainly", "note_real_values", "note_sparse_bytes", "real_values", "small_values"]
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +77,21 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
 
             return _values(node, trial.layouts, value)
     return None if is_seeded(node) or _has_known_order(node) else small_values(node)
+
+
+def note_real_values(node: fx.Node, device: torch.device) -> None:
+    """Note how the results of an operation that was added to a graph lie in memory.
+
+    Args:
+        node: an operation on fake tensors that lie as they really do.
+        device: where kernels run.
+    """
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or is_view(node):
+        return
+    values = real_values(node, device)
+    if values is not None:
+        found = iter(values)
+        node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(found), node.meta["val"])
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)

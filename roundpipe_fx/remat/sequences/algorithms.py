@@ -2,8 +2,8 @@
 
 A sequence is *persistent* if what is kept stays until the backward that it is kept for. Among these the fastest within
 a memory limit is found by the dynamic programming that every plan of this project uses
-(:mod:`roundpipe_fx.remat.chain`), with one option a layer. Memory is counted in slots, rounded up, so what is found
-fits; with fewer bytes than slots it is exact.
+(:mod:`roundpipe_fx.remat.solve_chain`), with one option a layer. Memory is counted in slots, rounded up, so what is
+found fits; with fewer bytes than slots it is exact.
 
 The published recurrence leaves the gradient that a backward makes out of that backward's peak; here it counts.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, solve_chain
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision
 from roundpipe_fx.remat.chain import SegmentChain as SegmentChain
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.remat.sequences.sequence import (
@@ -27,6 +27,7 @@ from roundpipe_fx.remat.sequences.sequence import (
     Sequence,
     SequenceOperation,
 )
+from roundpipe_fx.remat.solve_chain import solve_chain
 
 __all__ = ["ALGORITHMS", "every_segment", "make_sequence", "no_checkpoint", "periodic", "persistent"]
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from benchmarks.lower_bound import lower_bound
+from benchmarks.rotor import rotor_candidates
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.lower_bound import lower_bound
-from roundpipe_fx.remat.rotor import rotor_candidates
 from roundpipe_fx.remat.search import search
 from tests.remat.graphs import mlp, operations_of, staged
 from tests.remat.test_save_policy import RandomModel, operations, relaxed

@@ -16,17 +16,10 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
-
+from roundpipe_fx.analysis.minimum_cut import SINK, SOURCE, UNCUTTABLE, Arc, minimum_cut, unit_of
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
 
 __all__ = ["LowerBound", "lower_bound"]
-
-_ENDLESS = 2**30
-_CAPACITY = 2**29
-"""What all storages together are scaled to: SciPy's flow counts in 32 bits."""
 
 
 @dataclass(frozen=True)
@@ -58,35 +51,35 @@ def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
 
 
 class _Cut:
-    """The network in which a cut says what of the backward has run. Vertex 0 is the source, 1 the sink."""
+    """The network in which a cut says what of the backward has run: it is on the source's side."""
 
     def __init__(self, graph: OperationGraph) -> None:
         self.graph = graph
         self.backward = [operation for block in graph.backward.values() for operation in block]
         self._makers = {storage: operation for operation in self.backward for storage in operation.makes}
         self._vertices = {operation: 2 + i for i, operation in enumerate(self.backward)}
-        self._scale = max(sum(graph.sizes) / _CAPACITY, 1.0)
+        self._unit = unit_of(graph.sizes)
         self._held = graph.outputs | graph.held
         """What the caller holds as long as any of the backward runs."""
-        self._arcs: list[tuple[int, int, int]] = []
+        self._arcs: list[Arc] = []
         readers: dict[int, list[Operation]] = {}
         for operation in self.backward:
             for storage in operation.reads:
                 readers.setdefault(storage, []).append(operation)
                 if storage in self._makers:
-                    self._arcs.append((self._vertices[operation], self._vertices[self._makers[storage]], _ENDLESS))
+                    self._arcs.append((self._vertices[operation], self._vertices[self._makers[storage]], UNCUTTABLE))
         numbers = itertools.count(2 + len(self.backward))
         for storage in (*self._makers, *(graph.must_save & readers.keys())):
             if storage in self._held:
                 continue
-            size = int(graph.sizes[storage] / self._scale)
-            maker = self._vertices[self._makers[storage]] if storage in self._makers else 0
+            size = graph.sizes[storage] // self._unit
+            maker = self._vertices[self._makers[storage]] if storage in self._makers else SOURCE
             if storage in graph.gradients:
-                self._arcs.append((maker, 1, size))
+                self._arcs.append((maker, SINK, size))
             elif storage in readers:
                 alive = next(numbers)  # on the sink's side unless all that read the storage have run
                 self._arcs.append((maker, alive, size))
-                self._arcs += [(alive, self._vertices[reader], _ENDLESS) for reader in readers[storage]]
+                self._arcs += [(alive, self._vertices[reader], UNCUTTABLE) for reader in readers[storage]]
         self._count = next(numbers)
 
     def while_first_run(self, operation: Operation) -> int:
@@ -152,10 +145,7 @@ class _Cut:
 
     def _live(self, has_run: Iterable[Operation], running: Operation) -> int:
         """Bytes of the backward's storages, of those that are kept in any case, and of what the caller holds."""
-        arcs = [*self._arcs, (self._vertices[running], 1, _ENDLESS)]
-        arcs += [(0, self._vertices[operation], _ENDLESS) for operation in has_run]
-        rows, columns, capacities = zip(*arcs, strict=True)
-        network = csr_array((np.array(capacities, dtype=np.int64), (rows, columns)), shape=(self._count, self._count))
-        network.data = np.minimum(network.data, _ENDLESS)  # two arcs between the same vertices add up
-        flow = maximum_flow(network.astype(np.int32), 0, 1).flow_value
-        return int(flow * self._scale) + _bytes(self.graph, self._held)
+        arcs = [*self._arcs, (self._vertices[running], SINK, UNCUTTABLE)]
+        arcs += [(SOURCE, self._vertices[operation], UNCUTTABLE) for operation in has_run]
+        flow, _ = minimum_cut(arcs, self._count)
+        return flow * self._unit + _bytes(self.graph, self._held)

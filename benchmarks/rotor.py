@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from roundpipe_fx.analysis.operations import Operation, OperationGraph, RecomputeRecipe
+from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.remat.blocks import Blocks
-from roundpipe_fx.remat.chain import ChainStageOption, solve_chain
+from roundpipe_fx.remat.chain import ChainStageOption
+from roundpipe_fx.remat.follow_sequence import as_autograd_runs
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.search import Candidate, best_of, everything_kept, levels, spread, work_out
 from roundpipe_fx.remat.segment_chain import chain_of, remat_choice_of
+from roundpipe_fx.remat.solve_chain import solve_chain
 
-__all__ = ["as_autograd_runs", "rotor_candidates"]
+__all__ = ["rotor_candidates"]
 
 _SLOTS = 500
 _LEVELS = 12
@@ -49,22 +51,3 @@ def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
                     held[decision.stage] = held.get(decision.stage, frozenset()) | everything[decision.stage].saved
             found.append(work_out(blocks, RematChoice(choice.kept, held)))
     return best_of(found)
-
-
-def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
-    """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
-    plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
-
-    def recipe(old: RecomputeRecipe) -> RecomputeRecipe:
-        return replace(old, operation=plain[old.operation])
-
-    def block(operations: list[Operation]) -> list[Operation]:
-        return [replace(operation, inplace_candidates=()) for operation in operations]
-
-    return replace(
-        graph,
-        forward=tuple(plain.values()),
-        backward={segment: block(operations) for segment, operations in graph.backward.items()},
-        recipes={storage: recipe(old) for storage, old in graph.recipes.items()},
-        mask_only={},
-    )

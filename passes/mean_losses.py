@@ -1,0 +1,139 @@
+"""mean_losses: a loss that is a mean becomes a sum and a division, so that the sum can be made in tiles.
+
+The count that a mean of a cross entropy divides by depends on labels alone; it is computed from them, and is at hand
+for the backward before any of the loss is.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
+from roundpipe_fx.ir.graph_edit import insert_call
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor
+
+__all__ = ["split_mean_losses"]
+
+aten = torch.ops.aten
+_MEAN, _SUM = 1, 2
+
+_ELEMENTWISE = {
+    aten.mse_loss: 2,
+    aten.smooth_l1_loss: 2,
+    aten.huber_loss: 2,
+    aten.soft_margin_loss: 2,
+    aten.binary_cross_entropy: 3,
+    aten.binary_cross_entropy_with_logits: 4,
+}
+"""Losses of pairs of elements, with the place of their reduction among the arguments."""
+_GRADIENTS = {
+    aten.mse_loss_backward: 3,
+    aten.smooth_l1_loss_backward: 3,
+    aten.huber_loss_backward: 3,
+    aten.soft_margin_loss_backward: 3,
+    aten.binary_cross_entropy_backward: 4,
+}
+
+
+def split_mean_losses(
+    joint: JointGraph, costs: CostModel, device: torch.device | None = None, eager: bool = True
+) -> JointGraph:
+    """Rewrite means over a whole tensor as sums that are divided.
+
+    Args:
+        joint: an annotated graph; it is rewritten.
+        costs: of what is added.
+        device: where it runs; ``None``: that is not at hand.
+        eager: whether it runs as it is.
+    """
+    for node in list(joint.computed()):
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+            _split_cross_entropy(node)
+        elif node.target is aten.mean.default and not node.kwargs and _has_numbers(node.args[0]):
+            _stand_in(node, insert_call(node, aten.sum.default, node.args[0]), _count(node.args[0]))
+        elif packet in _ELEMENTWISE and _reduction(node, _ELEMENTWISE[packet]) == _MEAN and _has_numbers(node.args[0]):
+            _stand_in(node, _summing(node, _ELEMENTWISE[packet]), _count(node.args[0]))
+        elif packet in _GRADIENTS and _reduction(node, _GRADIENTS[packet]) == _MEAN and _has_numbers(node.args[1]):
+            gradient = insert_call(node, aten.div.Tensor, node.args[0], _count(node.args[1]))
+            made = _summing(node, _GRADIENTS[packet])
+            made.update_arg(0, gradient)
+            node.replace_all_uses_with(made)
+            joint.graph.erase_node(node)
+    late, added = set(joint.tangents), []
+    for node in joint.computed():
+        if Mark.PHASE not in node.meta:
+            waits = any(s in late or s.meta.get(Mark.PHASE) is Phase.BACKWARD for s in input_nodes(node))
+            node.meta[Mark.PHASE] = Phase.BACKWARD if waits else Phase.FORWARD
+            if device is not None and eager:
+                note_real_values(node, device)
+            annotate_node(node, costs)
+            added.append(node)
+    if device is not None:
+        for node, size in workspaces_of(added, device, fused=not eager).items():
+            node.meta[Mark.WORKSPACE] = size
+    return joint
+
+
+def _reduction(node: fx.Node, place: int) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs.get("reduction", _MEAN)
+
+
+def _has_numbers(given: Any) -> bool:
+    """Whether a tensor's size is known."""
+    if not isinstance(given, fx.Node) or not is_tensor(given):
+        return False
+    value = given.meta["val"]
+    # A sum of many numbers of half precision with few exponents overflows.
+    is_wide = value.is_floating_point() and value.dtype is not torch.float16
+    return is_wide and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
+
+
+def _count(given: Any) -> int:
+    return int(given.meta["val"].numel())
+
+
+def _summing(node: fx.Node, place: int) -> fx.Node:
+    """The same call with a sum for its reduction."""
+    args, kwargs = list(node.args), dict(node.kwargs)
+    if len(args) > place:
+        args[place] = _SUM
+    else:
+        kwargs["reduction"] = _SUM
+    return insert_call(node, node.target, *args, **kwargs)
+
+
+def _stand_in(node: fx.Node, total: fx.Node, count: int) -> None:
+    node.replace_all_uses_with(insert_call(node, aten.div.Tensor, total, count))
+    node.graph.erase_node(node)
+
+
+def _split_cross_entropy(node: fx.Node) -> None:
+    scores, labels, weight, reduction, ignored = node.args
+    assert isinstance(scores, fx.Node) and isinstance(labels, fx.Node)
+    if reduction != _MEAN or scores.meta["val"].dim() < 2 or any(u.target is not operator.getitem for u in node.users):
+        return
+    dtype = scores.meta["val"].dtype
+    if dtype is torch.float16:
+        return
+    counts = insert_call(node, aten.ne.Scalar, labels, ignored)
+    if isinstance(weight, fx.Node):
+        named = insert_call(node, aten.where.ScalarOther, counts, labels, 0)
+        flat = insert_call(node, aten.reshape.default, named, [-1])
+        weights = insert_call(node, aten.index_select.default, weight, 0, flat)
+        counted = insert_call(node, aten.reshape.default, counts, [-1])
+        counts = insert_call(node, aten.mul.Tensor, weights, counted)
+    total = insert_call(node, aten.sum.dim_IntList, counts, None, dtype=dtype)
+    summed = insert_call(node, node.target, scores, labels, weight, _SUM, ignored)
+    with node.graph.inserting_before(node):
+        loss = node.graph.call_function(operator.getitem, (summed, 0))
+    loss.meta = {**summed.meta, "val": summed.meta["val"][0]}
+    mean = insert_call(node, aten.div.Tensor, loss, total)
+    for item in list(node.users):
+        item.replace_all_uses_with(mean if item.args[1] == 0 else total)
+        node.graph.erase_node(item)
+    node.graph.erase_node(node)

@@ -1,0 +1,232 @@
+"""tiles: regions of operations become loops over tiles of rows.
+
+A region's forward becomes one loop, and its backward another, which makes again for each tile what it reads of the
+forward; so nothing wide is kept, or exists. Where the whole backward of a region is proportional to one scalar (a loss
+head), both are one loop in the forward, which makes the gradients as if the scalar were one; the backward multiplies.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import annotate_node
+from roundpipe_fx.analysis.tiling.body import (
+    BodyCosts,
+    Divided,
+    Loops,
+    UnfitError,
+    divide,
+    flat_shape,
+    is_flat,
+    sources_of,
+)
+from roundpipe_fx.analysis.tiling.region import TileRegion
+from roundpipe_fx.ir.graph_edit import inherit_origin, insert_call, let_stand_for
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor, module_path
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["tile_regions"]
+
+aten = torch.ops.aten
+
+
+def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], costs: BodyCosts) -> JointGraph:
+    """Replace regions by loops.
+
+    Args:
+        joint: an annotated graph; it is rewritten.
+        tiled: regions, with nodes of this graph or of one that it is a copy of, and their number of tiles.
+        costs: how bodies are made and counted.
+    """
+    loops = Loops(costs)
+    for region, tiles in tiled:
+        own = region.on(joint.graph)
+        if own.scalar is not None:
+            _tile_at_once(joint, own, tiles, loops)
+        else:
+            _tile_apart(joint, own, tiles, loops)
+    joint.drop_unread()
+    return joint
+
+
+def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> None:
+    """A loop for the forward, and one for the backward."""
+    forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
+    returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
+
+    def at_hand(node: fx.Node) -> bool:
+        """Whether the backward is given a forward value rather than making it again."""
+        return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
+
+    again = _makers({source for node in backward for source in input_nodes(node)} & set(forward), forward, at_hand)
+    read = {source for node in (*again, *backward) for source in input_nodes(node) if at_hand(source)}
+    inside = set(region.members)
+    made = []
+    for nodes, phase in ((forward, Phase.FORWARD), ([*again, *backward], Phase.BACKWARD)):
+        own = set(nodes) - set(again if phase is Phase.BACKWARD else ())
+        results = [
+            node
+            for node in nodes
+            if node in own
+            and node not in region.whole
+            and isinstance(node.meta.get("val"), torch.Tensor)
+            and (node in returned or node in read or any(user not in inside for user in node.users))
+        ]
+        if not results:
+            continue
+        divided = divide(region, nodes, results, _copied_flat(region, nodes))
+        try:
+            made.append((results, _insert_loop(joint, divided, tiles, phase, loops)))
+        except UnfitError:
+            return
+    for results, values in made:
+        for result, value in zip(results, values, strict=True):
+            let_stand_for(result, value)
+    _sort(joint)
+
+
+def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops) -> None:
+    """One loop in the forward for forward and backward, as if the incoming gradient were one."""
+    scalar = region.scalar
+    assert scalar is not None
+    like, last = scalar.meta["val"], region.in_phase(Phase.FORWARD)[-1]
+    one = insert_call(last, aten.full.default, list(like.shape), 1.0, dtype=like.dtype, device=like.device)
+    _mark(one, Phase.FORWARD, loops.costs)
+    inside = set(region.members)
+    results = [
+        node
+        for node in region.members
+        if node not in region.whole
+        and isinstance(node.meta.get("val"), torch.Tensor)
+        and any(user not in inside for user in node.users)
+    ]
+    instead = {scalar: one, **_copied_flat(region, region.members)}
+    divided = divide(region, region.members, results, instead)
+    _bring_forward(divided.operands)
+    try:
+        values = _insert_loop(joint, divided, tiles, Phase.FORWARD, loops)
+    except UnfitError:
+        return
+    number = scalar
+    if like.dim():  # as it is, it would be broadcast
+        first = next(node for node in results if node.meta[Mark.PHASE] is Phase.BACKWARD)
+        number = insert_call(first, aten.view.default, scalar, [])
+        _mark(number, Phase.BACKWARD, loops.costs)
+    for result, value in zip(results, values, strict=True):
+        if result.meta[Mark.PHASE] is Phase.FORWARD:
+            let_stand_for(result, value)
+            continue
+        scaled = insert_call(result, aten.mul.Tensor, value, number)
+        _mark(scaled, Phase.BACKWARD, loops.costs)
+        let_stand_for(result, scaled)
+    _sort(joint)
+
+
+def _bring_forward(nodes: Iterable[fx.Node]) -> None:
+    """Let what the backward makes without incoming gradients be the forward's."""
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node.meta.get(Mark.PHASE) is Phase.BACKWARD:
+            node.meta[Mark.PHASE] = Phase.FORWARD
+            waiting += input_nodes(node)
+
+
+def _makers(wanted: Collection[fx.Node], nodes: Sequence[fx.Node], at_hand: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The nodes that make some values from what is at hand, in order."""
+    needed = {node for node in wanted if not at_hand(node)}
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(source for source in input_nodes(node) if not at_hand(source))
+    return [node for node in nodes if node in needed]
+
+
+def _copied_flat(region: TileRegion, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Copies of operands whose rows are not evenly apart in memory, by operand."""
+    inside, found = set(nodes), {}
+    for operand in sources_of(nodes):
+        if operand in inside or operand not in region.where or is_flat(operand.meta["val"], region.where[operand]):
+            continue
+        copied = insert_call(nodes[-1], aten.clone.default, operand, memory_format=torch.contiguous_format)
+        copied.meta[Mark.PHASE] = nodes[-1].meta[Mark.PHASE]
+        found[operand] = copied
+    return found
+
+
+def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, loops: Loops) -> list[fx.Node]:
+    """Insert a loop; returns what stands for its results."""
+    costs = loops.costs
+    region, last = divided.region, [node for node in divided.nodes if node.meta[Mark.PHASE] is phase][-1]
+    path = module_path(region.widest, module_path_text).rpartition(".")[2]
+    name = re.sub(r"\W", "_", path) or "model"
+    loop, cost = loops.of(divided, tiles, f"tiles_of_{name}")
+    operands = []
+    for operand in divided.operands:
+        if operand in region.where and region.where[operand][1] > 1:
+            shape = flat_shape(operand.meta["val"].shape, region.where[operand])
+            operand = insert_call(last, aten.view.default, operand, shape)
+            _mark(operand, phase, costs)
+        operands.append(operand)
+    with joint.graph.inserting_before(last):
+        made = joint.graph.create_node("call_function", loop, tuple(operands), name="in_tiles")
+    inherit_origin(made, region.widest)
+    with divided.results[0].meta["val"].fake_mode:
+        device = divided.results[0].meta["val"].device
+        made.meta["val"] = tuple(
+            torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=device)
+            for result in loop.results
+        )
+    made.meta[Mark.PHASE] = phase
+    annotate_node(made, costs.model)
+    made.meta[Mark.SECONDS], made.meta[Mark.FLOPS] = cost.seconds, cost.flops
+    made.meta[Mark.WORKSPACE] = cost.workspace
+    reasons = [node.meta[Mark.MUST_RECOMPUTE] for node in divided.results if Mark.MUST_RECOMPUTE in node.meta]
+    values = []
+    for place, result in enumerate(divided.results):
+        with joint.graph.inserting_before(last):
+            item = joint.graph.call_function(operator.getitem, (made, place))
+        inherit_origin(item, region.widest)
+        item.meta["val"] = made.meta["val"][place]
+        _mark(item, phase, costs)
+        if reasons and phase is Phase.FORWARD:
+            item.meta[Mark.MUST_RECOMPUTE] = reasons[0]
+        if result in region.where and region.where[result][1] > 1:
+            item = insert_call(last, aten.view.default, item, list(result.meta["val"].shape))
+            _mark(item, phase, costs)
+        values.append(item)
+    return values
+
+
+def _mark(node: fx.Node, phase: Phase, costs: BodyCosts) -> None:
+    node.meta[Mark.PHASE] = phase
+    annotate_node(node, costs.model)
+
+
+def _sort(joint: JointGraph) -> None:
+    """Put nodes in an order in which each comes after what it reads, and else where it was."""
+    placed: set[fx.Node] = set()
+    begun: set[fx.Node] = set()
+    order: list[fx.Node] = []
+    for root in list(joint.graph.nodes):
+        waiting = [root]
+        while waiting:
+            node = waiting[-1]
+            missing = [source for source in node.all_input_nodes if source not in placed]
+            if missing:
+                assert node not in begun, f"{node.name} depends on itself"
+                begun.add(node)
+                waiting += missing
+                continue
+            waiting.pop()
+            if node not in placed:
+                placed.add(node)
+                order.append(node)
+    for before, node in itertools.pairwise(order):
+        if before.next is not node:
+            before.append(node)

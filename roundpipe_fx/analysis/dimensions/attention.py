@@ -1,0 +1,104 @@
+"""Fused attention: batches and heads are independent, and rows of queries where no causal mask counts them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, same_size
+from roundpipe_fx.analysis.dimensions.operands import Call
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+class _Attention:
+    """Dimensions of an attention's tensors, all ``[batch, heads, rows, width]``."""
+
+    def __init__(self, call: Call, labels: Labels) -> None:
+        if call["dropout_p"] != 0.0:
+            raise Unknown
+        self.call, self.labels = call, labels
+        query, key, value = (call.shape(name) for name in ("query", "key", "value"))
+        if len(query) != 4 or not same_size(query[0], key[0]):
+            raise Unknown
+        # Several heads of queries may share one of keys.
+        shared = not same_size(query[1], key[1])
+        batch, heads = labels.new(query[0]), labels.new(query[1], mixed=shared)
+        key_heads = labels.new(key[1], mixed=True) if shared else heads
+        # A causal mask counts rows from the first.
+        rows, keys = labels.new(query[2], mixed=call["is_causal"]), labels.new(key[2], mixed=True)
+        width = labels.new(query[3], mixed=True)
+        self.query = [batch, heads, rows, width]
+        self.key = [batch, key_heads, keys, width]
+        self.value = [batch, key_heads, keys, labels.new(value[3], mixed=True)]
+        self.output = [batch, heads, rows, self.value[-1]]
+        self.scores = [batch, heads, rows, keys]
+
+    def statistics(self, shape: Sequence[Any]) -> list[Dim]:
+        """Of the log-sum-exp, whose rows some kernels pad."""
+        batch, heads, rows, _ = self.query
+        if same_size(shape[2], self.call.shape("query")[2]):
+            return [batch, heads, rows]
+        self.labels.mix([rows])
+        return [batch, heads, self.labels.new(shape[2], mixed=True)]
+
+    def operands(self) -> dict[str, list[Sequence[Dim]]]:
+        """Of all tensors that the call reads."""
+        known = {
+            "query": self.query,
+            "key": self.key,
+            "value": self.value,
+            "out": self.output,
+            "grad_out": self.output,
+            "grad_out_": self.output,
+        }
+        operands: dict[str, list[Sequence[Dim]]] = {}
+        for name in self.call.tensors:
+            shape = self.call.shape(name)
+            if name in ("attn_mask", "attn_bias"):
+                operands[name] = [self.labels.same(shape, self.scores)]
+            elif name == "logsumexp":
+                operands[name] = [self.statistics(shape)]
+            else:  # states of random numbers and sequence lengths are not divided
+                operands[name] = [known.get(name) or self.labels.all_mixed(shape)]
+        return operands
+
+
+def _forward(call: Call, labels: Labels) -> Form:
+    """What is returned beside the output and the log-sum-exp has no meaning without dropout."""
+    attention = _Attention(call, labels)
+    _, statistics, *others = call.results
+    results: list[Sequence[Dim]] = [attention.output, attention.statistics(statistics)]
+    return attention.operands(), [*results, *(labels.all_mixed(shape) for shape in others)]
+
+
+def _backward(call: Call, labels: Labels) -> Form:
+    attention = _Attention(call, labels)
+    gradients = [attention.query, attention.key, attention.value]
+    return attention.operands(), gradients[: len(call.results)]
+
+
+def _efficient_forward(call: Call, labels: Labels) -> Form:
+    if not call["compute_log_sumexp"]:
+        raise Unknown
+    return _forward(call, labels)
+
+
+def _efficient_backward(call: Call, labels: Labels) -> Form:
+    if call["grad_input_mask"][3]:
+        raise Unknown  # the gradient of a bias, which is broadcast
+    return _backward(call, labels)
+
+
+RULES: dict[object, Rule] = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _forward,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _backward,
+    aten._scaled_dot_product_flash_attention.default: _forward,
+    aten._scaled_dot_product_flash_attention_backward.default: _backward,
+    aten._scaled_dot_product_efficient_attention.default: _efficient_forward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+}

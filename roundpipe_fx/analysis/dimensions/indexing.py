@@ -1,0 +1,132 @@
+"""Operators that read or write by integer indices: the dimension that is indexed is mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, is_one, same_size
+from roundpipe_fx.analysis.dimensions.operands import Call
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+def _embedding(call: Call, labels: Labels) -> Form:
+    rows, width = call.shape("weight")
+    dims = labels.of(call.shape("indices"))
+    column = labels.new(width)
+    return {"weight": [(labels.new(rows, mixed=True), column)], "indices": [dims]}, [[*dims, column]]
+
+
+def _embedding_backward(call: Call, labels: Labels) -> Form:
+    rows, width = call.results[0]
+    dims = labels.of(call.shape("indices"))
+    column = labels.new(width)
+    if call["scale_grad_by_freq"]:
+        labels.mix(dims)
+    return {"grad_output": [(*dims, column)], "indices": [dims]}, [(labels.new(rows, mixed=True), column)]
+
+
+def _index_select(call: Call, labels: Labels) -> Form:
+    shape, index = call.shape("self"), call.shape("index")
+    if not shape or not index:
+        raise Unknown
+    place = call.dim("dim", len(shape))
+    dims = labels.of(shape, mixed=[place])
+    picked = labels.new(index[0])
+    return {"self": [dims], "index": [[picked]]}, [[*dims[:place], picked, *dims[place + 1 :]]]
+
+
+def _beside(labels: Labels, shape: Sequence[Any], index: Sequence[Any], place: int) -> tuple[list[Dim], list[Dim]]:
+    """Dimensions of a tensor and of an index of the same rank, which may be shorter; that at ``place`` is for the
+    caller to decide in the index, and mixed in the tensor."""
+    if len(shape) != len(index) or not shape:
+        raise Unknown
+    dims, others = [], []
+    for number, (size, part) in enumerate(zip(shape, index, strict=True)):
+        both = number != place and same_size(size, part)
+        dims.append(labels.new(size, mixed=not both))
+        others.append(dims[-1] if both else labels.new(part, mixed=number != place))
+    return dims, others
+
+
+def _gather(call: Call, labels: Labels) -> Form:
+    shape, index = call.shape("self"), call.shape("index")
+    dims, picked = _beside(labels, shape, index, call.dim("dim", len(shape)))
+    return {"self": [dims], "index": [picked]}, [picked]
+
+
+def _scatter(call: Call, labels: Labels) -> Form:
+    shape, index = call.shape("self"), call.shape("index")
+    place = call.dim("dim", len(shape))
+    dims, picked = _beside(labels, shape, index, place)
+    labels.mix([picked[place]])  # the tensor itself would be added once a tile
+    operands = {"self": [dims], "index": [picked]}
+    if "src" in call.tensors:
+        source = call.shape("src")
+        if not all(same_size(size, part) for size, part in zip(source, index, strict=True)):
+            raise Unknown
+        operands["src"] = [picked]
+    return operands, [dims]
+
+
+def _index(call: Call, labels: Labels) -> Form:
+    dims = labels.of(call.shape("self"))
+    indexed, broadcast, indices = _indices(call, labels, dims)
+    return {"self": [dims], "indices": indices}, [_where_indexed(dims, indexed, broadcast)]
+
+
+def _index_put(call: Call, labels: Labels) -> Form:
+    dims = labels.of(call.shape("self"))
+    indexed, broadcast, indices = _indices(call, labels, dims)
+    labels.mix(broadcast)
+    values = labels.same(call.shape("values"), _where_indexed(dims, indexed, broadcast))
+    return {"self": [dims], "indices": indices, "values": [values]}, [dims]
+
+
+def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int], list[Dim], list[Sequence[Dim]]]:
+    """The places that are indexed, the dimensions of the indices broadcast together, and those of each index.
+
+    Raises:
+        Unknown: a mask is an index.
+    """
+    given = {place: index for place, index in enumerate(call["indices"]) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
+        raise Unknown
+    labels.mix([dims[place] for place in given])
+    broadcast = labels.of(_broadcast([index.shape for index in given.values()]))
+    return [*given], broadcast, [labels.same(index.shape, broadcast) for index in given.values()]
+
+
+def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:
+    rank = max(map(len, shapes), default=0)
+    aligned = [[1] * (rank - len(shape)) + [*shape] for shape in shapes]
+    return [next((size for size in sizes if not is_one(size)), 1) for sizes in zip(*aligned, strict=True)]
+
+
+def _where_indexed(dims: Sequence[Dim], indexed: Sequence[int], broadcast: Sequence[Dim]) -> list[Dim]:
+    """Dimensions of what an index reads: those of the indices stand where the indexed ones were, or in front."""
+    kept = [dim for place, dim in enumerate(dims) if place not in indexed]
+    together = bool(indexed) and indexed[-1] - indexed[0] + 1 == len(indexed)
+    start = indexed[0] if together else 0
+    return [*kept[:start], *broadcast, *kept[start:]]
+
+
+RULES: dict[object, Rule] = {
+    aten.embedding.default: _embedding,
+    aten.embedding_dense_backward.default: _embedding_backward,
+    aten.index_select.default: _index_select,
+    aten.gather.default: _gather,
+    aten.scatter.src: _scatter,
+    aten.scatter.value: _scatter,
+    aten.scatter_add.default: _scatter,
+    aten.scatter_reduce.two: _scatter,
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+}

@@ -1,0 +1,111 @@
+"""Losses: rows are independent without a reduction, summed by a sum, and mixed by a mean."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+
+from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.operands import Call
+
+__all__ = ["RULES"]
+
+aten = torch.ops.aten
+
+
+class Reduction(IntEnum):
+    """ATen's numbers of reductions."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
+
+
+def _scores(call: Call, labels: Labels) -> tuple[list[Dim], list[Dim]]:
+    """Dimensions of log-probabilities, whose classes are mixed, and of the targets."""
+    shape = call.shape("self")
+    if not shape:
+        raise Unknown
+    classes = 1 if len(shape) > 1 else 0
+    dims = labels.of(shape, mixed=[classes])
+    rows = [*dims[:classes], *dims[classes + 1 :]]
+    return dims, rows if classes else [()] * len(call.shape("target"))
+
+
+def _nll_loss(call: Call, labels: Labels) -> Form:
+    """The total weight is summed too; without a reduction it is 0."""
+    dims, rows = _scores(call, labels)
+    reduction = call["reduction"]
+    if reduction == Reduction.MEAN:
+        labels.mix(rows)
+    operands = {"self": [dims], "target": [rows], "weight": [[_classes(dims)]]}
+    # A single row without a reduction has no dimension in its loss.
+    return operands, [rows if reduction == Reduction.NONE and len(dims) > 1 else [], []]
+
+
+def _classes(dims: Sequence[Dim]) -> Dim:
+    return dims[1] if len(dims) > 1 else dims[0]
+
+
+def _nll_loss_backward(call: Call, labels: Labels) -> Form:
+    """A mean divides by the total weight, which is an operand, so rows are independent."""
+    dims, rows = _scores(call, labels)
+    grad = rows if call["reduction"] == Reduction.NONE and len(dims) > 1 else [()] * len(call.shape("grad_output"))
+    operands = {
+        "grad_output": [grad],
+        "self": [dims],
+        "target": [rows],
+        "weight": [[_classes(dims)]],
+        "total_weight": [[()] * len(call.shape("total_weight"))],
+    }
+    return operands, [dims]
+
+
+def _elementwise(call: Call, labels: Labels) -> Form:
+    """A loss of pairs of elements; everything is broadcast to the larger operand."""
+    shape = max((call.shape("self"), call.shape("target")), key=len)
+    dims = labels.of(call.results[0] if call["reduction"] == Reduction.NONE else shape)
+    if call["reduction"] == Reduction.MEAN:
+        labels.mix(dims)
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    return operands, [dims if call["reduction"] == Reduction.NONE else []]
+
+
+def _elementwise_backward(call: Call, labels: Labels) -> Form:
+    """A mean divides by the number of elements that it is given, so nothing is divided."""
+    dims = labels.of(call.results[0])
+    if call["reduction"] == Reduction.MEAN:
+        labels.mix(dims)
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    return operands, [dims]
+
+
+RULES: dict[object, Rule] = {
+    aten.nll_loss_forward.default: _nll_loss,
+    aten.nll_loss2d_forward.default: _nll_loss,
+    aten.nll_loss_backward.default: _nll_loss_backward,
+    aten.nll_loss2d_backward.default: _nll_loss_backward,
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.soft_margin_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+        ),
+        _elementwise,
+    ),
+    **dict.fromkeys(
+        (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+            aten.soft_margin_loss_backward.default,
+            aten.binary_cross_entropy_backward.default,
+        ),
+        _elementwise_backward,
+    ),
+}

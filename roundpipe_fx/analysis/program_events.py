@@ -1,0 +1,197 @@
+"""What emitted programs do to memory: a step's operations as events, in the order of the generated code.
+
+A course is followed once, and everything about memory is read off it: the peak of a step
+(:mod:`roundpipe_fx.analysis.simulator`), its footprint among other calls, and the memory of each of its stage calls
+(:mod:`roundpipe_fx.analysis.stage_calls`). ::
+
+    forward program                     the caller         backward program
+    ├─ stage_0 ─┼─ stage_1 ─┼─ … ──────┤ loss ├─ … ─┼─ stage_1 ─┼─ stage_0 ─┤
+     one event for each operation    `ends` ^  ^ incoming gradients arrive
+
+Views and in-place writes are followed to their storages (:mod:`roundpipe_fx.analysis.storage_ids`). The planner has no
+programs yet: it makes such events of its own operations (:mod:`roundpipe_fx.remat.schedule`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.liveness import Event
+from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
+from roundpipe_fx.codegen import Program
+from roundpipe_fx.ir.joint_graph import Mark, is_sum, tensor_values
+
+__all__ = ["CALLER", "Course", "FollowedCall", "ProgramEvents", "course_of"]
+
+_SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
+"""What makes another stream the current one: the second operand."""
+CALLER = "the caller"
+"""Stands for the call that runs while the loss is computed outside the model."""
+
+
+class FollowedCall(NamedTuple):
+    """A call of a stage module.
+
+    Attributes:
+        name: name of the stage module.
+        reads: storages that are passed in.
+        start: number of its first event.
+        end: number of the event after its last one.
+    """
+
+    name: str
+    reads: set[int]
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """The events of a forward and a backward program, with a loss between them.
+
+    Attributes:
+        forward: the forward program.
+        backward: the backward program; ``None`` for inference.
+        run: the events, with the storages that they read and make.
+        ends: number of events of the forward; the next one is the loss.
+        results: for each result of the forward, its storages.
+        gradients: for each result of the backward, its storages.
+        arrived: storages of the incoming gradients.
+        lasting: storages that live to the end.
+        arriving: storages that are allocated outside the programs, by position of the event that follows.
+        outputs: bytes of the forward's outputs.
+    """
+
+    forward: Program
+    backward: Program | None
+    run: ProgramEvents
+    ends: int
+    results: list[list[int]]
+    gradients: list[list[int]]
+    arrived: set[int]
+    lasting: list[int]
+    arriving: dict[int, list[int]]
+    outputs: int
+
+
+def course_of(
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node] = (),
+    granularity: int = 1,
+    *,
+    updates: Collection[int] = (),
+    outside: int = 0,
+    sums: bool = False,
+) -> Course:
+    """Follow both programs once.
+
+    Args:
+        forward: the forward program.
+        backward: the backward program; ``None`` for inference.
+        tangents: incoming gradients that the step is expected to get; others are an expanded scalar zero.
+        granularity: bytes that the device's allocator rounds sizes up to.
+        updates: numbers of the results that the caller copies into inputs and frees when the forward is over.
+        outside: bytes that are allocated elsewhere from the loss until the backward is over.
+        sums: whether the backward finds accumulated gradients of earlier microbatches.
+    """
+    run = ProgramEvents(granularity)
+    results = run.program(forward, [[OUTSIDE] * len(tensor_values(node)) for node in forward.inputs])
+    outputs = results[: forward.outputs]
+    copied = [storage for place in updates for storage in results[place]]
+    lasting = [storage for place, leaves in enumerate(outputs) if place not in updates for storage in leaves]
+    loss = 0 if backward is None else loss_bytes(tangents, granularity)
+    ends = len(run.events)
+    run.events.append(Event((CALLER, None), copied, (), workspace=loss))
+    arriving: dict[int, list[int]] = {}
+    gradients: list[list[int]] = []
+    arrived: dict[fx.Node, list[int]] = {}
+    if backward is not None:
+        saved = {n: leaves for n, leaves in zip(forward.results, results, strict=True) if isinstance(n, fx.Node)}
+        found = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
+        arrived = {
+            node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
+            for node in backward.inputs
+            if node not in saved and node not in found
+        }
+        given = {**saved, **found, **arrived}
+        loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
+        arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
+        gradients = run.program(backward, [given[node] for node in backward.inputs])
+        lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
+        lasting += [storage for leaves in gradients for storage in leaves]
+    kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(copied)
+    return Course(
+        forward=forward,
+        backward=backward,
+        run=run,
+        ends=ends,
+        results=results,
+        gradients=gradients,
+        arrived={storage for leaves in arrived.values() for storage in leaves},
+        lasting=lasting,
+        arriving=arriving,
+        outputs=sum(run.numbers.sizes[storage] for storage in kept),
+    )
+
+
+class ProgramEvents:
+    """Follows programs and records their operations as events.
+
+    Attributes:
+        numbers: the storages, and their sizes.
+        events: of all programs so far; each names the stage module and the node.
+        makers: by storage, the node that allocates it.
+        calls: the calls of stage modules, in order.
+    """
+
+    def __init__(self, granularity: int) -> None:
+        self.numbers = StorageIds(granularity)
+        self.events: list[Event] = []
+        self.makers: dict[int, fx.Node] = {}
+        self.calls: list[FollowedCall] = []
+        self._stream = 0
+
+    def program(self, program: Program, inputs: list[list[int]]) -> list[list[int]]:
+        """Follow a program on inputs given by their storages; returns the storages of its results."""
+        modules = {call.name: call.module for call in program.calls}
+        graph = program.module.graph
+        values: dict[fx.Node, list[int]] = dict(zip(graph.find_nodes(op="placeholder"), inputs, strict=True))
+        for node in graph.nodes:
+            if node.target in _SWITCHES:
+                self._stream = int(node.args[1])
+            if node.op != "call_module":
+                continue
+            arguments: Any = node.args[0]
+            results = self._call(str(node.target), modules[str(node.target)], [values[item] for item in arguments])
+            for item in node.users:
+                if item.op == "call_function" and len(item.args) == 2 and item.args[0] is node:
+                    values[item] = results[int(item.args[1])]
+        returned: Any = graph.output_node().args[0]
+        return [values[item] if isinstance(item, fx.Node) else [] for item in returned]
+
+    def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
+        given = iter(arguments)
+        start = len(self.events)
+        reads = {storage for leaves in arguments for storage in leaves if storage != OUTSIDE}
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                self.numbers.give(node, next(given))
+            elif node.op == "output":
+                returned: Any = node.args[0]
+                self.calls.append(FollowedCall(name, reads, start, len(self.events)))
+                return [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+            else:
+                made = self.numbers.follow(node)
+                self.makers.update(dict.fromkeys(made, node))
+                workspace = node.meta.get(Mark.WORKSPACE, 0)
+                self.events.append(
+                    Event((name, node), self.numbers.reads(node), made, workspace=workspace, stream=self._stream)
+                )
+        raise AssertionError("a graph without an output")

@@ -1,0 +1,8 @@
+"""Tiling: which runs of operations can be carried out on one tile of rows after another, and what a tile costs."""
+
+from __future__ import annotations
+
+from roundpipe_fx.analysis.tiling.body import BodyCosts
+from roundpipe_fx.analysis.tiling.region import TileRegion, find_tile_regions
+
+__all__ = ["BodyCosts", "TileRegion", "find_tile_regions"]

@@ -1,0 +1,383 @@
+"""The body of a tile loop: the operations of a region on one tile of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
+from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
+from roundpipe_fx.analysis.liveness import Event, peak_of
+from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
+from roundpipe_fx.analysis.tiling.growth import Rows, labels_of_rows
+from roundpipe_fx.analysis.tiling.region import TileRegion
+from roundpipe_fx.gradient_sums import add_product_to, add_to
+from roundpipe_fx.ir.fingerprint import fingerprint
+from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
+from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
+from roundpipe_fx.torch_private import boxed_codegen
+
+__all__ = [
+    "BodyCosts",
+    "Divided",
+    "LoopCost",
+    "Loops",
+    "UnfitError",
+    "divide",
+    "flat_shape",
+    "is_flat",
+    "loop_of",
+    "sources_of",
+]
+
+aten = torch.ops.aten
+
+
+class UnfitError(Exception):
+    """A region's results do not lie in memory such that tiles can be put together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """What one loop does.
+
+    Attributes:
+        region: whose operations these are.
+        nodes: the operations, in order.
+        operands: what they read of others, each once.
+        results: what others read of them.
+        instead: by value that is read, what is given for it.
+    """
+
+    region: TileRegion
+    nodes: tuple[fx.Node, ...]
+    operands: tuple[fx.Node, ...]
+    results: tuple[fx.Node, ...]
+    instead: Mapping[fx.Node, fx.Node]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopCost:
+    """What a loop costs.
+
+    Attributes:
+        seconds: modelled, of all tiles.
+        flops: floating-point operations of all tiles.
+        workspace: bytes that the operations on one tile hold at most.
+    """
+
+    seconds: float
+    flops: int
+    workspace: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BodyCosts:
+    """How bodies are made and counted.
+
+    Attributes:
+        model: of operations.
+        device: to measure workspaces on; ``None``: it is not at hand.
+        granularity: bytes that the device's allocator rounds sizes up to.
+        eager: whether operations run as they are.
+        rewrite: applied to each body.
+    """
+
+    model: CostModel
+    device: torch.device | None
+    granularity: int
+    eager: bool
+    rewrite: Callable[[fx.Graph], fx.Graph]
+
+
+def divide(
+    region: TileRegion, nodes: Iterable[fx.Node], results: Iterable[fx.Node], instead: Mapping[fx.Node, fx.Node]
+) -> Divided:
+    """What a loop over these operations reads, with what others read of it."""
+    own = tuple(nodes)
+    inside = set(own)
+    operands = dict.fromkeys(instead.get(source, source) for source in sources_of(own) if source not in inside)
+    where = {**region.where, **{given: region.where[read] for read, given in instead.items() if read in region.where}}
+    return Divided(
+        region=dataclasses.replace(region, where=where),
+        nodes=own,
+        operands=tuple(operands),
+        results=tuple(results),
+        instead=instead,
+    )
+
+
+def sources_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """What some nodes read, each once, in the order in which they do."""
+    return list(dict.fromkeys(source for node in nodes for source in input_nodes(node)))
+
+
+def flat_shape(shape: Sequence[Any], rows: Rows) -> list[Any]:
+    """A shape with the dimensions of its rows as one."""
+    first, count = rows
+    size: Any = 1
+    for own in shape[first : first + count]:
+        size = size * own
+    return [*shape[:first], size, *shape[first + count :]]
+
+
+def is_flat(value: Any, rows: Rows) -> bool:
+    """Whether the rows of a value are evenly apart in memory."""
+    try:
+        _flat(value, rows)
+    except UnfitError:
+        return False
+    return True
+
+
+class Loops:
+    """The loops of a graph; regions that do the same have one.
+
+    Args:
+        costs: how bodies are made and counted.
+    """
+
+    def __init__(self, costs: BodyCosts) -> None:
+        self.costs = costs
+        self._made: dict[Any, tuple[TileLoop, LoopCost]] = {}
+        self._names: set[str] = set()
+
+    def of(self, divided: Divided, tiles: int, name: str) -> tuple[TileLoop, LoopCost]:
+        """The loop over so many tiles, with what it costs. Arguments and errors as for :func:`loop_of`."""
+        where = [divided.region.where.get(node) for node in (*divided.operands, *divided.results)]
+        key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
+        if key not in self._made:
+            numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
+            own = next(one for one in numbered if one not in self._names)
+            self._made[key] = loop_of(divided, tiles, own, self.costs)
+            self._names.add(own)
+        return self._made[key]
+
+
+def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[TileLoop, LoopCost]:
+    """The loop over so many tiles.
+
+    Args:
+        divided: what it does. Operands and results by rows have one dimension for these.
+        tiles: at most the number of rows.
+        name: of the loop, in emitted text.
+        costs: how bodies are made and counted.
+
+    Raises:
+        UnfitError: a result overlaps itself in memory, or its rows are not evenly apart.
+    """
+    region = divided.region
+    size = -(-region.rows // tiles)
+    tiles = -(-region.rows // size)
+    left = region.rows - (tiles - 1) * size
+    made = {rows: _body(divided, rows, costs) for rows in dict.fromkeys((size, left))}
+    dims = [region.where[operand][0] if operand in region.where else None for operand in divided.operands]
+    results = [_result(region, node) for node in divided.results]
+    whole = made[size]
+    text = fingerprint(
+        [node for node in whole.graph.nodes if node.op == "call_function"],
+        whole.graph.output_node().all_input_nodes,
+        whole.graph.find_nodes(op="placeholder"),
+    )
+    wide = region.widest.meta["val"]
+    loop = TileLoop(
+        name=name,
+        bodies=made,
+        rows=region.rows,
+        tiles=tiles,
+        dims=dims,
+        results=results,
+        widest=WidestValue(name=region.widest.name, dtype=wide.dtype, shape=tuple(wide.shape)),
+        digest=text,
+    )
+    counts = {size: tiles - 1, left: 1} if left != size else {size: tiles}
+    seconds, flops = 0.0, 0
+    for rows, count in counts.items():
+        for node in _computed(made[rows].graph):
+            seconds += count * node.meta[Mark.SECONDS]
+            flops += count * node.meta[Mark.FLOPS]
+    workspace = max(_workspace(body.graph, costs) for body in made.values())
+    if any(result.made_in is not result.dtype for result in results):
+        # Sums exist in both types when all tiles are done, and in one before.
+        wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
+        own = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        workspace = max(wider, wider - own + workspace)
+    return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
+
+
+def _computed(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def _result(region: TileRegion, node: fx.Node) -> TileResult:
+    value = node.meta["val"]
+    if node not in region.where:
+        return TileResult(shape=tuple(value.shape), stride=_dense(value), dtype=value.dtype, dim=None)
+    flat = _flat(value, region.where[node])
+    return TileResult(shape=tuple(flat.shape), stride=_dense(flat), dtype=value.dtype, dim=region.where[node][0])
+
+
+def _dense(value: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor that fills its memory, each place once."""
+    expected = 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                raise UnfitError
+            expected *= size
+    return tuple(int(stride) for stride in value.stride())
+
+
+def _flat(value: Any, rows: Rows) -> Any:
+    if rows[1] == 1:
+        return value
+    with value.fake_mode:
+        try:
+            return aten.view.default(value, flat_shape(value.shape, rows))
+        except (RuntimeError, ValueError) as error:
+            raise UnfitError from error
+
+
+def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
+    """The graph of a tile of so many rows."""
+    region = divided.region
+    graph = fx.Graph()
+    call = functools.partial(_call, graph, costs.device if costs.eager else None)
+    values: dict[fx.Node, fx.Node] = {}
+    for operand in divided.operands:
+        values[operand] = _placeholder(graph, operand.name, _of_tile(operand, region, rows))
+    sums = {node for node in divided.results if node not in region.where}
+    totals = {
+        node: _placeholder(graph, f"{node.name}_sum", _copied(node.meta["val"], _result(region, node).made_in))
+        for node in divided.results
+        if node in sums
+    }
+    for operand in divided.operands:
+        if operand in region.where and region.where[operand][1] > 1:
+            shape = _unflat(operand, region, rows)
+            values[operand] = call(operand, aten.view.default, values[operand], shape)
+    values.update({read: values[given] for read, given in divided.instead.items() if given in values})
+    for node in divided.nodes:
+        is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
+        if node in sums and is_plain and node.target is aten.mm.default:
+            left, right = fx.map_arg(node.args, values.__getitem__)
+            values[node] = call(node, add_product_to, totals[node], left, right)
+            continue
+        args, kwargs = _arguments(node, region, rows)
+        args, kwargs = fx.map_arg((args, kwargs), values.__getitem__)
+        target = aten.reshape.default if node.target in _VIEWS else node.target
+        values[node] = call(node, target, *args, **kwargs)
+        if node in sums:
+            if not is_plain:
+                wider = totals[node].meta["val"].dtype
+                values[node] = call(node, aten._to_copy.default, values[node], dtype=wider)
+            values[node] = call(node, add_to, totals[node], values[node])
+    parts = []
+    for node in divided.results:
+        if node in sums:
+            continue
+        part = values[node]
+        if region.where[node][1] > 1:
+            part = call(node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node]))
+        parts.append(part)
+    graph.output(tuple(parts))
+    _drop_unread(graph)
+    for node in _computed(graph):
+        annotate_node(node, costs.model)
+    if costs.device is not None:
+        for node, size in workspaces_of(_computed(graph), costs.device, fused=not costs.eager).items():
+            node.meta[Mark.WORKSPACE] = size
+    costs.rewrite(graph)
+    graph.set_codegen(boxed_codegen())
+    return fx.GraphModule(nn.Module(), graph, "tile")
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+
+
+def _drop_unread(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op == "call_function" and not node.users and node.target not in (add_to, add_product_to):
+            graph.erase_node(node)
+
+
+def _arguments(node: fx.Node, region: TileRegion, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if node in region.whole or node.target is operator.getitem:
+        return node.args, node.kwargs
+    dimensions = dimensions_of(node)
+    assert dimensions is not None
+    labels = labels_of_rows(node, dimensions, region.where)
+    sizes = {**dimensions.sizes, **dict.fromkeys(labels, 1), labels[-1]: rows}
+    return arguments_on_tile(node, dimensions, sizes)
+
+
+def _placeholder(graph: fx.Graph, name: str, value: torch.Tensor) -> fx.Node:
+    made = graph.placeholder(name)
+    made.target = made.name
+    made.meta["val"] = value
+    return made
+
+
+def _of_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
+    value = operand.meta["val"]
+    if operand not in region.where:
+        return value
+    place = region.where[operand]
+    flat = _flat(value, place)
+    with value.fake_mode:
+        return flat.narrow(place[0], 0, rows)
+
+
+def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
+    first, count = region.where[operand]
+    shape = list(operand.meta["val"].shape)
+    return [*shape[:first], *[1] * (count - 1), rows, *shape[first + count :]]
+
+
+def _copied(value: Any, dtype: torch.dtype) -> Any:
+    with value.fake_mode:
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype, device=value.device)
+
+
+_KEPT = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack")
+
+
+def _call(
+    graph: fx.Graph, device: torch.device | None, like: fx.Node, target: Any, /, *args: Any, **kwargs: Any
+) -> fx.Node:
+    made = graph.create_node("call_function", target, args, kwargs, name=like.name)
+    made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta}
+    if target in (add_to, add_product_to):
+        made.meta["val"] = args[0].meta["val"]
+        return made
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda source: source.meta["val"])
+    mode = next(value.fake_mode for source in (like, *like.all_input_nodes) for value in tensor_values(source))  # type: ignore[attr-defined]
+    with mode:
+        made.meta["val"] = target(*fake_args, **fake_kwargs)
+    if device is not None:
+        note_real_values(made, device)
+    return made
+
+
+def _workspace(graph: fx.Graph, costs: BodyCosts) -> int:
+    """Bytes that a body holds at most beside its operands and sums."""
+    numbers = StorageIds(costs.granularity)
+    events = []
+    returned: set[int] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            numbers.give(node, [OUTSIDE] * len(tensor_values(node)))
+        elif node.op == "output":
+            returned = {storage for source in node.all_input_nodes for storage in numbers.of(source)}
+        else:
+            made = numbers.follow(node)
+            events.append(Event(node, numbers.reads(node), made, workspace=node.meta.get(Mark.WORKSPACE, 0)))
+    return peak_of(events, numbers.sizes, lasting=returned - {OUTSIDE}).bytes

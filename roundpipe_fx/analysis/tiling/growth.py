@@ -1,0 +1,298 @@
+"""Growth of a tile region: from one wide value on, its makers and readers join that work on each row alone."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.dimensions import Dimensions, dimensions_of, operand_nodes
+from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.joint_graph import Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
+
+__all__ = ["Described", "Growth", "Rows", "elements", "labels_of_rows"]
+
+_AS_WIDE = 0.6
+"""Values with at least this share of the widest value's elements belong to a region."""
+_NARROW = 0.55
+"""Each value that a region reads or returns by rows has at most this share of the widest value's elements."""
+_MOST_MEMBERS = 400
+"""What is larger is no run of operations between narrow values, but most of a model."""
+
+_Labels = tuple[tuple[int, ...], ...]
+Described = tuple[frozenset[int], list[tuple["fx.Node | None", _Labels]]]
+"""How an operation divides: its mixed labels, and what it reads and makes with their labels."""
+
+Rows = tuple[int, int]
+"""Where a value's rows are: the first of the dimensions that they are the product of, and their number."""
+
+
+def labels_of_rows(node: fx.Node, dimensions: Dimensions, where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
+    """The labels of a member's rows; none for one that is the same for each tile."""
+    return _labels_of_rows(_pairs(node, dimensions), where)
+
+
+def _labels_of_rows(pairs: Iterable[tuple[fx.Node | None, _Labels]], where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
+    return next((_of_rows(labels, where[value]) for value, labels in pairs if value is not None and value in where), ())
+
+
+def _pairs(node: fx.Node, dimensions: Dimensions) -> list[tuple[fx.Node | None, _Labels]]:
+    return [
+        *zip(operand_nodes(node), dimensions.operands, strict=True),
+        *zip(_results(node, dimensions), dimensions.results, strict=True),
+    ]
+
+
+def _described(node: fx.Node) -> Described | None:
+    dimensions = dimensions_of(node)
+    return None if dimensions is None else (dimensions.mixed, _pairs(node, dimensions))
+
+
+def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
+    """The values of a node's results; ``None`` where nobody reads one."""
+    if is_tensor(node):
+        return [node]
+    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+    value = node.meta["val"]
+    places = [place for place, item in enumerate(value) if isinstance(item, torch.Tensor)]
+    found = [items.get(place) for place in places]
+    # What is nested deeper is not told apart.
+    return found if len(found) == len(dimensions.results) else [None] * len(dimensions.results)
+
+
+def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
+    first, count = rows
+    return tuple(label for dim in labels[first : first + count] for label in dim)
+
+
+def _place(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
+    """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
+    touched = [dim for dim, own in enumerate(labels) if set(own) & set(wanted)]
+    if not touched:
+        return False
+    first, count = touched[0], touched[-1] - touched[0] + 1
+    return (first, count) if _of_rows(labels, (first, count)) == wanted else None
+
+
+def elements(node: fx.Node) -> int:
+    """Number of elements of a tensor whose sizes are known; else 0."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
+        return 0
+    return int(value.numel())
+
+
+@dataclass(kw_only=True)
+class Growth:
+    """A region that grows from a value whose rows are known.
+
+    Attributes:
+        widest: the value.
+        start: where its rows are.
+        described: how operations divide, as far as anybody has asked.
+        taken: what other regions have.
+        tangential: what depends on incoming gradients.
+        where: by value, where its rows are.
+        members: the operations.
+        whole: those of them that do the same for each tile.
+        sums: whether values of the forward, other than scalars, are sums over tiles.
+        saved: bytes that need no longer exist at once; at most 0 if there is no use in tiles.
+        rows: number of rows.
+    """
+
+    widest: fx.Node
+    start: Rows
+    described: dict[fx.Node, Described | None]
+    taken: set[fx.Node]
+    tangential: set[fx.Node]
+    where: dict[fx.Node, Rows] = field(default_factory=dict)
+    members: set[fx.Node] = field(default_factory=set)
+    whole: set[fx.Node] = field(default_factory=set)
+    sums: bool = False
+    saved: float = 0.0
+    rows: int = 0
+
+    def grow(self, returned: set[fx.Node]) -> bool:
+        """Grow as far as operations work on each row alone; whether that is a region."""
+        shape = self.widest.meta["val"].shape
+        first, count = self.start
+        self.rows = math.prod(shape[first : first + count])
+        self.where[self.widest] = self.start
+        refused: set[fx.Node] = set()
+        waiting = [self.widest]
+        while waiting:
+            value = waiting.pop()
+            for node in self._neighbours(value):
+                if node in self.members or node in refused:
+                    continue
+                if not self._join(node):
+                    refused.add(node)
+                    continue
+                waiting += [other for other in self._values(node) if self._is_wide(other)]
+        if self.widest not in self.members or not self._close():
+            return False
+        self._trace_back()
+        self._value(returned)
+        return self.saved > 0
+
+    def _join(self, node: fx.Node) -> bool:
+        """Take a node in if it works on each row alone; says where the rows of what it reads and makes are."""
+        if not _may_join(node) or node in self.taken:
+            return False
+        if len(self.members) >= _MOST_MEMBERS:
+            return False
+        if node not in self.described:
+            self.described[node] = _described(node)
+        described = self.described[node]
+        if described is None:
+            return False
+        mixed, pairs = described
+        wanted = _labels_of_rows(pairs, self.where)
+        if not wanted or set(wanted) & mixed:
+            return False
+        places: dict[fx.Node, Rows] = {}
+        for value, labels in pairs:
+            place = _place(labels, wanted)
+            if value is None:
+                continue
+            if place is None or (place is False and (value in self.where or self._is_halfway(value, node))):
+                return False
+            if place is not False:
+                assert isinstance(place, tuple)
+                if self.where.get(value, place) != place or places.get(value, place) != place:
+                    return False
+                if not _has_static_strides(value):
+                    return False
+                places[value] = place
+        self.where.update(places)
+        self.members.add(node)
+        if not is_tensor(node):
+            self.members.update(user for user in node.users if user.target is operator.getitem)
+        return True
+
+    def _is_halfway(self, value: fx.Node, node: fx.Node) -> bool:
+        """Whether a sum over tiles, of what a node reads or makes, would be read before all tiles are added."""
+        phase = node.meta[Mark.PHASE]
+        made = value if value.target is not operator.getitem else value.args[0]
+        if made is not node:
+            return value in self.members and value not in self.whole and value.meta[Mark.PHASE] is phase
+        return any(user in self.members and user.meta[Mark.PHASE] is phase for user in value.users)
+
+    def _close(self) -> bool:
+        """Take in what lies between members of one phase; whether all of it works row by row."""
+        for phase in (Phase.FORWARD, Phase.BACKWARD):
+            between = _between([node for node in self.members if node.meta[Mark.PHASE] is phase])
+            if not all(node in self.members or self._join(node) for node in between):
+                return False
+        return True
+
+    def _trace_back(self) -> None:
+        """Take in the way from one scalar incoming gradient to the region: its scaling, and spreading over rows."""
+        found = True
+        while found:
+            found = False
+            backward = [node for node in self.members if node.meta[Mark.PHASE] is Phase.BACKWARD]
+            for source in [source for node in backward for source in node.all_input_nodes]:
+                if source in self.members or source not in self.tangential or source.op == "placeholder":
+                    continue
+                if source in self.where:
+                    found |= elements(source) == self.rows and self._join(source)
+                elif _is_scaling(source):
+                    self.members.add(source)
+                    self.whole.add(source)
+                    found = True
+
+    def _neighbours(self, value: fx.Node) -> Iterator[fx.Node]:
+        maker = value.args[0] if value.target is operator.getitem else value
+        if isinstance(maker, fx.Node) and maker.op == "call_function":
+            yield maker
+        yield from value.users
+
+    def _values(self, node: fx.Node) -> Iterator[fx.Node]:
+        described = self.described[node]
+        assert described is not None
+        for value, _ in described[1]:
+            if value is not None and value in self.where:
+                yield value
+
+    def _is_wide(self, value: fx.Node) -> bool:
+        return elements(value) >= _AS_WIDE * elements(self.widest)
+
+    def _value(self, returned: set[fx.Node]) -> None:
+        """How many bytes need no longer exist at once; nothing if what is read or returned by rows is wide too."""
+        self.sums = any(
+            node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and elements(node) > 1
+            for node in self.members - self.whole
+        )
+        wide = {
+            node: node.meta["val"].numel() * node.meta["val"].dtype.itemsize
+            for node in self.members
+            if is_tensor(node) and not is_view(node) and self._is_wide(node) and node in self.where
+        }
+        made = {other for other in self.members}
+        outside = {
+            value
+            for node in self.members
+            for value in (*node.all_input_nodes, node)
+            if value in self.where
+            and (value not in made or value in returned or any(user not in made for user in value.users))
+        }
+        limit = _NARROW * elements(self.widest)
+        floats = [v for v in outside if v.meta["val"].is_floating_point() and elements(v) > limit]
+        # What the caller is given exists in any case.
+        given = {v for v in floats if v in returned or v.op == "placeholder"}
+        if any(v not in given for v in floats):
+            self.saved = 0.0
+            return
+        self.saved = float(sum(size for node, size in wide.items() if node not in given)) - sum(
+            v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in given
+        )
+
+
+def _is_scaling(node: fx.Node) -> bool:
+    """Whether a node makes a single number of others."""
+    return is_tensor(node) and _may_join(node) and all(elements(value) == 1 for value in (node, *node.all_input_nodes))
+
+
+def _may_join(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and not is_seeded(node)
+        and not has_side_effect(node)
+        and Mark.MUST_SAVE not in node.meta
+        and "unbacked_bindings" not in node.meta
+        and not is_collective(node.target)
+    )
+
+
+def _has_static_strides(value: fx.Node) -> bool:
+    tensor = value.meta.get("val")
+    return (
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and all(isinstance(number, int) for number in (*tensor.shape, *tensor.stride()))
+    )
+
+
+def _between(members: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes of the same phase on a way from a member to a member, in graph order."""
+    own = list(members)
+    if not own:
+        return []
+    phase, graph = own[0].meta[Mark.PHASE], own[0].graph
+    inside = set(own)
+    after: set[fx.Node] = set()
+    nodes = [node for node in graph.nodes if node.meta.get(Mark.PHASE) is phase]
+    for node in nodes:
+        if any(source in inside or source in after for source in node.all_input_nodes):
+            after.add(node)
+    before: set[fx.Node] = set()
+    for node in reversed(nodes):
+        if any(user in inside or user in before for user in node.users):
+            before.add(node)
+    return [node for node in nodes if node in after and node in before and node not in inside]

@@ -1,0 +1,196 @@
+"""Tile regions: connected operations around a wide value that can be carried out row by row.
+
+A value is *wide* if it is much larger than what the region reads and returns by rows: the logits of a language model,
+the inner width of an MLP, attention scores. From the widest value on, its makers and readers join as long as they work
+on each row alone (:mod:`roundpipe_fx.analysis.dimensions`), forward and backward together; the region ends where values
+are narrow. What has no rows is read by every tile (weights), or is the sum over tiles (gradients of weights).
+
+Regions of this kind are AutoChunk's (Zhao et al., ICLR 2024) for the forward alone, and what is written by hand in
+Arctic Long Sequence Training and Liger's fused loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import graphlib
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.tiling.growth import Described, Growth, Rows, elements
+from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    is_tensor,
+    is_view,
+)
+
+__all__ = ["TileRegion", "find_tile_regions"]
+
+_LEAST_BYTES = 1 << 10
+"""Smaller values are not worth a loop."""
+_MOST_DIMS = 3
+"""So many dimensions at most make up the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileRegion:
+    """Operations that can be carried out tile by tile.
+
+    Attributes:
+        widest: the value that the region was found from.
+        rows: number of rows.
+        members: the operations, in graph order.
+        whole: those of them that do the same for each tile (scalars).
+        where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.
+        scalar: the scalar that the whole backward of the region is proportional to, where it waits for nothing else;
+            then forward and backward can be one loop. ``None``: they cannot.
+    """
+
+    widest: fx.Node
+    rows: int
+    members: tuple[fx.Node, ...]
+    where: Mapping[fx.Node, Rows]
+    whole: frozenset[fx.Node] = frozenset()
+    scalar: fx.Node | None = None
+
+    def in_phase(self, phase: Phase) -> list[fx.Node]:
+        """Members of one phase, in graph order."""
+        return [node for node in self.members if node.meta[Mark.PHASE] is phase]
+
+    def on(self, graph: fx.Graph) -> TileRegion:
+        """The same region of a copy of the graph, whose nodes have the same names."""
+        named = {node.name: node for node in graph.nodes}
+        return TileRegion(
+            widest=named[self.widest.name],
+            rows=self.rows,
+            members=tuple(named[node.name] for node in self.members),
+            where={named[node.name]: rows for node, rows in self.where.items()},
+            whole=frozenset(named[node.name] for node in self.whole),
+            scalar=None if self.scalar is None else named[self.scalar.name],
+        )
+
+
+def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
+    """Regions that do not overlap, those with the widest values first.
+
+    Args:
+        joint: an annotated graph; not changed.
+    """
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
+    tangential = _descendants(joint, joint.tangents)
+    described: dict[fx.Node, Described | None] = {}
+    taken: set[fx.Node] = set()
+    seen: set[fx.Node] = set()
+    found: list[TileRegion] = []
+    for widest in sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -elements(node)):
+        if widest in taken or widest in seen or not _may_be_widest(widest):
+            continue
+        grown = [
+            Growth(widest=widest, start=rows, described=described, taken=taken, tangential=tangential)
+            for rows in _candidates(widest)
+        ]
+        # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
+        best = max(
+            (own for own in grown if own.grow(returned)), key=lambda own: (not own.sums, own.saved), default=None
+        )
+        # From another value that is as wide, and that was reached, the same would be found.
+        reached = {node for own in grown for node in own.members}
+        seen.update(node for node in reached if elements(node) == elements(widest))
+        if best is None:
+            continue
+        region = TileRegion(
+            widest=widest,
+            rows=best.rows,
+            members=tuple(sorted(best.members, key=order.__getitem__)),
+            where=dict(best.where),
+            whole=frozenset(best.whole),
+        )
+        region = dataclasses.replace(region, scalar=_scalar(joint, region, tangential))
+        if _is_acyclic(joint, [*found, region]):
+            taken.update(set(region.members) - region.whole)
+            found.append(region)
+    return found
+
+
+def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
+    """Whether the loops that stand for regions can run one after another, each as a whole."""
+    loops: dict[fx.Node, Any] = {}
+    for place, region in enumerate(regions):
+        for node in set(region.members) - region.whole:
+            loops[node] = place, None if region.scalar is not None else node.meta[Mark.PHASE]
+    sorter: graphlib.TopologicalSorter[Any] = graphlib.TopologicalSorter()
+    for node in joint.graph.nodes:
+        own = loops.get(node, node)
+        sorter.add(own, *(other for source in node.all_input_nodes if (other := loops.get(source, source)) != own))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError:
+        return False
+    return True
+
+
+def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
+    """The one scalar incoming gradient that a region's backward is proportional to."""
+    forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
+    own = set(region.members)
+    outside = {source for node in backward for source in node.all_input_nodes if source not in own}
+    waiting = [node for node in outside if node in tangential]
+    if len(waiting) != 1 or waiting[0] in region.where or elements(waiting[0]) != 1:
+        return None
+    # A gradient that is made before its scale is known must not underflow.
+    values = [node.meta["val"] for node in region.members if is_tensor(node)]
+    if any(value.dtype is torch.float16 for value in values):
+        return None
+    later = _descendants(joint, forward)
+    if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
+        return None
+    found = proportional(backward, waiting[0])
+    results = [node for node in backward if node not in region.whole and any(user not in own for user in node.users)]
+    return waiting[0] if found is not None and results and all(node in found for node in results) else None
+
+
+def _is_sum(region: TileRegion, node: fx.Node) -> bool:
+    return node not in region.where and node not in region.whole and is_tensor(node)
+
+
+def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
+    return {source for node in nodes for source in node.all_input_nodes} & set(of)
+
+
+def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Everything that depends on some nodes."""
+    own = set(nodes)
+    found: set[fx.Node] = set()
+    for node in joint.graph.nodes:
+        if node.op != "output" and any(source in own or source in found for source in node.all_input_nodes):
+            found.add(node)
+    return found | {node for node in own if node.op == "placeholder"}
+
+
+def _may_be_widest(node: fx.Node) -> bool:
+    if not is_tensor(node) or is_view(node) or node.op != "call_function":
+        return False
+    value = node.meta["val"]
+    return (
+        value.is_floating_point()
+        and value.layout is torch.strided
+        and all(isinstance(size, int) for size in value.shape)
+        and value.numel() * value.dtype.itemsize >= _LEAST_BYTES
+    )
+
+
+def _candidates(node: fx.Node) -> Iterator[Rows]:
+    """Where the rows of a value may be."""
+    shape = node.meta["val"].shape
+    for count in range(1, _MOST_DIMS + 1):
+        for first in range(len(shape) - count + 1):
+            if math.prod(shape[first : first + count]) > 1:
+                yield first, count

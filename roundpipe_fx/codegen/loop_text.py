@@ -1,0 +1,85 @@
+"""A tile loop as the Python function that runs it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from roundpipe_fx.codegen.dying_values import dying_values
+from roundpipe_fx.ir.joint_graph import module_path
+from roundpipe_fx.ir.text import argument_text, expression_text, type_text
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["loop_text", "loops_of"]
+
+
+def loops_of(graph: fx.Graph) -> list[TileLoop]:
+    """The loops of a stage module, in order."""
+    return list(dict.fromkeys(node.target for node in graph.nodes if isinstance(node.target, TileLoop)))
+
+
+def loop_text(loop: TileLoop) -> str:
+    """A loop as a function of its operands.
+
+    Where the tiles do not divide the rows, the operations are shown again for the rows that are left.
+    """
+    whole = loop.bodies[loop.size]
+    given = [node.name for node in whole.graph.find_nodes(op="placeholder")]
+    operands = given[: len(loop.dims)]
+    sums = iter(given[len(loop.dims) :])
+    output = whole.graph.output_node()
+    parts = iter(f"{node.name}_rows" for node in output.args[0])
+    names = [next(sums) if result.dim is None else next(parts) for result in loop.results]
+    places = list(range(len(operands)))
+    like = operands[next((place for place in places if loop.dims[place] is not None), 0)]
+    lines = [f"def {loop.__name__}({', '.join(operands)}):"]
+    for name, result in zip(names, loop.results, strict=True):
+        start = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
+        lines.append(f"    {name} = {start}{'.zero_()' if result.dim is None else ''}")
+    left = loop.rows % loop.size
+    lines.append(f"    for start in range(0, {loop.rows - left}, {loop.size}):  # {loop.rows} rows")
+    lines += _tile_lines(loop, loop.size, operands, names, "start", "        ")
+    if left:
+        lines.append(f"    # the last {left} rows")
+        lines += _tile_lines(loop, left, operands, names, str(loop.rows - left), "    ")
+    results = [
+        name if result.made_in is result.dtype else f"{name}.to({result.dtype})"
+        for name, result in zip(names, loop.results, strict=True)
+    ]
+    lines.append(f"    return ({', '.join(results)},)")
+    return "\n".join(lines) + "\n"
+
+
+def _tile_lines(
+    loop: TileLoop, rows: int, operands: list[str], results: list[str], start: str, indent: str
+) -> list[str]:
+    graph = loop.bodies[rows].graph
+    inputs = graph.find_nodes(op="placeholder")
+    names = {node: node.name for node in graph.nodes}
+    lines = []
+    for node, operand, dim in zip(inputs, operands, loop.dims, strict=False):
+        if dim is not None:
+            names[node] = f"{operand}_tile"
+            kind = type_text(node.meta.get("val"))
+            lines.append(f'{indent}{names[node]}: "{kind}" = {operand}.narrow({dim}, {start}, {rows})')
+    total_names = [name for name, result in zip(results, loop.results, strict=True) if result.dim is None]
+    names.update(zip(inputs[len(operands) :], total_names, strict=True))
+    lasting = {*inputs}
+    dying = dying_values(graph)
+    current = None
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        path = module_path(node, module_path_text)
+        if path != current:
+            lines.append(f"{indent}# {path or 'model'}")
+            current = path
+        line = f'{indent}{names[node]}: "{type_text(node.meta.get("val"))}" = {expression_text(node, names)}'
+        dead = [names[value] for value in dying[node] if value not in lasting]
+        lines.append(line + (f";  {' = '.join(dead)} = None" if dead else ""))
+    made = iter(graph.output_node().args[0])
+    for name, result in zip(results, loop.results, strict=True):
+        if result.dim is not None:
+            part = argument_text(next(made), names)
+            lines.append(f"{indent}{name}.narrow({result.dim}, {start}, {rows}).copy_({part})")
+    return lines

@@ -1,0 +1,113 @@
+"""A joint graph made into programs, with what is read off them: the plan, its peak, what a call does to memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from roundpipe_fx.analysis.caching_allocator import allocator_of
+from roundpipe_fx.analysis.outside_loss import returned_view_bytes
+from roundpipe_fx.analysis.program_events import Course, course_of
+from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, footprint_of_course, peak_of_course
+from roundpipe_fx.analysis.step_of_calls import Footprint
+from roundpipe_fx.codegen import Program, StageModule
+from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph, Phase
+from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.report.plan import Plan
+
+__all__ = ["Lowered"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A joint graph made into programs.
+
+    Attributes:
+        joint: the graph, with every decision explicit.
+        setting: what emission knew beside it.
+        chosen: the plan that was chosen; ``None``: there was nothing to choose from.
+        modules: the stage modules.
+        forward: the program that runs the forward.
+        backward: the program that runs the backward; ``None`` for an inference graph.
+        seconds: modelled, by stage and phase.
+        recompute_seconds: modelled; of what the backward repeats.
+        tangents: the incoming gradients that a step is expected to bring; others are a single zero.
+    """
+
+    joint: JointGraph
+    setting: Setting
+    chosen: Chosen | None
+    modules: Mapping[tuple[int, Phase], StageModule]
+    forward: Program
+    backward: Program | None
+    seconds: Mapping[tuple[int, Phase], float]
+    recompute_seconds: float
+    tangents: Collection[fx.Node]
+
+    @property
+    def stage_compiler(self) -> StageCompiler:
+        """What the stage modules were emitted for."""
+        return self.setting.compiler
+
+    @property
+    def gradient_owners(self) -> Sequence[int | None]:
+        """For each of the backward's results, the number of the input whose gradient it is, or a part of, if any."""
+        return self.joint.gradient_owners
+
+    @property
+    def updates(self) -> Mapping[int, int]:
+        """Inputs that the caller updates in place, by number of the result with the new value."""
+        return self.joint.updates
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """Numbers of the inputs that are parameters or buffers."""
+        return frozenset(place for place, node in enumerate(self.forward.inputs) if node in self.joint.parameters)
+
+    @functools.cached_property
+    def plan(self) -> Plan:
+        """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
+        joint, setting = self.joint, self.setting
+        peak, step = self._peak, setting.step
+        if step is not None:
+            peak = dataclasses.replace(peak, bytes=step.peak(self.footprint))
+        recompute = setting.options.recompute or "none"
+        return make_plan(
+            joint,
+            joint.segments,
+            joint.cuts,
+            self.modules,
+            self.forward,
+            self.backward,
+            recompute,
+            peak,
+            self.chosen,
+            setting.beyond_plan,
+            step.alive if step is not None else 1,
+        )
+
+    @functools.cached_property
+    def _course(self) -> Course:
+        granularity = allocation_granularity(self.setting.device)
+        outside = returned_view_bytes(self.joint, granularity)
+        return course_of(self.forward, self.backward, self.tangents, granularity, updates=self.updates, outside=outside)
+
+    @functools.cached_property
+    def _peak(self) -> PeakMoment:
+        """Of one call."""
+        trained = sorted({owner for owner in self.joint.gradient_owners if owner is not None})
+        return peak_of_course(self._course, allocator_of(self.setting.device), trained)
+
+    @functools.cached_property
+    def footprint(self) -> Footprint:
+        """What one call does to memory."""
+        counted_more = allocator_of(self.setting.device) is not None
+        beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
+        return footprint_of_course(self._course, self.gradient_owners, beyond)

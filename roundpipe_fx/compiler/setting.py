@@ -1,0 +1,66 @@
+"""What lowering knows beside the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from roundpipe_fx.analysis.cost import CostModel
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.compiler.run_passes import run_passes
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
+
+__all__ = ["Setting"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What there is to know beside the graph.
+
+    Attributes:
+        passes: the whole list.
+        context: what passes may know.
+        share: of the budget that may be used.
+        beyond_plan: bytes that compiled stages are taken to hold beyond what the graph says.
+        step: what else the step holds, where it makes several calls.
+    """
+
+    passes: Sequence[Pass]
+    context: PassContext
+    share: float = 1.0
+    beyond_plan: int = 0
+    step: StepNeeds | None = None
+
+    @property
+    def options(self) -> Options:
+        """The user's."""
+        return self.context.options
+
+    @property
+    def device(self) -> torch.device:
+        """The device to compile for."""
+        return self.context.device
+
+    @property
+    def compiler(self) -> StageCompiler:
+        """What runs the stage modules."""
+        return self.context.compiler
+
+    @property
+    def costs(self) -> CostModel:
+        """Of operations and transfers."""
+        return self.context.costs
+
+    def run(self, joint: JointGraph, level: PassLevel) -> JointGraph:
+        """Run the passes of one level on a graph, which is rewritten."""
+        return run_passes(joint, self.passes, level, self.context)
+
+    def knowing(self, **decided: Any) -> Setting:
+        """The same, with what has been decided in the context."""
+        return dataclasses.replace(self, context=dataclasses.replace(self.context, **decided))

@@ -1,0 +1,154 @@
+"""Tile loops: a run of operations that is carried out on one tile of rows after another.
+
+In a joint graph a loop is one node: it reads what the run reads, and makes what others need of it. What is wide inside
+exists for one tile at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["TileLoop", "TileResult", "WidestValue", "is_tile_loop"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileResult:
+    """What a loop makes.
+
+    Attributes:
+        shape: sizes.
+        stride: strides.
+        dtype: element type.
+        dim: the dimension that tiles are put together along; ``None``: the sum over tiles.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    dim: int | None
+
+    @property
+    def made_in(self) -> torch.dtype:
+        """The element type while tiles are carried out: sums of many tiles need more digits than half precision has."""
+        half = self.dim is None and self.dtype in (torch.bfloat16, torch.float16)
+        return torch.float32 if half else self.dtype
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Bytes in an element type."""
+        return math.prod(self.shape) * dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class WidestValue:
+    """A value that exists for one tile at a time.
+
+    Attributes:
+        name: of its node.
+        dtype: element type.
+        shape: sizes of the whole.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class TileLoop:
+    """The target of a loop's node: called with the operands, it returns a tuple of the results.
+
+    Args:
+        name: of the loop, in emitted text.
+        bodies: by number of rows, the operations on a tile of so many. Each takes one list: the tile's part of every
+            operand, then the sums so far; and returns the parts of the results that are put together. Sums are added
+            to in place.
+        rows: of the whole.
+        tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
+        dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
+        results: what it makes.
+        widest: the widest value inside, which never exists as a whole.
+        digest: the same for loops that do the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        bodies: dict[int, Any],
+        rows: int,
+        tiles: int,
+        dims: Sequence[int | None],
+        results: Sequence[TileResult],
+        widest: WidestValue,
+        digest: str,
+    ) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__module__ = __name__
+        self.bodies = bodies
+        self.rows = rows
+        self.tiles = tiles
+        self.dims = tuple(dims)
+        self.results = tuple(results)
+        self.widest = widest
+        self.digest = digest
+
+    @property
+    def size(self) -> int:
+        """Rows of a tile."""
+        return -(-self.rows // self.tiles)
+
+    def __repr__(self) -> str:
+        return f"{self.__name__}<{self.tiles} tiles, {self.digest}>"
+
+    def mapped(self, change: Callable[[fx.GraphModule], Callable[[list[Any]], Any]]) -> TileLoop:
+        """The same loop with other bodies.
+
+        Args:
+            change: makes a body of a body.
+        """
+        return TileLoop(
+            name=self.__name__,
+            bodies={rows: change(body) for rows, body in self.bodies.items()},
+            rows=self.rows,
+            tiles=self.tiles,
+            dims=self.dims,
+            results=self.results,
+            widest=self.widest,
+            digest=self.digest,
+        )
+
+    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the loop."""
+        device = next(operand.device for operand in operands if isinstance(operand, torch.Tensor))
+        made = tuple(
+            torch.empty_strided(result.shape, result.stride, dtype=result.made_in, device=device)
+            for result in self.results
+        )
+        sums = [total.zero_() for total, result in zip(made, self.results, strict=True) if result.dim is None]
+        for start in range(0, self.rows, self.size):
+            rows = min(self.size, self.rows - start)
+            tile = [
+                operand if dim is None else operand.narrow(dim, start, rows)
+                for operand, dim in zip(operands, self.dims, strict=True)
+            ]
+            parts = iter(self.bodies[rows]([*tile, *sums]))
+            for whole, result in zip(made, self.results, strict=True):
+                if result.dim is not None:
+                    whole.narrow(result.dim, start, rows).copy_(next(parts))
+            del parts
+        return tuple(whole.to(result.dtype) for whole, result in zip(made, self.results, strict=True))
+
+
+def is_tile_loop(node: fx.Node) -> bool:
+    """Whether a node is a tile loop."""
+    return isinstance(node.target, TileLoop)

@@ -1,0 +1,45 @@
+"""Attempts: pipelines that were lowered to find out what they take, of which one is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.schedules import Timing
+
+__all__ = ["Attempt"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A pipeline, and its simulated schedule.
+
+    Attributes:
+        pipeline: the pipeline.
+        timing: of its schedule.
+        chosen: the plan; ``None``: a save policy's.
+    """
+
+    pipeline: LoweredPipeline
+    timing: Timing
+    chosen: Chosen | None = None
+
+    @property
+    def peak(self) -> int:
+        """Bytes of the device that needs most."""
+        return max(self.timing.peak_bytes)
+
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of recomputation, for a microbatch."""
+        return self.pipeline.main.lowered.recompute_seconds
+
+    def within(self, budget: int, allowed: int | None, attempts: Sequence[Attempt]) -> LoweredPipeline:
+        """The pipeline, chosen among several for a budget."""
+        found: list[tuple[int, float]] = []
+        for seconds, peak in sorted((own.seconds, own.peak) for own in attempts):
+            if not found or peak < found[-1][0]:
+                found.append((peak, seconds))
+        return dataclasses.replace(self.pipeline, budget=budget, allowed=allowed, trade_off=tuple(found))

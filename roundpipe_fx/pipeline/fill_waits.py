@@ -1,0 +1,96 @@
+"""Recomputation that fills a pipeline's waits: devices recompute while they wait for incoming gradients.
+
+::
+
+    device 0   F0.0 F0.1 F0.2 ░░ waits ░░ B0.0 with its recomputation
+    device 0   F0.0 F0.1 F0.2 R0.0        B0.0               as much of it early as fits the budget
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from roundpipe_fx.pipeline.attempt import Attempt
+from roundpipe_fx.remat.early import EarlyChoices, early_at, early_choices
+from roundpipe_fx.remat.search import Candidate
+from roundpipe_fx.schedules import ActionKind, StageGraph, StepCosts
+
+__all__ = ["with_waits_filled"]
+
+_LONGER = 1e-9
+"""Share of a makespan by which rounding may change it."""
+_MOST_FILLED = 3
+"""For so many plans it is worked out how much may be early."""
+_GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+
+
+def with_waits_filled(
+    best: Attempt,
+    fitting: Sequence[Attempt],
+    attempt: Callable[[Candidate], Attempt],
+    split: bool,
+    microbatches: int,
+    limit: int,
+) -> Attempt:
+    """The quickest step where devices recompute while they wait for gradients; ``best`` if that takes as long.
+
+    What recomputes more may be quicker then: of the plans that fit, those are looked at whose step would be the
+    shortest if all that can be early were.
+
+    Args:
+        best: the quickest attempt so far.
+        fitting: all that fit.
+        attempt: lowers a schedule.
+        split: whether gradients of parameters are made in modules of their own.
+        microbatches: into how many a batch is split.
+        limit: bytes per device.
+    """
+    promising = []
+    for own in fitting:
+        if own.chosen is not None:
+            choices = early_choices(own.chosen.graph, own.chosen.candidate.schedule, split)
+            promising.append((_makespan_if_early(own, choices, microbatches), own, choices))
+    for shortest, own, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
+        if shortest < best.timing.makespan * (1 - _LONGER):
+            best = min([best, *_filled(own, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+    return best
+
+
+def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int) -> list[Attempt]:
+    """An attempt with as much early as fits: each device halves what its stages have early until it is within."""
+    assert own.chosen is not None
+    candidate = own.chosen.candidate
+    level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
+    orders = own.timing.schedule.orders
+    while any(level.values()):
+        found = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        full = [order for order, peak in zip(orders, found.timing.peak_bytes, strict=True) if peak > limit]
+        over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
+        if not full:
+            return [found]
+        if not over:
+            break
+        for stage in over:
+            level[stage] //= 2
+    return []
+
+
+def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -> float:
+    """The makespan if each stage ran all that may be early in its recompute module, whatever it holds."""
+    assert own.chosen is not None
+    steps = [step for _, block in own.chosen.candidate.schedule.backward for step in block]
+    main = own.pipeline.main
+    seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
+    for stage, of_stage in choices.items():
+        early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
+        backward = next((step for step in ((k, stage) for k in _GRADIENTS) if step in seconds), None)
+        if early and backward is not None:
+            recompute = (ActionKind.RECOMPUTE, stage)
+            seconds[recompute], seconds[backward] = early, max(seconds[backward] - early, 0.0)
+            reads[recompute] = tuple(source for source in reads[backward] if source[0] is ActionKind.FORWARD)
+            reads[backward] = (*reads[backward], recompute)
+    graph = StageGraph(reads, main.steps.graph.carried)
+    costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
+    variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
+    return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan

@@ -1,0 +1,326 @@
+"""Across segments: dynamic programming over a chain with a memory axis.
+
+The problem is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
+chains: how to train deep neural networks with limited memory", 2019), with several options a segment (Rockmate, Zhao
+et al., ICML 2023). Coming to a stage with so much memory left, either
+
+- keep one of its options, run it and go on; its backward then makes again what the option does not keep; or
+- run on from its input to some later stage, keep only what crosses into that one, do the backward of all from
+  there, and come back: run forward again from the input, with the same choice there.
+
+Two tables have the least seconds of recomputation for every amount of memory m:
+
+- ``first[i](m)``: of stages i to the last one, n - 1, when the first forward comes to i;
+- ``again[i, j](m)``: of stages i to j when a repetition comes to i, after which the backward of j follows.
+
+With ``rest[k]`` for ``first[k]`` or ``again[k, j]``, whichever table is filled, and run(i, k) for the seconds of
+running stages i to k - 1 (0 in the first forward, which is no recomputation)::
+
+    again[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
+    rest[i](m)     = min of
+        over options o of i      o.seconds + rest[i+1](m - o.held) + run(i, i+1)              if o's peaks <= m
+        over later stages k      again[i, k-1](m) + rest[k](m - crossing(i, k)) + run(i, k)   if running fits in m
+
+        ──▶ i ──────────▶ k ──▶ … ──▶     run on; only x_i and what crosses into k is kept
+            │             ◀──── … ───     backward of k and later: rest[k]
+            i ──▶ … ──▶ k-1               come back, run forward again from x_i: again[i, k-1]
+
+So a forward may run any number of times. Where other microbatches are in flight meanwhile, it can be worth to keep
+nothing at all of the last stages: to run on to the end and come back at once; and what the first forward keeps counts
+for each of them (``times``), or has a price. The optimum is over *persistent* schedules: what is kept stays until the
+backward that it is kept for. In a repetition the last stage before its backward runs need not be run: its backward
+makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
+
+Bytes are counted in slots; what is rounded is put right by the simulator, which judges every plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
+from roundpipe_fx.remat.progress import progress
+
+__all__ = ["Solution", "solve_chain"]
+
+_MOST_PLACES = 24
+"""From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """Optimal recomputation for every amount of memory up to a limit.
+
+    Attributes:
+        slot: bytes a slot.
+        seconds: by slots of memory, modelled seconds of recomputation; infinite where it cannot be done.
+    """
+
+    chain: SegmentChain
+    slot: float
+    seconds: NDArray[np.float64]
+    _first: NDArray[np.float64]
+    _again: NDArray[np.float64] | None
+    _places: int | None = _MOST_PLACES
+
+    def decisions(self, slots: int) -> list[Decision]:
+        """The decisions that reach ``seconds[slots]``."""
+        found: list[Decision] = []
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None, self._places)
+        tables.first, tables.again = self._first, self._again
+        pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
+        while pending:
+            stage, last, memory = pending.pop()
+            decision = tables.best(stage, last, memory)
+            found.append(decision)
+            until = decision.until
+            if decision.unsaved_option is not None:
+                continue
+            if decision.option is not None:
+                if until <= (len(self.chain.stages) - 1 if last is None else last):
+                    held = self.chain.stages[stage].options[decision.option].held
+                    pending.append((until, last, memory - tables.slots(held * tables.times(last))))
+            else:
+                pending.append((stage, until - 1, memory))
+                if until < len(self.chain.stages):
+                    held = int(self.chain.live_across[stage, until])
+                    pending.append((until, last, memory - tables.slots(held * tables.times(last))))
+        return found
+
+
+def solve_chain(
+    chain: SegmentChain, limit: int, slots: int = 500, nested: bool = True, places: int | None = _MOST_PLACES
+) -> Solution:
+    """Solve a chain for every amount of memory up to a limit.
+
+    Args:
+        chain: at least one stage.
+        limit: bytes.
+        slots: how finely memory is counted.
+        nested: whether the backward may come back to a place and run forward again from there. Without it time is
+            linear in the length of the chain, else quadratic to cubic.
+        places: from one place at most so many later ones are looked at to come back from; ``None``: all.
+    """
+    tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, places)
+    tables.solve()
+    return Solution(
+        chain=chain,
+        slot=tables.slot,
+        seconds=tables.first[0].astype(np.float64),
+        _first=tables.first,
+        _again=tables.again,
+        _places=places,
+    )
+
+
+class _Tables:
+    """The tables of the dynamic program, and the decisions at a place: a stage, and the last one of its repetition."""
+
+    def __init__(self, chain: SegmentChain, slot: float, width: int, nested: bool, places: int | None) -> None:
+        self.chain = chain
+        self.slot = slot
+        self.width = width
+        self.nested = nested
+        self.most_places = places
+        count = len(chain.stages)
+        self.first = np.full((count + 1, width), np.inf)
+        self.again: NDArray[np.float64] | None = None
+        self._memory = np.arange(width)
+        self._elapsed = np.concatenate([[0.0], np.cumsum([stage.seconds for stage in chain.stages])])
+        self._run = self._running()
+        self._options = [self._option_arrays(stage) for stage in chain.stages]
+
+    def slots(self, size: int) -> int:
+        return round(size / self.slot)
+
+    def _option_arrays(self, stage: ChainStage) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Bytes held, seconds, and peak bytes of forward and backward, by option."""
+        held = np.array([option.held for option in stage.options])
+        cost = np.array([option.seconds for option in stage.options], dtype=np.float64)
+        forward = np.array([option.forward for option in stage.options])
+        return held, cost, forward, np.array([option.backward for option in stage.options])
+
+    def times(self, last: int | None) -> int:
+        """How often what is kept is there: in the backward once."""
+        return self.chain.times if last is None else 1
+
+    def _held(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.round(size / self.slot).astype(np.int64)
+
+    def _running(self) -> NDArray[np.int64]:
+        """``run[i, k]``: peak bytes of running from stage i to stage k with nothing kept on the way."""
+        stages = self.chain.stages
+        count = len(stages)
+        run = np.zeros((count, count + 1), dtype=np.int64)
+        for first in range(count):
+            live_across = np.concatenate([[0], self.chain.live_across[first, first + 1 : count]])
+            inside = np.array([stage.forward for stage in stages[first:]], dtype=np.int64)
+            run[first, first + 1 :] = np.maximum.accumulate(live_across + inside)
+        return run
+
+    def solve(self) -> None:
+        count = len(self.chain.stages)
+        self.first[count] = 0.0
+        if self.nested:
+            self.again = np.full((count, count, self.width), np.inf)
+            repetitions = _repetitions(self.chain)
+            for length in progress(range(count), "nested recomputation"):
+                alike = list(range(count))  # by stage, the last one from which on so many stages are the same
+                for first in range(count - length - 1, -1, -1):
+                    following, same = repetitions[first]
+                    if same > length:
+                        alike[first] = alike[following]
+                    self._solve_again(first, first + length, alike[first])
+        for stage in range(count - 1, -1, -1):
+            self._solve_first(stage)
+
+    def _solve_again(self, first: int, last: int, alike: int) -> None:
+        """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
+        assert self.again is not None
+        # What stands at the end of the range counts everywhere in it, and is all that is different.
+        end = alike + last - first
+        more = min(self.slots(self.chain.stages[last].resident - self.chain.stages[end].resident), self.width)
+        if alike == first or more < 0:
+            self.again[first, last] = self._seconds(first, last, self._memory).min(0)
+        else:
+            self.again[first, last, more:] = self.again[alike, end, : self.width - more]
+
+    def _solve_first(self, stage: int) -> None:
+        self.first[stage] = self._seconds(stage, None, self._memory).min(0)
+
+    def _shifted(
+        self, tables: NDArray[np.float64], held: NDArray[np.int64], memory: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Row by row, tables at so many slots less memory."""
+        where = memory[None, :] - held[:, None]
+        found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
+        found[where < 0] = np.inf
+        return found
+
+    def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
+        """Links to run on to from ``first``."""
+        end = self._end(last)
+        if last is None and not self.chain.alone:
+            end += 1
+        if self.again is None or first == end:
+            return np.empty(0, dtype=np.int64)
+        if self.most_places is None or end - first <= self.most_places:
+            return np.arange(first + 1, end + 1)
+        return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
+
+    def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds of every decision at a place, a row each, by memory. The recurrence is in the module's docstring."""
+        if first == last:
+            return self._keeping_nothing(first, memory)
+        places = self._places(first, last)
+        rows = [self._keeping(first, last, memory)]
+        if len(places):
+            rows.append(self._coming_back(first, last, places, memory))
+        return np.concatenate(rows)
+
+    def _keeping_nothing(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The last stage of a repetition, whose backward follows at once."""
+        resident, options = self.chain.stages[stage].resident, self.chain.stages[stage].unsaved_options
+        seconds = np.array([option.seconds for option in options])[:, None] + np.zeros(len(memory))
+        return self._possible(seconds, np.array([option.backward + resident for option in options]), memory)
+
+    def _keeping(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Keep an option of the first stage and go on."""
+        stage, times = self.chain.stages[first], self.times(last)
+        held, seconds, forward, backward = self._options[first]
+        others = held * (times - 1)  # of other microbatches
+        if last is None:
+            seconds = seconds + self.chain.price * held
+        if first == self._end(last):
+            found = seconds[:, None] + np.zeros(len(memory))
+        else:
+            after = np.broadcast_to(self._rest(last)[first + 1], (len(held), self.width))
+            running = 0.0 if last is None else stage.seconds
+            found = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
+        needed = np.maximum(forward + others + self._resident(first, last), backward + others + stage.resident)
+        return self._possible(found, needed, memory)
+
+    def _coming_back(
+        self, first: int, last: int | None, places: NDArray[np.int64], memory: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Run on to each of some later stages, do the backward from there, and come back."""
+        assert self.again is not None
+        times = self.times(last)
+        live_across = np.append(self.chain.live_across[first], 0)[places]
+        beyond = self._shifted(self._rest(last)[places], self._held(live_across * times), memory)
+        found = beyond + self.again[first, places - 1][:, memory]
+        found += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
+        if last is not None:
+            found += (self._elapsed[places] - self._elapsed[first])[:, None]
+        needed = self._run[first, places] + live_across * (times - 1) + self._resident(first, last)
+        return self._possible(found, needed, memory)
+
+    def _end(self, last: int | None) -> int:
+        """The last stage to be run."""
+        return len(self.chain.stages) - 1 if last is None else last
+
+    def _rest(self, last: int | None) -> NDArray[np.float64]:
+        """By stage, what follows from it on."""
+        return self.first if last is None or self.again is None else self.again[:, last]
+
+    def _resident(self, first: int, last: int | None) -> int:
+        """Bytes that lie there in any case while a stage's forward runs."""
+        return self.chain.stages[first].resident_forward if last is None else self.chain.stages[last].resident
+
+    def _possible(
+        self, seconds: NDArray[np.float64], needed: NDArray[np.int64], memory: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        """Infinite where there are fewer bytes than needed."""
+        seconds[memory[None, :] < np.round(needed / self.slot)[:, None]] = np.inf
+        return seconds
+
+    def best(self, first: int, last: int | None, memory: int) -> Decision:
+        """The best decision at a place with so many slots."""
+        memory = max(memory, 0)
+        columns = self._seconds(first, last, self._memory[memory : memory + 1])
+        if not np.isfinite(columns).any():
+            # Equal ranges were solved once, and what stands is rounded: a little more may be needed than was counted.
+            # What then exceeds the limit is judged by simulation, as every plan is.
+            columns = self._seconds(first, last, self._memory[memory:])
+        possible = np.flatnonzero(np.isfinite(columns).any(0))
+        row = int(columns[:, possible[0] if len(possible) else 0].argmin())
+        if first == last:
+            return Decision(last, first, None, first, row)
+        options = len(self.chain.stages[first].options)
+        if row < options:
+            return Decision(last, first, row, first + 1)
+        return Decision(last, first, None, int(self._places(first, last)[row - options]))
+
+
+def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
+    """By stage, the next stage from which on the chain is the same for a while, and for how many stages.
+
+    With it a chain of layers that repeat is solved in time linear in how often they do.
+    """
+    stages = chain.stages
+    count = len(stages)
+    kinds: dict[Any, int] = {}
+    # Only how what stands grows from stage to stage matters, not how much there is.
+    grows = np.diff([stage.resident for stage in stages], append=0)
+    kind = np.array(
+        [
+            kinds.setdefault((replace(stage, resident=0, resident_forward=0), int(grows[i])), len(kinds))
+            for i, stage in enumerate(stages)
+        ]
+    )
+    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from stages i and j on, so many are of a kind
+    for i in range(count - 1, -1, -1):
+        same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
+    found = []
+    for first in range(count - 1):
+        following = first + 1 + int(same[first, first + 1 : count].argmax())
+        length = int(same[first, following])
+        here = chain.live_across[first : first + length, first : first + length]
+        there = chain.live_across[following : following + length, following : following + length]
+        _, different = np.nonzero(np.triu(here != there, 1))
+        found.append((following, int(different.min(initial=length))))
+    return [*found, (count - 1, 0)]

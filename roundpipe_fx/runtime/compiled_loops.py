@@ -1,0 +1,96 @@
+"""Tile loops in compiled stages: one opaque operator for a stage compiler, around bodies that it compiles on their own.
+
+A compiled body does not write over the sums: it returns what is to be added, and the loop adds it. A matrix product is
+added without being made, as in eager stages.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.codegen.loop_text import loops_of
+from roundpipe_fx.gradient_sums import SUMMING
+from roundpipe_fx.ir.tile_loop import TileLoop
+
+__all__ = ["opaque_loops"]
+
+Boxed = Callable[[list[Any]], tuple[Any, ...]]
+
+_loops: weakref.WeakValueDictionary[int, TileLoop] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@torch.library.custom_op("roundpipe_fx::tile_loop", mutates_args=())
+def _tile_loop(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    return list(_loops[number](*operands))
+
+
+@_tile_loop.register_fake
+def _(operands: list[torch.Tensor], number: int) -> list[torch.Tensor]:
+    return [
+        torch.empty_strided(result.shape, result.stride, dtype=result.dtype, device=operands[0].device)
+        for result in _loops[number].results
+    ]
+
+
+def opaque_loops(module: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> list[TileLoop]:
+    """Replace loops by calls of an operator. The module is rewritten in place.
+
+    Args:
+        module: with ordinary positional arguments.
+        compiled: compiles a body.
+
+    Returns:
+        the loops, which the caller keeps alive as long as the module may be called.
+    """
+    made: dict[TileLoop, tuple[int, TileLoop]] = {}
+    for loop in loops_of(module.graph):
+        number = next(_numbers)
+        made[loop] = number, loop.mapped(lambda body: _adding(body, compiled))
+        _loops[number] = made[loop][1]
+    for node in module.graph.nodes:
+        if node.target in made:
+            node.args = (list(node.args), made[node.target][0])
+            node.target = torch.ops.roundpipe_fx.tile_loop.default
+            node.meta["val"] = list(node.meta["val"])
+    if made:
+        module.recompile()
+    return [loop for _, loop in made.values()]
+
+
+def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -> Boxed:
+    """A body whose operations are compiled, and which adds to the sums itself."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    parts: Any = graph.graph_copy(body.graph, copies)
+    graph.output(parts)
+    adding = [node for node in graph.nodes if node.target in SUMMING]
+    inputs = graph.find_nodes(op="placeholder")
+    added_to = {node.args[0] for node in adding}
+    totals = [node for node in inputs if node in added_to]
+    place = {node: number for number, node in enumerate(totals)}
+    sums = [(node.target, place[node.args[0]], len(node.args) - 1) for node in adding]
+    graph.output_node().args = ((*parts, *(given for node in adding for given in node.args[1:])),)
+    for node in (*adding, *totals):
+        graph.erase_node(node)
+    graph.set_codegen(body.graph._codegen)
+    call = compiled(fx.GraphModule(body, graph))
+    count = len(inputs) - len(totals)
+
+    def run(arguments: list[Any]) -> tuple[Any, ...]:
+        given, held = arguments[:count], arguments[count:]
+        arguments.clear()
+        made = list(call(given))
+        results, added = made[: len(parts)], iter(made[len(parts) :])
+        del made
+        for target, number, operands in sums:
+            target(held[number], *itertools.islice(added, operands))
+        return tuple(results)
+
+    return run

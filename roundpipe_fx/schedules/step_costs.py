@@ -1,0 +1,106 @@
+"""Costs of stage actions: the seconds and bytes that schedules are simulated with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import ActionKind, StageAction
+from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
+from roundpipe_fx.schedules.schedule import KINDS, Schedule
+
+__all__ = ["Held", "StepCosts", "backward_start"]
+
+_FORWARD = KINDS.index(ActionKind.FORWARD)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that outlive the stage action that allocates them.
+
+    Attributes:
+        bytes: number of bytes, for one microbatch.
+        maker: the stage action that allocates them.
+        readers: stage actions that read them.
+        lasts: whether they stay allocated to the end of the step, on the device of ``maker``.
+    """
+
+    bytes: int
+    maker: StageAction
+    readers: tuple[StageAction, ...]
+    lasts: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Costs of stage actions. Bytes and seconds are those of one microbatch.
+
+    Attributes:
+        seconds: of each stage action.
+        transfer_seconds: of sending the results of a stage action to a reader, by (maker, reader); 0 where absent.
+        held: bytes that outlive the stage action that allocates them.
+        peak_bytes: peak bytes that a stage action allocates beyond those that are allocated when it begins.
+        first_peak_bytes: the same for the first time that a device runs the stage action; where absent, as later.
+        base_bytes: bytes that stay allocated once a stage action has run for the first time (gradients of parameters),
+            by stage action and by number of the parameter. Stage actions on one device share a parameter's gradient.
+        input_gradient_bytes: bytes of gradients of inputs that each microbatch has for itself, by stage action and by
+            number of the input. At the end of the step those of all microbatches are concatenated on the first device.
+        brought_bytes: bytes of incoming gradients, by the stage action that reads them. They are allocated from the
+            beginning or, where all forwards run before all backwards, from the first backward on.
+        outside_bytes: bytes that a loss outside the model needs on the first device, between all forwards and all
+            backwards.
+        loss_bytes: those of ``outside_bytes`` that stay allocated until the last backward is over.
+        copied_bytes: bytes of the caller's tensors that a stage action reads, by stage action and by number of the
+            tensor.
+        parameters: numbers of the tensors that are shared by all microbatches.
+        away: devices other than the caller's. They hold copies of its tensors, assumed to be there for the whole step,
+            and return gradients at the end.
+        on_host: numbers of the tensors that stay on the host: devices hold copies of them, and their gradients, during
+            residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
+            ``None``: the model is not offloaded.
+        host_bandwidth: bytes per second between the host and a device.
+    """
+
+    seconds: Mapping[StageAction, float]
+    transfer_seconds: Mapping[tuple[StageAction, StageAction], float] = field(default_factory=dict)
+    held: tuple[Held, ...] = ()
+    peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    first_peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    base_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
+    input_gradient_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
+    brought_bytes: Mapping[StageAction, int] = field(default_factory=dict)
+    outside_bytes: int = 0
+    loss_bytes: int = 0
+    copied_bytes: Mapping[StageAction, Mapping[int, int]] = field(default_factory=dict)
+    parameters: frozenset[int] = frozenset()
+    away: frozenset[int] = frozenset()
+    on_host: frozenset[int] | None = None
+    host_bandwidth: float = 1.0
+
+    def windows(
+        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
+    ) -> list[list[ResidencyWindow]]:
+        """The residency windows of each device; none if the model is not offloaded.
+
+        Args:
+            schedule: the actions of each device.
+            codes: for each device, the number of each action's stage action.
+            steps: the stage actions, by number.
+        """
+        if self.on_host is None:
+            return [[] for _ in codes]
+        reads, gradients = (
+            [{number: size for number, size in of.get(step, {}).items() if number in self.on_host} for step in steps]
+            for of in (self.copied_bytes, self.base_bytes)
+        )
+        return [
+            residency_windows(order[:, 1], own, reads, gradients, backward_start(order, schedule))
+            for order, own in zip(schedule.orders, codes, strict=True)
+        ]
+
+
+def backward_start(order: np.ndarray, schedule: Schedule) -> int:
+    """Position at which a device's backwards begin, if all forwards run before all backwards; else 0."""
+    return int((order[:, 0] == _FORWARD).sum()) if schedule.forwards_before_backwards else 0

@@ -1,0 +1,161 @@
+"""Canary: whether PyTorch still has what this folder uses. Importing this module runs it.
+
+A private name that a release has removed or renamed would fail at the first model that needs it, or, where it is read
+with a default or compared as text, not at all. So all of them are looked for at once, and the error names each one.
+
+Beyond Dynamo, which the package needs in any case, nothing is imported for it. In modules that are loaded names are
+looked up. Of the others, and for names that only instances have, the source is searched, which takes a millisecond a
+file; where a distribution has no sources, it is not. What docs/private-apis.md lists is what is looked for here; a test
+compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch._dynamo
+
+__all__ = ["TRIED", "USED", "check", "missing"]
+
+TRIED = ("2.11", "2.15")
+"""The oldest and the newest release of PyTorch that the package was tried with."""
+
+USED: Mapping[str, str] = {
+    "torch": "_TorchCompileWrapper ops.aten._pack_padded_sequence_backward",
+    "torch._C": (
+        "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
+        "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
+        "_dispatch_tls_set_dispatch_key_excluded _get_mkldnn_enabled _is_tracing _set_mkldnn_enabled"
+    ),
+    "torch._C._autograd": (
+        "_disable_profiler_legacy _enable_profiler_legacy _pop_saved_tensors_default_hooks _profiler_enabled "
+        "_push_saved_tensors_default_hooks _top_saved_tensors_default_hooks"
+    ),
+    "torch._C._dynamo.eval_frame": "_debug_get_cache_entry_list",
+    "torch._C._profiler": "ProfilerConfig ProfilerState _ExperimentalConfig",
+    "torch._VF": "_pack_padded_sequence _pad_packed_sequence lstm",
+    "torch._dynamo": "assume_constant_result config",
+    "torch._dynamo.backends.common": "aot_autograd",
+    "torch._dynamo.config": "_make_closure_patcher patch",
+    "torch._dynamo.convert_frame": "ConvertFrameAssert.__call__ input_codes",
+    "torch._dynamo.eval_frame": "OptimizedModule reset_code",
+    "torch._dynamo.exc": "ShortenTraceback Unsupported",
+    "torch._dynamo.guards": "DeletedGuardManagerWrapper",
+    "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
+    "torch._dynamo.repro.after_dynamo": "WrapBackendDebug",
+    "torch._dynamo.symbolic_convert": (
+        "InstructionTranslator.current_tx InstructionTranslatorBase.inline_user_function_return"
+    ),
+    "torch._dynamo.utils": "_get_dynamo_config_for_logging get_compilation_metrics graph_break_reasons",
+    "torch._dynamo.variables.functions": "SkipFunctionVariable.call_function UserFunctionVariable",
+    "torch._dynamo.variables.tensor": "TensorVariable.as_python_constant",
+    "torch._functorch._aot_autograd.descriptors": (
+        "BackwardTokenAOTInput ForwardTokenAOTInput GradAOTOutput.grad_of InputMutationAOTOutput.mutated_input "
+        "PlainAOTInput.idx SubclassGetAttrAOTInput SubclassGetAttrAOTOutput.base TangentAOTInput.output"
+    ),
+    "torch._functorch.config": "donated_buffer patch",
+    "torch._functorch.partitioners": "default_partition",
+    "torch._guards": "TracingContext detect_fake_mode tracing",
+    "torch._inductor.compile_fx": "compile_fx_inner",
+    "torch._inductor.config": "fallback_random patch",
+    "torch._inductor.decomposition": "select_decomp_table",
+    "torch._inductor.utils": "BoxedBool",
+    "torch._inductor.virtualized": "V",
+    "torch._library.custom_ops": "OPDEFS CustomOpDef",
+    "torch._library.fake_class_registry": "FakeScriptObject",
+    "torch._library.opaque_object": "is_opaque_value",
+    "torch._ops": "OpOverload OpOverloadPacket",
+    "torch._prims.rng_prims": "run_and_save_rng_state run_with_rng_state",
+    "torch._subclasses.fake_tensor": (
+        "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
+    ),
+    "torch.autograd": "Variable._execution_engine.queue_callback",
+    "torch.fx._lazy_graph_module": "_LazyGraphModule",
+    "torch.fx._symbolic_trace": "is_fx_symbolic_tracing",
+    "torch.fx.experimental.proxy_tensor": "disable_proxy_modes_tracing make_fx",
+    "torch.fx.experimental.symbolic_shapes": (
+        "CallMethodKey GuardOnDataDependentSymNode ShapeEnv.ignore_fresh_unbacked_symbols ShapeEnv.replace "
+        "StrictMinMaxConstraint"
+    ),
+    "torch.fx.graph": "_BoxedCodeGen",
+    "torch.utils._python_dispatch": (
+        "_disable_current_modes _get_current_dispatch_mode_stack _is_in_any_mode_without_ignore_compile_internals "
+        "_is_in_non_infra_torch_dispatch_mode _is_in_torch_dispatch_mode"
+    ),
+    "torch.utils._pytree": "SequenceKey tree_leaves tree_map",
+}
+"""Names by module; those of classes with a member that is used."""
+
+SPELLED: Mapping[str, tuple[str, ...]] = {
+    "torch._dynamo.decorators": ("_torchdynamo_disable",),
+    "torch._dynamo.output_graph": ("compile_subgraph_reason", '"grapharg"', "_dynamo_source"),
+    "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(torch.autograd.Function)",),
+    "torch._inductor.compile_fx": ("original_output_strides", "user_visible_output_idxs"),
+}
+"""What must occur in the source of a module: attributes and keys that are read with a default, classes in functions."""
+
+
+def check() -> None:
+    """Look for everything.
+
+    Raises:
+        ImportError: names what is gone.
+    """
+    gone = list(missing())
+    if gone:
+        raise ImportError(
+            f"roundpipe_fx uses private interfaces of PyTorch that torch {torch.__version__} does not have: "
+            f"{', '.join(gone)}. It was tried with torch {TRIED[0]} to {TRIED[1]}. Install one of these, or a newer "
+            "roundpipe_fx. What each interface is used for is in docs/private-apis.md."
+        )
+
+
+def missing(loaded: Mapping[str, object] = sys.modules, root: Path = Path(torch.__file__).parent) -> Iterator[str]:
+    """What is gone.
+
+    Args:
+        loaded: modules by name; of others the source is searched.
+        root: folder of PyTorch's sources.
+    """
+    for module, names in USED.items():
+        for name in names.split():
+            found = _has(loaded[module], name) if module in loaded else _is_defined(_source(module, root), name)
+            if not found:
+                yield f"{module}.{name}"
+    for module, texts in SPELLED.items():
+        source = _source(module, root)
+        for text in texts:
+            if source is not None and text not in source:
+                yield f"{text} in {module}"
+
+
+def _has(owner: object, name: str) -> bool:
+    for part in name.split("."):
+        fields = getattr(owner, "__dataclass_fields__", {})
+        if not hasattr(owner, part) and part not in fields:
+            return False
+        owner = getattr(owner, part, None)
+    return True
+
+
+def _is_defined(source: str | None, name: str) -> bool:
+    first, *members = name.split(".")
+    if source is None:
+        return True
+    defined = re.search(rf"^(?:class|def)\s+{first}\b|^{first}\b.*=|^\s+{first},$", source, flags=re.MULTILINE)
+    return defined is not None and all(re.search(rf"\b{member}\b", source) for member in members)
+
+
+def _source(module: str, root: Path) -> str | None:
+    path = root.joinpath(*module.split(".")[1:])
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+    return None
+
+
+check()
