@@ -102,7 +102,7 @@ class _Compilation:
         asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
         if asked is None or (isinstance(asked, float) and asked == 1.0):
             return None
-        operations = lowered.chosen.graph if lowered.chosen is not None else None
+        operations = lowered.chosen.read_operations if lowered.chosen is not None else None
         name, footprint = self.call_name, lowered.footprint
         self.learned.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
         outputs = lowered.forward.outputs
