@@ -5,11 +5,19 @@ python -m benchmarks.planning
 Planning is measuring what kernels need for themselves, reading the operations off the graph and searching; the budget
 is a share, so that the whole trade-off is searched. The graph of 10,000 forward nodes is a GPT-2 deep enough. The 8B
 Llama is planned on the meta device.
+
+A second table has the CPU seconds of all passes, planning and emission in a new process, without the plan cache and
+with the plan in it.
 """
 
 from __future__ import annotations
 
 import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,6 +36,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 
 _RUNS = 3
 """Of so many runs the one in the middle is shown."""
+_PROCESSES = 3
 _SHALLOW = {"width": 32, "batch": 2, "length": 16}
 
 
@@ -52,6 +61,7 @@ class _Spent:
 
 
 def main() -> None:
+    os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"
     spent = _Spent()
     compilation.lower = spent.timed("lower", compilation.lower)
     lower.read_operations = spent.timed("planning", lower.read_operations)
@@ -70,6 +80,55 @@ def main() -> None:
     rows.append(_large(spent))
     report("planning", "planning (targets: ratio at most 0.1 to 48 layers; 10,000 nodes 5 s; 8B 120 s in all)", rows)
     torch._dynamo.reset()
+    plan_cache()
+
+
+def plan_cache() -> None:
+    """Seconds of lowering in new processes, one after another, without the plan cache and with the plan in it."""
+    rows = []
+    for name in ("GPT-2", "Llama", "T5"):
+        with tempfile.TemporaryDirectory() as folder:
+            on = {"ROUNDPIPE_FX_CACHE": folder, "ROUNDPIPE_FX_PLAN_CACHE": "1"}
+            off = {"ROUNDPIPE_FX_PLAN_CACHE": "0"}
+            _process(name, on)  # writes the plan
+            pairs = [(_process(name, on), _process(name, off)) for _ in range(_PROCESSES)]
+        ratios = sorted(cached / planned for cached, planned in pairs)
+        rows.append(
+            {
+                "model": f"{name}, 12 layers",
+                "planned s": statistics.median(planned for _, planned in pairs),
+                "from the cache s": statistics.median(cached for cached, _ in pairs),
+                "median ratio": statistics.median(ratios),
+                "least and largest": f"{ratios[0]:.3f} {ratios[-1]:.3f}",
+            }
+        )
+    report("plan_cache", "lowering in a new process, CPU s (target: ratio at most 0.5)", rows)
+
+
+def _process(name: str, environment: dict[str, str]) -> float:
+    code = f"from benchmarks.planning import print_lowering_seconds\nprint_lowering_seconds({name!r})"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, check=True, env={**os.environ, **environment}, capture_output=True, text=True)
+    return float(done.stdout.split()[-1])
+
+
+def print_lowering_seconds(name: str) -> None:
+    """Run in a process of its own."""
+    torch.set_num_threads(1)
+    seconds: list[float] = []
+    lowering = compilation.lower
+
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        gc.collect()
+        start = time.process_time()
+        lowered = lowering(*args, **kwargs)
+        seconds.append(time.process_time() - start)
+        return lowered
+
+    compilation.lower = timed
+    model, batch = _case(name, 12)
+    roundpipe_fx.compile(model, memory_budget=0.3, fullgraph=True).trace(**batch)
+    print(sum(seconds))
 
 
 def _case(name: str, layers: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -10,6 +10,7 @@ import torch
 
 from roundpipe_fx.passes import workspaces
 
+os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and find nothing
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
 
 

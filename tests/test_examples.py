@@ -7,6 +7,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,18 +39,25 @@ def test_own_passes() -> None:
     assert 0 < float(error.rsplit(" ", 1)[1]) < 1e-2
 
 
-def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
     script = folder / "page.py"
     script.write_text("\n".join(blocks))
     monkeypatch.chdir(folder)
-    runpy.run_path(str(script))
+    return runpy.run_path(str(script))
 
 
 def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("README.md", tmp_path, monkeypatch)
     assert (tmp_path / "out" / "program.py").exists()
+
+
+def test_how_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ROUNDPIPE_FX_CACHE", "ROUNDPIPE_FX_PLAN_CACHE"):
+        monkeypatch.setenv(name, "")  # which the page sets
+    page = _run_page("docs/how-it-works.md", tmp_path, monkeypatch)
+    assert page["file"].suffix == ".json" and page["plan"].budget is not None
 
 
 def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
-from roundpipe_fx.frontend.graph_breaks import around_calls
+from roundpipe_fx.frontend.graph_breaks import around_compilations
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
@@ -42,7 +42,7 @@ def make_backend(
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the step at hand was cut.
     """
-    torch_private.forward_backend_context()
+    torch_private.enter_around_compilations()
     warned: set[UserLine] = set()
     learned = learned or Learned()
 
@@ -53,9 +53,7 @@ def make_backend(
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
-    # Pipelines are of one graph, so nothing breaks, and they are called for each microbatch.
-    around = torch_private.dynamo_flags if pipelining is not None else lambda: around_calls(warned, budgeted, outside)
-    roundpipe_fx.backend_ctx_ctor = around  # type: ignore[attr-defined]
+    roundpipe_fx.around_compilations = lambda: around_compilations(warned, budgeted, outside)  # type: ignore[attr-defined]
     return roundpipe_fx
 
 
@@ -101,12 +99,12 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
 
 
 _backend_by_name.__name__ = "roundpipe_fx"  # in Dynamo's messages
-_backend_by_name.backend_ctx_ctor = lambda: around_calls(_warned)  # type: ignore[attr-defined]
+_backend_by_name.around_compilations = lambda: around_compilations(_warned)  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Backend:
     """``roundpipe_fx_backend``, which PyTorch looks up when it is first asked for the backend by its name."""
     if name != "roundpipe_fx_backend":
         raise AttributeError(name)
-    torch_private.forward_backend_context()
+    torch_private.enter_around_compilations()
     return _backend_by_name

@@ -102,7 +102,7 @@ class _Compilation:
         asked = asked_budget(lowered.joint, self.options, lowered.setting.device)
         if asked is None or (isinstance(asked, float) and asked == 1.0):
             return None
-        operations = lowered.chosen.graph if lowered.chosen is not None else None
+        operations = lowered.chosen.read_operations if lowered.chosen is not None else None
         name, footprint = self.call_name, lowered.footprint
         self.learned.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
         outputs = lowered.forward.outputs
@@ -166,7 +166,8 @@ class _Compilation:
         if self.profiled is not None:
             run = self.profiled.forward(run)
         see = size_observer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
-        return observed(run, plan.outputs if plan.static else 0, see)
+        # Of a single output a backward always reads the gradient.
+        return observed(run, plan.outputs if plan.static and plan.outputs > 1 else 0, see)
 
     def _see_size(self, symbol: str, size: int) -> None:
         self.learned.see(f"{self.name}/{symbol}", size)

@@ -133,7 +133,7 @@ class CompiledState:
             outputs = self._call(args, kwargs)
         # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
         # their size and keep them until the backward has read them.
-        for output in tree_leaves(outputs) if torch.is_grad_enabled() else ():
+        for output in tree_leaves(outputs) if returned and torch.is_grad_enabled() else ():
             if output in returned:
                 torch_private.leave_unused_gradients_out(output)
         return outputs
@@ -208,14 +208,20 @@ class CompiledState:
 
     def _replanned(self, run: Callable[[], Any]) -> Any:
         """Run the model, or a step of it, on plans that know what earlier steps have shown."""
-        parameter = next(self.original.parameters(), None)
-        devices = [parameter.device] if parameter is not None and parameter.device.type == "cuda" else []
-        if not devices and self.pipelining is not None:
-            devices = [device for device in self.pipelining.devices[:1] if device.type == "cuda"]  # offloaded
+        devices = self._cuda_devices()
         budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
         return replanning(run, self.compile, self.learned, devices, budgeted)
+
+    def _cuda_devices(self) -> list[torch.device]:
+        if not torch.cuda.is_initialized():  # looking at parameters in every step takes longer
+            return []
+        parameter = next(self.original.parameters(), None)
+        if parameter is not None and parameter.device.type == "cuda":
+            return [parameter.device]
+        offloaded = self.pipelining.devices[:1] if self.pipelining is not None else ()
+        return [device for device in offloaded if device.type == "cuda"]
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

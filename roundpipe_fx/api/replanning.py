@@ -60,13 +60,13 @@ def replanning(
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
         return run()
-    with torch_private.rng_states(devices) as restore:
-        try:
-            return _fitted(run, compile_anew, learned)
-        except torch.OutOfMemoryError as error:
-            # Outside the handler the error's traceback no longer holds what the step had allocated.
-            failure = error.with_traceback(None)
-        restore()
+    restore = torch_private.save_rng_states(devices)
+    try:
+        return _fitted(run, compile_anew, learned)
+    except torch.OutOfMemoryError as error:
+        # Outside the handler the error's traceback no longer holds what the step had allocated.
+        failure = error.with_traceback(None)
+    restore()
     learned.share *= _SMALLER
     warnings.warn(
         f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "

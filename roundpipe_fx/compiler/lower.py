@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -13,6 +14,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model, tensor_bytes
 from roundpipe_fx.analysis.cost.roofline import roofline_of
+from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph, read_operations
 from roundpipe_fx.analysis.simulator import (
     allocation_granularity,
@@ -21,9 +23,12 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap, stages_to_overlap
+from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
+from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import TilingSteps, UnmetError, plan_with_tiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
@@ -31,7 +36,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
-from roundpipe_fx.passes.pipeline import PassContext, PassLevel
+from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
@@ -84,14 +89,31 @@ def lower(
         InfeasibleBudgetError: the budget is below what the step needs at the least.
         ValueError: a stage name that does not exist in the model.
     """
-    joint, setting = prepare(joint, options, registered_syncs, workspaces, training, step=step)
+    setting = _setting(joint, options, registered_syncs, workspaces, training, step=step)
     beyond = (workspaces or {}).get(COMPILED_STAGES, 0) if setting.compiler != "eager" else 0
+    setting = dataclasses.replace(setting, share=share, beyond_plan=beyond)
+    file = _plan_file(joint, setting)
+    cached = file.read() if file is not None else None
+    marking = _first_marking(setting.passes)
+    joint = setting.run(joint, PassLevel.JOINT, stop=marking)
+    if file is not None and cached is not None:
+        try:
+            return _recalled(joint, setting, cached)
+        except (ValueError, TypeError, KeyError) as error:
+            file.ignore(error)
+            remove_marks(joint)
+    unmarked = [node.name for node in joint.computed()]
+    joint = setting.run(joint, PassLevel.JOINT, start=marking)
     budget = asked_budget(joint, options, setting.device) if training else None
     if step is not None and step.limit is not None:
-        budget, share = step.limit, 1.0
-    setting = dataclasses.replace(setting, share=share, beyond_plan=beyond)
+        budget = step.limit
+        setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
         lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(setting))
+        if file is not None and not lowered.plan.tiles:
+            marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
+            if marks is not None:
+                file.write(_to_cache(lowered, marks))
     else:
         joint = setting.run(_cut(joint, setting), PassLevel.STAGED)
         lowered = (
@@ -101,6 +123,7 @@ def lower(
         )
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
+    write_trials(setting.device)
     log.info("%s", lowered.plan)
     return lowered
 
@@ -115,6 +138,23 @@ def prepare(
     step: StepNeeds | None = None,
 ) -> tuple[JointGraph, Setting]:
     """Run the passes up to where the graph is cut: what every way of cutting it has in common.
+
+    Arguments as for :func:`_setting`.
+    """
+    setting = _setting(joint, options, registered_syncs, workspaces, training, microbatches, step)
+    return setting.run(joint, PassLevel.JOINT), setting
+
+
+def _setting(
+    joint: JointGraph,
+    options: Options,
+    registered_syncs: Collection[Any],
+    workspaces: Mapping[str, int] | None = None,
+    training: bool = True,
+    microbatches: int = 1,
+    step: StepNeeds | None = None,
+) -> Setting:
+    """What there is to know beside a captured graph.
 
     Args:
         joint: a captured graph; it is rewritten.
@@ -137,8 +177,12 @@ def prepare(
         microbatches=microbatches,
         dump=dump_folder(joint),
     )
-    setting = Setting(passes=edited_passes(options.passes), context=context, step=step)
-    return setting.run(joint, PassLevel.JOINT), setting
+    return Setting(passes=edited_passes(options.passes), context=context, step=step)
+
+
+def _first_marking(passes: Sequence[Pass]) -> int:
+    """Position of the first pass that only marks nodes."""
+    return next((place for place, item in enumerate(passes) if item.name == FIRST_MARKING_PASS), len(passes))
 
 
 def bounded_in_bytes(joint: JointGraph, options: Options) -> bool:
@@ -224,6 +268,67 @@ def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
     return joint
 
 
+def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
+    """Where the plan of a captured graph is cached; ``None`` if it is planned anew each time."""
+    options, context = setting.options, setting.context
+    budget = asked_budget(joint, options, setting.device)
+    own = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
+    if budget is None or own or not context.training or setting.step is not None or options.cost != "roofline":
+        return None
+    return plan_file(
+        joint,
+        device=setting.device,
+        costs=setting.costs,
+        options=(options, budget, setting.share, setting.compiler),
+        registered_syncs=context.registered_syncs,
+        workspaces=context.workspaces or {},
+    )
+
+
+def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
+    chosen, schedule = lowered.chosen, lowered.setting.context.schedule
+    assert isinstance(chosen, Chosen) and schedule is not None
+    return CachedPlan(
+        limit=chosen.limit,
+        peak=lowered.plan.peak_bytes,
+        frontier=chosen.frontier,
+        shared=chosen.followed is not chosen.graph,
+        schedule=schedule_as_data(schedule),
+        marks=marks,
+    )
+
+
+def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowered:
+    """Emit a cached plan.
+
+    Args:
+        joint: a graph before the first pass that only marks nodes; it is marked.
+        setting: what else there is to know.
+        cached: the plan.
+
+    Raises:
+        ValueError: it does not fit the graph, or what is emitted does not peak where it should.
+        TypeError: it is no plan.
+        KeyError: it is no plan.
+    """
+    joint = mark_as_cached(joint, cached.marks)
+    # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
+    whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
+    own = whole.copy()
+    schedule = schedule_from_data(cached.schedule, own)
+
+    @functools.cache
+    def operations() -> OperationGraph:
+        return operations_of(setting.run(joint, PassLevel.STAGED), setting)
+
+    recalled = Recalled(cached.limit, cached.frontier, operations)
+    lowered = emit(own, setting.knowing(schedule=schedule), chosen=recalled)
+    if lowered.plan.peak_bytes != cached.peak:
+        raise ValueError(f"its programs peak at {lowered.plan.peak_bytes} bytes, not {cached.peak}")
+    log.info("%s", lowered.plan)
+    return lowered
+
+
 def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
@@ -295,7 +400,12 @@ def _without_common_subexpressions(joint: JointGraph, setting: Setting) -> Joint
 
 
 def emit(
-    joint: JointGraph, setting: Setting, *, chosen: Chosen | None = None, split: bool = False, sums: bool = False
+    joint: JointGraph,
+    setting: Setting,
+    *,
+    chosen: Chosen | Recalled | None = None,
+    split: bool = False,
+    sums: bool = False,
 ) -> Lowered:
     """Write what was decided into a graph, and emit stage modules and programs.
 

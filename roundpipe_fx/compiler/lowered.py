@@ -16,6 +16,7 @@ from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, 
 from roundpipe_fx.analysis.step_of_calls import Footprint
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.make_plan import make_plan
+from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase
 from roundpipe_fx.ir.options import StageCompiler
@@ -43,7 +44,7 @@ class Lowered:
 
     joint: JointGraph
     setting: Setting
-    chosen: Chosen | None
+    chosen: Chosen | Recalled | None
     modules: Mapping[tuple[int, Phase], StageModule]
     forward: Program
     backward: Program | None

@@ -12,6 +12,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data
 from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.codegen import Program, StageModule
+from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -42,7 +43,7 @@ def make_plan(
     backward: Program | None,
     recompute: str,
     peak: PeakMoment,
-    chosen: Chosen | None = None,
+    chosen: Chosen | Recalled | None = None,
     beyond_plan: int = 0,
     alive: int = 1,
 ) -> Plan:
@@ -110,7 +111,7 @@ def make_plan(
         outputs=joint.num_forward_outputs,
         modules=tuple(modules.values()),
         programs=programs,
-        operations=chosen.graph if chosen is not None else None,
+        read_operations=chosen.read_operations if chosen is not None else None,
         tiles=tuple(_tiles(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)),
     )
 

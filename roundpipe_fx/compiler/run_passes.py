@@ -80,7 +80,9 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     return tuple(found)
 
 
-def run_passes(graph: G, passes: Sequence[Pass], level: PassLevel, context: PassContext) -> G:
+def run_passes(
+    graph: G, passes: Sequence[Pass], level: PassLevel, context: PassContext, start: int = 0, stop: int | None = None
+) -> G:
     """Run the passes of one level.
 
     Args:
@@ -88,19 +90,21 @@ def run_passes(graph: G, passes: Sequence[Pass], level: PassLevel, context: Pass
         passes: the whole list.
         level: which of them run.
         context: what they may know.
+        start: position of the first one that may run.
+        stop: position of the first one after it that may not; ``None``: there is none.
 
     Raises:
         InvalidGraphError: with ``ROUNDPIPE_FX_VERIFY=1``, if a pass left a graph that breaks what all rely on.
         InvalidPassesError: a pass did not return a graph.
     """
     verifies = os.environ.get("ROUNDPIPE_FX_VERIFY") == "1"
-    for number, item in enumerate(passes, 1):
+    for number, item in enumerate(passes[start:stop], start + 1):
         if item.level is not level or not item.when(context):
             continue
         before = snapshot(graph) if verifies and isinstance(graph, JointGraph) else None
-        start = time.perf_counter()
+        began = time.perf_counter()
         made = item.run(graph, context)
-        log.debug("%s: %.3f ms", item.name, (time.perf_counter() - start) * 1e3)
+        log.debug("%s: %.3f ms", item.name, (time.perf_counter() - began) * 1e3)
         if not (isinstance(made, JointGraph) if isinstance(graph, JointGraph) else made is graph):
             wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it was given"
             raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")

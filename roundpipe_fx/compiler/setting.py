@@ -57,9 +57,9 @@ class Setting:
         """Of operations and transfers."""
         return self.context.costs
 
-    def run(self, joint: JointGraph, level: PassLevel) -> JointGraph:
-        """Run the passes of one level on a graph, which is rewritten."""
-        return run_passes(joint, self.passes, level, self.context)
+    def run(self, joint: JointGraph, level: PassLevel, start: int = 0, stop: int | None = None) -> JointGraph:
+        """Run the passes of one level on a graph, which is rewritten; those in ``passes[start:stop]``."""
+        return run_passes(joint, self.passes, level, self.context, start, stop)
 
     def knowing(self, **decided: Any) -> Setting:
         """The same, with what has been decided in the context."""

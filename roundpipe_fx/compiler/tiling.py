@@ -75,16 +75,16 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
         best = steps.planned(joint, budget)
     except UnmetError as error:
         unmet = error
+    chosen = unmet.chosen if unmet is not None else None
     if best is not None:
-        if tiling != "auto" or best.chosen is None or not best.recompute_seconds:
+        if tiling != "auto" or not isinstance(best.chosen, Chosen) or not best.recompute_seconds:
             return best
-        limit = best.chosen.limit
+        chosen, limit = best.chosen, best.chosen.limit
     if tiling == "never":
         assert unmet is not None
         raise refusal(unmet.chosen, unmet.minimum, budget)
     graph = steps.summed(joint)
     kinds = _kinds(find_tile_regions(graph))
-    chosen = best.chosen if best is not None else unmet.chosen if unmet is not None else None
     tiles: dict[int, int] = {}
     lowest, done = unmet, set[int]()
     while chosen is not None:

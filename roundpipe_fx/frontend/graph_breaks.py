@@ -7,7 +7,6 @@ Dynamo skips the whole function: it runs eagerly, and only the functions that it
 from __future__ import annotations
 
 import contextlib
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.torch_private import UserLine
 
-__all__ = ["GraphBreakWarning", "around_calls", "warn_of_graph_break"]
+__all__ = ["GraphBreakWarning", "around_compilations", "warn_of_graph_break"]
 
 
 class GraphBreakWarning(UserWarning):
@@ -50,22 +49,19 @@ def _warn_of_reason(
 
 
 @contextlib.contextmanager
-def around_calls(
+def around_compilations(
     warned: set[UserLine], budgeted: bool = False, outside: Callable[[UserLine, str], None] = lambda line, why: None
 ) -> Iterator[None]:
-    """Context manager around each call of a compiled model: sets Dynamo's flags, and warns of skipped functions.
+    """Context manager around Dynamo's compilation of a frame: sets flags, warns of breaks and of skipped functions.
 
     Arguments as for :func:`warn_of_graph_break`.
     """
-    error = sys.exception()
     with (
         torch_private.dynamo_flags(),
         torch_private.untraced_functions() as untraced,
         torch_private.graph_breaks() as broken,
     ):
-        yield
-    if sys.exception() is not error:  # the call raised an error, which says enough
-        return
+        yield  # an error that is raised here says enough
     for line, reason in untraced:
         outside(line, reason)
         parts = f"{line.function} runs eagerly; what it calls is compiled on its own."

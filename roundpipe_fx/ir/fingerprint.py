@@ -32,7 +32,10 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
 
     def describe(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            kind = f"{value.dtype}{tuple(value.shape)}{_strides(value)}{value.device}{value.requires_grad}"
+            shape = tuple(value.shape)
+            kind = f"{value.dtype}{shape}{_strides(value)}{value.device}{value.requires_grad}"
+            if all(type(size) is int for size in shape):  # strides are products of sizes
+                return kind
         elif isinstance(value, (tuple, list)):
             return "(" + ",".join(describe(item) for item in value) + ")"
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):

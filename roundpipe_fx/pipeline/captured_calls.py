@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
 from roundpipe_fx.pipeline.settings import StepCompileState
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
@@ -51,13 +50,12 @@ def capture_calls(
     graphs: list[PipelinedGraph] = []
     primals = []
     compile_state.structure, compile_state.forwards_before_backwards = None, forwards_before_backwards
-    with torch_private.dynamo_flags():
-        for call in calls:
-            graph, arguments = capture_call(call)
-            graphs.append(graph)
-            primals.append(arguments)
-            compile_state.structure = graphs[0].pipeline.structure
-            _check_alike(graphs[0], graph)
+    for call in calls:
+        graph, arguments = capture_call(call)
+        graphs.append(graph)
+        primals.append(arguments)
+        compile_state.structure = graphs[0].pipeline.structure
+        _check_alike(graphs[0], graph)
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
     return CapturedCalls(calls, graphs, programs, primals)
 

@@ -272,7 +272,7 @@ class Pipeline:
             for program, own in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
-        with torch_private.dynamo_flags(), self._looking_moved(updated):
+        with self._looking_moved(updated):
             for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
                 with return_results(given, functools.partial(check_unchanged, captured, index)):

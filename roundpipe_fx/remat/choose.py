@@ -38,6 +38,10 @@ class Chosen:
     followed: OperationGraph
     fits: bool = True
 
+    def read_operations(self) -> OperationGraph:
+        """The operations that plans are searched for."""
+        return self.graph
+
 
 def choose(
     graph: OperationGraph,

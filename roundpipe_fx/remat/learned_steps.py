@@ -28,7 +28,7 @@ class StepBudgetWarning(UserWarning):
 @dataclass(frozen=True)
 class _Planned:
     footprint: Footprint
-    operations: OperationGraph | None
+    operations: Callable[[], OperationGraph] | None
     budget: int
 
 
@@ -56,14 +56,19 @@ class LearnedSteps:
         self._told_of_outside = False
 
     def plan(
-        self, graph: str, footprint: Footprint, operations: OperationGraph | None, budget: int, asked: int | float
+        self,
+        graph: str,
+        footprint: Footprint,
+        operations: Callable[[], OperationGraph] | None,
+        budget: int,
+        asked: int | float,
     ) -> None:
         """Note the plan of a graph.
 
         Args:
             graph: its name.
             footprint: of its calls.
-            operations: that it was chosen for; ``None`` for a graph without a backward.
+            operations: gives those that it was chosen for; ``None`` for a graph without a backward.
             budget: bytes.
             asked: the budget as the user gave it.
         """
@@ -150,7 +155,7 @@ class LearnedSteps:
             needs = self.needs(graph)
             if planned is not None and planned.operations is not None and needs is not None:
                 needs = StepNeeds(graph, needs.steps, needs.footprints, planned.footprint.gradients)
-                ladders[graph] = ladder_of(planned.operations, needs)
+                ladders[graph] = ladder_of(planned.operations(), needs)
         fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:

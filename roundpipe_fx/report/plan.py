@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Plan:
         outputs: how many values the forward returns to its caller.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
-        operations: what the plan was made from, for other planners; ``None`` without a budget.
+        read_operations: gives what the plan was made from; ``None`` without a budget.
         tiles: what is carried out in tiles; sums over tiles round otherwise than whole ones.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
@@ -185,7 +185,7 @@ class Plan:
     outputs: int
     modules: tuple[StageModule, ...] = field(repr=False, compare=False)
     programs: tuple[Program, ...] = field(repr=False, compare=False)
-    operations: OperationGraph | None = field(repr=False, compare=False, default=None)
+    read_operations: Callable[[], OperationGraph] | None = field(repr=False, compare=False, default=None)
     tiles: tuple[PlannedTiles, ...] = ()
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(repr=False, compare=False, default=None)
@@ -286,6 +286,11 @@ class Plan:
         return list(self._frontier)
 
     @functools.cached_property
+    def operations(self) -> OperationGraph | None:
+        """What the plan was made from, for other planners; ``None`` without a budget."""
+        return self.read_operations and self.read_operations()
+
+    @functools.cached_property
     def _frontier(self) -> tuple[tuple[int, float], ...]:
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
@@ -329,7 +334,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON, without the emitted code, which :meth:`from_json` reads."""
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("modules", "programs", "operations", "timing", "measured"):
+        for name in ("modules", "programs", "read_operations", "timing", "measured"):
             del fields[name]
         fields["pipeline"] = dataclasses.asdict(self.pipeline) if self.pipeline is not None else None
         fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import weakref
@@ -40,13 +41,16 @@ def load_program(program: Program, stages: Mapping[str, Boxed], strided: bool = 
     body = namespace[program.name]
 
     inputs = program.module.graph.find_nodes(op="placeholder")
-    values = [node.meta.get("val") for node in inputs]
-    in_full = [strided or Mark.STRIDED in node.meta for node in inputs]
+    tensors = {
+        index: functools.partial(_zeros, node.meta["val"], strided or Mark.STRIDED in node.meta)
+        for index, node in enumerate(inputs)
+        if isinstance(node.meta.get("val"), torch.Tensor)
+    }
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        for index, like in enumerate(values):  # no name here: the program holds the last reference
-            if arguments[index] is None and isinstance(like, torch.Tensor):
-                arguments[index] = _zeros(like, in_full[index])
+        for index, zeros in tensors.items():  # no name for a value here: the program holds the last reference
+            if arguments[index] is None:
+                arguments[index] = zeros()
         with streams.running():
             return body(arguments)
 

@@ -53,6 +53,9 @@ class outputs_of_programs:
     def __exit__(self, *exc: object) -> None:
         _local.outputs = self._outer
 
+    def __len__(self) -> int:
+        return len(self._noted)
+
     def __contains__(self, output: object) -> bool:
         reference = self._noted.get(id(output))
         return reference is not None and reference() is output
@@ -74,8 +77,8 @@ def observed(run: Boxed, noted_outputs: int = 0, see: Callable[[Sequence[Any]], 
         if see is not None:
             see(results)
         noted = getattr(_local, "outputs", None)
-        if noted is not None:
-            noted.update({id(v): weakref.ref(v) for v in results[:noted_outputs] if isinstance(v, torch.Tensor)})
+        if noted is not None and noted_outputs:
+            noted.update((id(v), weakref.ref(v)) for v in results[:noted_outputs] if isinstance(v, torch.Tensor))
         return results
 
     call._boxed_call = True  # type: ignore[attr-defined]

@@ -14,8 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
@@ -82,14 +80,9 @@ class StepCalls:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             nonlocal place
             inputs = tuple(map(_storage, arguments))
-            sizes = {
-                key: min(value.untyped_storage().nbytes(), value.nbytes)
-                for number, (key, value) in enumerate(zip(inputs, arguments, strict=True))
-                if key and number not in graph.parameters
-            }
             with self._lock:
                 self._finish()
-                number = self._begin(graph, inputs, sizes)
+                number = self._begin(graph, inputs, arguments)
             if number is None:
                 return run(arguments)
             try:
@@ -98,15 +91,15 @@ class StepCalls:
                 with self._lock:
                     self._calls[number].over = True
                 raise
-            storages = tuple(map(_storage, results))
+            outputs = tuple(map(_storage, results[: graph.outputs]))
             if place is None:
+                storages = tuple(map(_storage, results))
                 mine = [i for i, key in enumerate(storages) if key and key not in inputs]
-                kept = [i for i in mine if storages[i] not in storages[: graph.outputs]]
+                kept = [i for i in mine if storages[i] not in outputs]
                 place = next(iter((*kept, *mine)), -1)
             token = results[place].untyped_storage() if place >= 0 else None
-            returned = storages[place] in storages[: graph.outputs]
             with self._lock:
-                self._ran(number, storages[: graph.outputs], token, returned)
+                self._ran(number, outputs, token, token is not None and token._cdata in outputs)
             return results
 
         call._boxed_call = True  # type: ignore[attr-defined]
@@ -117,7 +110,7 @@ class StepCalls:
 
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             with self._lock:
-                number = self._call_of(graph, {_storage(value) for value in arguments})
+                number = self._call_of(graph, arguments)
                 if number is not None:
                     self._events.append((NotedEvent.BACKWARD, number))
             results = run(arguments)
@@ -130,12 +123,19 @@ class StepCalls:
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
 
-    def _begin(self, graph: NotedGraph, inputs: tuple[int, ...], sizes: dict[int, int]) -> int | None:
+    def _begin(self, graph: NotedGraph, inputs: tuple[int, ...], arguments: Sequence[Any]) -> int | None:
         if len(self._calls) == _MOST or not (graph.training or self._calls):
             return None
-        known = {storage for own in self._calls for storage in (*own.inputs, *own.outputs)}
-        brought = sum(size for key, size in sizes.items() if key not in known) if self._calls else 0
         number = len(self._calls)
+        brought = 0
+        if number:
+            known = {storage for own in self._calls for storage in (*own.inputs, *own.outputs)}
+            sizes = {
+                key: min(value.untyped_storage().nbytes(), value.nbytes)
+                for place, (key, value) in enumerate(zip(inputs, arguments, strict=True))
+                if key and key not in known and place not in graph.parameters
+            }
+            brought = sum(sizes.values())
         self._calls.append(_Call(graph=graph, inputs=inputs, outputs=(), brought=brought))
         self._events.append((NotedEvent.FORWARD, number))
         return number
@@ -155,13 +155,13 @@ class StepCalls:
 
         call.token = weakref.ref(token, freed)
 
-    def _call_of(self, graph: NotedGraph, storages: set[int]) -> int | None:
+    def _call_of(self, graph: NotedGraph, arguments: Sequence[Any]) -> int | None:
         """Number of the latest call that a backward belongs to; ``None`` if it was not recorded."""
         for number in range(len(self._calls) - 1, -1, -1):
             call = self._calls[number]
             if call.graph is graph and not call.over:
                 token = call.token() if call.token is not None else None
-                if call.returned or (token is not None and token._cdata in storages):
+                if call.returned or (token is not None and token._cdata in map(_storage, arguments)):
                     return number
         return None
 
@@ -209,6 +209,7 @@ def _noted(calls: Sequence[_Call]) -> list[NotedCall]:
 
 def _storage(value: Any) -> int:
     """Identity of a tensor's storage; 0 for values without one."""
-    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
-        return int(value.untyped_storage()._cdata)
-    return 0
+    try:
+        return value.untyped_storage()._cdata
+    except (AttributeError, RuntimeError):  # it is none, or sparse
+        return 0

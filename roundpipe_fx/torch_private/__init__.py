@@ -45,8 +45,8 @@ from roundpipe_fx.torch_private.dynamo import (
     PassedThrough,
     UserLine,
     checkpoint_body,
+    enter_around_compilations,
     forget_compiled,
-    forward_backend_context,
     graph_break,
     graph_breaks,
     input_path,
@@ -74,9 +74,9 @@ from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
     draws_on_own_device,
-    rng_states,
     run_and_save_rng_state,
     run_with_rng_state,
+    save_rng_states,
 )
 from roundpipe_fx.torch_private.sizes import (
     InputSize,
@@ -118,9 +118,9 @@ __all__ = [
     "dispatch_modes",
     "draws_on_own_device",
     "dynamo_flags",
+    "enter_around_compilations",
     "fakes_on",
     "forget_compiled",
-    "forward_backend_context",
     "gradient_inputs",
     "graph_break",
     "graph_breaks",
@@ -152,9 +152,9 @@ __all__ = [
     "push_saved_tensor_hooks",
     "registered_backwards",
     "resolved_random_branch",
-    "rng_states",
     "run_and_save_rng_state",
     "run_with_rng_state",
+    "save_rng_states",
     "set_dispatch_mode_flags",
     "shape_env_of",
     "size_binding",

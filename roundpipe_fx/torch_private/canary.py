@@ -25,7 +25,7 @@ SUPPORTED = ("2.11", "2.15")
 """The oldest and the newest release of PyTorch that the package supports."""
 
 USED: Mapping[str, str] = {
-    "torch": "_TorchCompileWrapper ops.aten._pack_padded_sequence_backward",
+    "torch": "ops.aten._pack_padded_sequence_backward",
     "torch._C": (
         "DispatchKey.ADInplaceOrView _ForceDispatchKeyGuard _current_graph_task_id "
         "_dispatch_tls_is_dispatch_key_excluded _dispatch_tls_local_exclude_set _dispatch_tls_local_include_set "
@@ -40,13 +40,12 @@ USED: Mapping[str, str] = {
     "torch._VF": "_pack_padded_sequence _pad_packed_sequence lstm",
     "torch._dynamo": "assume_constant_result config",
     "torch._dynamo.backends.common": "aot_autograd",
-    "torch._dynamo.config": "_make_closure_patcher patch",
-    "torch._dynamo.convert_frame": "ConvertFrameAssert.__call__ input_codes",
+    "torch._dynamo.config": "patch",
+    "torch._dynamo.convert_frame": "CatchErrorsWrapper.__call__ ConvertFrameAssert.__call__ input_codes",
     "torch._dynamo.eval_frame": "OptimizedModule reset_code",
     "torch._dynamo.exc": "ShortenTraceback Unsupported",
     "torch._dynamo.guards": "DeletedGuardManagerWrapper",
     "torch._dynamo.output_graph": "OutputGraph.remove_tensorify_specialized_graphargs",
-    "torch._dynamo.repro.after_dynamo": "WrapBackendDebug",
     "torch._dynamo.symbolic_convert": (
         "InstructionTranslator.current_tx InstructionTranslatorBase.inline_user_function_return"
     ),
@@ -91,6 +90,8 @@ USED: Mapping[str, str] = {
 """Names by module; those of classes with a member that is used."""
 
 SPELLED: Mapping[str, tuple[str, ...]] = {
+    "torch": ("self.compiler_fn",),
+    "torch._dynamo.convert_frame": ("_torchdynamo_orig_backend",),
     "torch._dynamo.decorators": ("_torchdynamo_disable",),
     "torch._dynamo.output_graph": ("compile_subgraph_reason", '"grapharg"', "_dynamo_source"),
     "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(torch.autograd.Function)",),

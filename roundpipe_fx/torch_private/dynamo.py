@@ -24,8 +24,8 @@ __all__ = [
     "PassedThrough",
     "UserLine",
     "checkpoint_body",
+    "enter_around_compilations",
     "forget_compiled",
-    "forward_backend_context",
     "graph_break",
     "graph_breaks",
     "input_path",
@@ -68,21 +68,25 @@ def passed_through(error: Exception) -> PassedThrough:
     return made(str(error)).with_traceback(error.__traceback__)
 
 
-def forward_backend_context() -> None:
-    """Let ``torch.compile`` see the ``backend_ctx_ctor`` of a backend that it wraps.
+def enter_around_compilations() -> None:
+    """Make Dynamo enter the context that a backend names in ``around_compilations`` while it compiles a frame for it.
 
-    ``torch._dynamo.optimize`` enters the context that a backend names in ``backend_ctx_ctor`` around each call, but
-    ``torch.compile`` hides the backend in two wrappers that do not pass the attribute on. This adds it to the
-    wrappers' classes; backends that have no such attribute are not affected.
+    Dynamo's own ``backend_ctx_ctor`` is entered around each call, which costs time in each step. Backends that have no
+    such attribute are not affected.
     """
-    from torch._dynamo.repro.after_dynamo import WrapBackendDebug
+    from torch._dynamo.convert_frame import CatchErrorsWrapper
 
-    def inner(name: str) -> property:
-        return property(lambda self: getattr(getattr(self, name), "backend_ctx_ctor", contextlib.nullcontext))
+    compile_frame: Any = CatchErrorsWrapper.__call__
+    if hasattr(compile_frame, "roundpipe_fx"):
+        return
 
-    for wrapper, name in ((torch._TorchCompileWrapper, "compiler_fn"), (WrapBackendDebug, "__wrapped__")):
-        if not hasattr(wrapper, "backend_ctx_ctor"):
-            setattr(wrapper, "backend_ctx_ctor", inner(name))  # noqa: B010 - the type checker knows no such attribute
+    def compile_frame_in_context(self: Any, *args: Any, **kwargs: Any) -> Any:
+        around = getattr(_given_backend(self), "around_compilations", contextlib.nullcontext)
+        with around():
+            return compile_frame(self, *args, **kwargs)
+
+    compile_frame_in_context.roundpipe_fx = True  # type: ignore[attr-defined]
+    CatchErrorsWrapper.__call__ = compile_frame_in_context  # type: ignore[method-assign]
 
 
 def graph_break(module: fx.GraphModule) -> Any | None:
@@ -281,7 +285,7 @@ _MOST_UNUSED = 16
 
 def _given_backend(wrapper: Any) -> Any:
     """The function that a user of ``torch.compile`` gave."""
-    for name in ("compiler_fn", "__wrapped__"):
+    for name in ("compiler_fn", "_torchdynamo_orig_backend"):
         inner = getattr(wrapper, name, None)
         if inner is not None:
             return _given_backend(inner)

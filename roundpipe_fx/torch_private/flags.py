@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ def dynamo_flags() -> Iterator[None]:
     in bytes there is a plan for each range of sizes, and none for code that runs eagerly. Inside DDP the graph is not
     cut at DDP's buckets: a plan is for a whole step, and so is a pipeline's schedule.
 
-    It is entered around each call of a compiled model, so it has to be fast. Nested uses cost nothing.
+    It is entered while Dynamo compiles a frame; nothing that runs in a step reads these flags. It may be nested.
     """
     if _local.flags_are_set:
         yield
@@ -51,13 +51,21 @@ def dynamo_flags() -> Iterator[None]:
     with _patching:
         _patch_dynamo()
     config = torch._dynamo.config
-    restore = _setter(config.recompile_limit, _logging_functions() | config.ignore_logging_functions)()
+    flags = config.patch(
+        recompile_limit=max(config.recompile_limit, _MOST_COMPILATIONS),
+        capture_dynamic_output_shape_ops=True,
+        capture_scalar_outputs=True,
+        skip_nnmodule_hook_guards=False,
+        ignore_logging_functions=config.ignore_logging_functions | _logging_functions(),
+        allow_rnn=True,
+        optimize_ddp=False,
+    )
     _local.flags_are_set = True
     try:
-        yield
+        with flags:
+            yield
     finally:
         _local.flags_are_set = False
-        restore()
 
 
 @functools.cache
@@ -75,21 +83,7 @@ def _is_ours() -> bool:
     return _local.flags_are_set
 
 
-@functools.lru_cache
-def _setter(recompile_limit: int, ignored: frozenset[Any]) -> Callable[[], Callable[[], None]]:
-    """A function that sets the flags and returns one that restores them: PyTorch's fast form of ``config.patch``."""
-    return torch._dynamo.config._make_closure_patcher(
-        recompile_limit=max(recompile_limit, _MOST_COMPILATIONS),
-        capture_dynamic_output_shape_ops=True,
-        capture_scalar_outputs=True,
-        skip_nnmodule_hook_guards=False,
-        ignore_logging_functions=set(ignored),
-        allow_rnn=True,
-        optimize_ddp=False,
-    )
-
-
-def _logging_functions() -> frozenset[Any]:
+def _logging_functions() -> set[Any]:
     """Logging functions to skip. Not cached: Hugging Face adds methods to loggers when it is imported."""
     found: set[Any] = set()
     for owner in (logging.Logger, logging.LoggerAdapter):
@@ -97,7 +91,7 @@ def _logging_functions() -> frozenset[Any]:
             method = getattr(owner, name, None)
             if method is not None:
                 found.add(method)
-    return frozenset(found)
+    return found
 
 
 def _log_metrics_with_functions() -> None:

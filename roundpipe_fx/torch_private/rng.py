@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["draws_on_own_device", "rng_states", "run_and_save_rng_state", "run_with_rng_state"]
+__all__ = ["draws_on_own_device", "run_and_save_rng_state", "run_with_rng_state", "save_rng_states"]
 
 
-@contextlib.contextmanager
-def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]]:
-    """Save the generator states of the CPU and of some devices; yields a function that restores them."""
+def save_rng_states(devices: Collection[torch.device]) -> Callable[[], None]:
+    """Save the generator states of the CPU and of some devices; returns a function that restores them."""
     host = torch.default_generator.clone_state()  # not a tensor, which would count as memory of the step
     others = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
@@ -24,7 +22,7 @@ def rng_states(devices: Collection[torch.device]) -> Iterator[Callable[[], None]
         for device, state in others:
             torch.cuda.set_rng_state(state, device)
 
-    yield restore
+    return restore
 
 
 @functools.cache

@@ -24,24 +24,17 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.roofline import Roofline
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.analysis.data_files import cache_folder
 from roundpipe_fx.ir.joint_graph import has_side_effect
-from roundpipe_fx.torch_private import rng_states
+from roundpipe_fx.torch_private import save_rng_states
 
-__all__ = ["MeasuredCosts", "cache_folder"]
+__all__ = ["MeasuredCosts"]
 
 log = logging.getLogger(__name__)
 
 _FORMAT = "roundpipe_fx costs 1"
 _RUNS = 5
 """Number of runs of which the median is taken."""
-
-
-def cache_folder() -> Path:
-    """The folder in which measured costs are stored."""
-    named = os.environ.get("ROUNDPIPE_FX_CACHE")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roundpipe_fx"
 
 
 @dataclass
@@ -109,10 +102,11 @@ class MeasuredCosts:
             args, kwargs = made_up_arguments(node, self.device, _filled)
             target: Callable[..., Any] = node.target  # type: ignore[assignment]
             devices = [self.device] if self.device.type == "cuda" else []
-            with torch.no_grad(), rng_states(devices) as restore:
+            restore = save_rng_states(devices)
+            with torch.no_grad():
                 target(*args, **kwargs)
                 taken = [_time(lambda: target(*args, **kwargs), self.device) for _ in range(_RUNS)]
-                restore()
+            restore()
             return statistics.median(taken)
         except (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError) as error:
             # Not every operator accepts made-up inputs.

@@ -10,7 +10,7 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -18,10 +18,11 @@ from torch import fx
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
+from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, rng_states, size_hint
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint
 
-__all__ = ["Layout", "Trial", "run_apart", "try_alone", "try_apart"]
+__all__ = ["Layout", "Trial", "device_text", "kernel_settings", "run_apart", "try_alone", "try_apart", "write_trials"]
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Trial:
+class Trial(NamedTuple):
     """The result of running an operator alone.
 
     Attributes:
@@ -55,7 +55,11 @@ class Trial:
     storages: tuple[int, ...]
 
 
+_FORMAT = "roundpipe_fx trials 1"
 _tried: dict[Any, Trial | None] = {}
+_files_read: set[Path] = set()
+_not_written: set[str] = set()
+"""Devices of trials that are not on disk."""
 _trying = threading.Lock()
 _MOST_KNOWN = 1 << 14
 
@@ -75,6 +79,7 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
     """
     key = _key_of(node, device, single)
     with _trying:
+        _read_trials(device)
         if key in _tried:
             return _tried[key]
     trial = _run(node, device, single)
@@ -82,6 +87,7 @@ def try_alone(node: fx.Node, device: torch.device, single: bool = False) -> Tria
         if len(_tried) >= _MOST_KNOWN:
             _tried.clear()
         _tried[key] = trial
+        _not_written.add(str(device))
     return trial
 
 
@@ -89,20 +95,84 @@ def try_apart(node: fx.Node, device: torch.device) -> Trial | None:
     """As :func:`try_alone`, but callable from anywhere: an operator that has not been tried runs in another thread."""
     key = _key_of(node, device, False)
     with _trying:
+        _read_trials(device)
         if key in _tried:
             return _tried[key]
     return run_apart(lambda: try_alone(node, device))
 
 
 def _key_of(node: fx.Node, device: torch.device, single: bool) -> tuple[Any, ...]:
-    # The choice of kernels may depend on these settings too.
-    settings = (
+    return signature_of(node, single), str(device), single, kernel_settings()
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """Settings that the choice of kernels may depend on, and with it workspaces and layouts."""
+    return (
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.mkldnn.enabled,
         torch.get_float32_matmul_precision(),
     )
-    return signature_of(node, single), str(device), single, settings
+
+
+def device_text(device: torch.device) -> str:
+    """What kernels of a device depend on."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} {properties.major}.{properties.minor} {properties.total_memory}"
+
+
+def _header(device: torch.device) -> dict[str, str]:
+    return {"format": _FORMAT, "device": device_text(device), **versions()}
+
+
+def _path(device: torch.device) -> Path:
+    name = "".join(letter if letter.isalnum() else "_" for letter in f"{device}_{device_text(device)}")
+    return cache_folder() / f"trials_{name}.json"
+
+
+def _read_trials(device: torch.device) -> None:
+    """Take over what earlier processes have tried, once."""
+    if not is_on() or (path := _path(device)) in _files_read:
+        return
+    _files_read.add(path)
+    try:
+        found = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, TypeError) as error:
+        log.warning("the file of trials %s is ignored: %s", path, error)
+        return
+    for key, trial in found.items():
+        _tried.setdefault(key, trial)
+
+
+def write_trials(device: torch.device) -> None:
+    """Store what has been tried on a device for later processes."""
+    with _trying:
+        if str(device) not in _not_written or not is_on():
+            return
+        _not_written.discard(str(device))
+        known = [(key, tuple(trial)) for key, trial in _tried.items() if trial is not None and key[1] == str(device)]
+    try:
+        write_data(_path(device), _header(device), known)
+    except OSError as error:
+        log.warning("trials are not stored: %s", error)
+
+
+def _key_from(key: Any) -> tuple[Any, ...]:
+    signature, device, single, settings = key
+    return signature, device, single, tuple(settings)
+
+
+def _trial_from(trial: Any) -> Trial:
+    workspace, left, layouts, storages = trial
+    sizes = [workspace, left, *storages]
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes} are not bytes")
+    lies = [own and Layout(*map(tuple, own)) for own in layouts]
+    return Trial(workspace, left, tuple(lies), tuple(storages))
 
 
 def run_apart(work: Callable[[], T]) -> T:
@@ -176,7 +246,8 @@ def _run_on(
 ) -> Trial | None:
     try:
         args, kwargs = made_up_arguments(node, device, fill, single)
-        with torch.no_grad(), rng_states([device] if device.type == "cuda" else []) as restore:
+        restore = save_rng_states([device] if device.type == "cuda" else [])
+        with torch.no_grad():
             try:
                 if device.type != "cpu":  # the first run loads handles and kernels
                     node.target(*args, **kwargs)  # type: ignore[operator]

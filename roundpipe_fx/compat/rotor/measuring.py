@@ -116,11 +116,11 @@ def _detached(value: Any) -> Any:
 @contextmanager
 def _left_alone(layers: SequenceOf[nn.Module], device: torch.device) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for layer in layers for buffer in layer.buffers()]
-    with torch_private.rng_states([device] if device.type == "cuda" else []) as restore:
-        try:
-            yield
-        finally:
-            restore()
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+    restore = torch_private.save_rng_states([device] if device.type == "cuda" else [])
+    try:
+        yield
+    finally:
+        restore()
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

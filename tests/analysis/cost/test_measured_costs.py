@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost.measured import MeasuredCosts, cache_folder
+from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.roofline import DEVICES
+from roundpipe_fx.analysis.data_files import cache_folder
 from tests.comparison import aot_eager_step, assert_bitwise, train_step
 from tests.golden_models import MixtureOfExperts
 from tests.remat.graphs import mlp
