@@ -55,7 +55,10 @@ def install_retries(active: Callable[[], bool]) -> None:
             try:
                 with torch._dynamo.config.patch(flags):
                     made = trace(self, frame, *args, **kwargs)
-            except Exception:
+            except Exception as again:
+                # A budget that the sizes at hand do not allow is what the user needs to know of.
+                if any(hasattr(found, "wants_sizes") for found in _causes(again)):
+                    raise
                 continue
             _retried.add(_place(frame.f_code))
             return made

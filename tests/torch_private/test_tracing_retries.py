@@ -96,3 +96,15 @@ def test_sizes_that_are_needed_as_numbers(make: Any, options: dict[str, Any]) ->
         compiled(x).backward()
         torch.testing.assert_close([p.grad for p in model.parameters()], expected)
     assert torch._dynamo.config.automatic_dynamic_shapes
+
+
+def test_a_budget_that_the_sizes_at_hand_do_not_allow() -> None:
+    model = _Quantized()
+    budget = roundpipe_fx.compile(model, memory_budget=1.0).trace(torch.randn(64, 4)).peak_bytes
+    torch._dynamo.reset()
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, fullgraph=True)
+    compiled(torch.randn(64, 4)).backward()
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
+        compiled(torch.randn(6400, 4))
+    assert refused.value.minimum > budget
+    compiled(torch.randn(32, 4)).backward()
