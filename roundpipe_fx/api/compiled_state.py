@@ -71,6 +71,7 @@ class CompiledState:
         self.deferred_batch_norm = deferred_batch_norm
         self._pipeline: Pipeline | None = None
         self._instead: Callable[..., Any] | None = None
+        self._parallel = torch_private.as_data_parallel(original)
         if pipelining is not None:
             check_not_inside(original)
             note_data_parallel()
@@ -101,9 +102,10 @@ class CompiledState:
         self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
             # Its hooks run around it, as those of a compiled module's do.
-            self._compiled = torch.compile(
-                self.original.forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
-            )
+            forward = self.original.forward
+            if self._parallel is not None:
+                forward = torch_private.module_forward(self._parallel)
+            self._compiled = torch.compile(forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic)
             return
         if self._pipeline is not None:
             self._pipeline.close()
@@ -123,6 +125,11 @@ class CompiledState:
         instead, self._instead = self._instead, None
         if instead is not None:
             return instead(args, kwargs)
+        if self._parallel is None:
+            return self._run_replanned(*args, **kwargs)
+        return torch_private.data_parallel_forward(self._parallel, self._run_replanned, args, kwargs)
+
+    def _run_replanned(self, *args: Any, **kwargs: Any) -> Any:
         return self._replanned(lambda: self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

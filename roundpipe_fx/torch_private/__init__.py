@@ -40,6 +40,7 @@ from roundpipe_fx.torch_private.compiling import (
     is_traced,
     without_wrapper,
 )
+from roundpipe_fx.torch_private.data_parallel import as_data_parallel, data_parallel_forward, module_forward
 from roundpipe_fx.torch_private.dynamo import (
     OptimizedModule,
     PassedThrough,
@@ -103,6 +104,7 @@ __all__ = [
     "active_dispatch_modes",
     "aot_autograd",
     "aot_flags",
+    "as_data_parallel",
     "assume_sizes",
     "assumed_sizes",
     "bounds_of_data",
@@ -111,6 +113,7 @@ __all__ = [
     "checkpoint_body",
     "checkpoint_policy",
     "data_dependent_symbol",
+    "data_parallel_forward",
     "default_partition",
     "detached_with_version",
     "differentiated_outputs",
@@ -138,6 +141,7 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "memory_is_profiled",
+    "module_forward",
     "module_path_text",
     "modules_being_compiled",
     "mutated_inputs",
