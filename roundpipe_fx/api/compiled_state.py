@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +17,12 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
+from roundpipe_fx.api.fully_sharded import parameters_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
@@ -41,6 +46,9 @@ class CompiledState:
         pipelining: how microbatches are pipelined; ``None``: they are not.
         splitting: how batches are split and outputs put together.
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
+
+    Attributes:
+        compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class CompiledState:
         deferred_batch_norm: bool = False,
     ) -> None:
         self.original = original
+        self.compiled: list[weakref.ref[nn.Module]] = []
         self.forward = forward_like(original)
         self.replaced: Callable[..., Any] | None = None
         if isinstance(options.stages, tuple):
@@ -98,7 +107,14 @@ class CompiledState:
             self._unused()
         evict_unused()
         compile_state = StepCompileState()
-        backend = make_backend(self.options, self.plans.append, self.learned, self.pipelining, compile_state)
+        backend = make_backend(
+            self.options,
+            self.plans.append,
+            self.learned,
+            self.pipelining,
+            compile_state,
+            functools.partial(_gathered_bytes, self.compiled),
+        )
         self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
             # Its hooks run around it, as those of a compiled module's do.
@@ -134,6 +150,7 @@ class CompiledState:
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is not None:
+            refuse_sharded_parts(self.original)
             return self._pipeline.forward(args, kwargs)
         self._called = True
         with outputs_of_programs() as returned:
@@ -166,6 +183,8 @@ class CompiledState:
                 "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
             )
 
+        refuse_sharded_step(model)
+
         def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
             assert self._pipeline is not None  # made anew where it is planned anew
             return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
@@ -182,16 +201,15 @@ class CompiledState:
         loss.backward()
         return (loss.detach(), found[1]) if return_outputs else loss.detach()
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See :meth:`roundpipe_fx.CompiledModule.trace`."""
-        if self._pipeline is not None:
-            self._pipeline.trace(args, kwargs)
-            return
-        try:
-            with trace_only():
+    def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
+        with parameters_gathered(model):
+            if self._pipeline is not None:
+                refuse_sharded_parts(self.original)
+                self._pipeline.trace(args, kwargs)
+                return
+            with contextlib.suppress(TraceOnly), trace_only():
                 self._call(args, kwargs)
-        except TraceOnly:
-            pass
         self._called = True
 
     def why_no_plan(self) -> str:
@@ -229,6 +247,12 @@ class CompiledState:
             return [parameter.device]
         offloaded = self.pipelining.devices[:1] if self.pipelining is not None else ()
         return [device for device in offloaded if device.type == "cuda"]
+
+
+def _gathered_bytes(compiled: Sequence[weakref.ref[nn.Module]]) -> int:
+    """Bytes that FSDP2 allocates; not a method, since what Dynamo keeps must not keep the state."""
+    models = [reference() for reference in compiled]
+    return sum(torch_private.gathered_bytes(model) for model in models if model is not None)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

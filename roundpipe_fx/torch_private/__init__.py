@@ -62,6 +62,7 @@ from roundpipe_fx.torch_private.dynamo import (
     why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags
+from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
 from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
@@ -124,6 +125,7 @@ __all__ = [
     "enter_around_compilations",
     "fakes_on",
     "forget_compiled",
+    "gathered_bytes",
     "gradient_inputs",
     "graph_break",
     "graph_breaks",
@@ -148,6 +150,7 @@ __all__ = [
     "note_count",
     "note_counts",
     "number_hint",
+    "parts_sharded_alone",
     "passed_through",
     "plain_input",
     "pop_saved_tensor_hooks",
