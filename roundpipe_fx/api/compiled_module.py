@@ -250,6 +250,10 @@ class CompiledModule(nn.Module):
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name != "plan" or hasattr(self, "plan")]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles."""
+        return self._state_of_roundpipe_fx.original
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         state = self._state_of_roundpipe_fx
         state.optimizer.synchronize()
