@@ -11,15 +11,14 @@ from torch.distributed.fsdp import FSDPModule
 
 __all__ = ["gathered_bytes", "parts_sharded_alone"]
 
-_IN_FLIGHT = 3
-"""Of groups that are resharded after use: the one in use, the next one's buffer, the buffer of the last gradients."""
-
 
 def gathered_bytes(model: nn.Module) -> int:
     """An upper bound of what FSDP2 allocates at one time while a sharded model's forward and backward run, in bytes.
 
     FSDP2 gathers the parameters of a group into one buffer and copies them out of it, and copies gradients into
-    another. A group that is not resharded after its forward stays gathered until its backward.
+    another once the parameters are resharded. A group that is not resharded after its forward stays gathered until its
+    backward. Of the others at most one is in use, while the next one is gathered and gradients of the last one are
+    reduced.
 
     Args:
         model: sharded as a whole, in parts, or not at all.
@@ -27,12 +26,18 @@ def gathered_bytes(model: nn.Module) -> int:
     Returns:
         0 for a model that is not sharded.
     """
-    stay, pass_by = [0], [0]
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
+    stay, buffers, in_use, reduced = [0], [0], [0], [0]
     for group in (group for state in states for group in _groups(state)):
-        held = pass_by if group._reshard_after_forward else stay
-        held.append(sum(_bytes(parameter, group._reduce_dtype) for parameter in group.fsdp_params))
-    return sum(stay) + max(stay) + _IN_FLIGHT * max(pass_by)
+        parameters = sum(_bytes(parameter, None) for parameter in group.fsdp_params)
+        gradients = sum(_bytes(parameter, group._reduce_dtype) for parameter in group.fsdp_params)
+        if group._reshard_after_forward:
+            in_use.append(parameters)
+            reduced.append(gradients)
+        else:
+            stay.append(parameters)
+            buffers.append(max(parameters, gradients - parameters))
+    return sum(stay) + max(buffers) + 2 * max(in_use) + max(reduced)
 
 
 def parts_sharded_alone(model: nn.Module) -> list[str]:

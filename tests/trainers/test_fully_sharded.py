@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
@@ -41,6 +41,11 @@ class Net(nn.Module):
 
 def _whole(model: nn.Module) -> Any:
     return fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+
+
+def _mixed(model: nn.Module) -> Any:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)), mp_policy=policy)
 
 
 def _in_parts(model: nn.Module) -> Any:
@@ -94,7 +99,7 @@ def check_budgets(rank: int, _folder: str) -> None:
     """What a step allocates, with what is gathered, stays within a budget in bytes; one graph for one group."""
     torch.manual_seed(0)
     plain, x = Net(), _input(rank, 512)
-    for shard in (_whole, _in_parts):
+    for shard in (_whole, _mixed, _in_parts):
         expected = shard(copy.deepcopy(plain))
         most = _backward(expected, x)
         for model in _orders(shard, copy.deepcopy(plain), memory_budget=1, tiling="never"):
@@ -103,7 +108,7 @@ def check_budgets(rank: int, _folder: str) -> None:
             assert refused.value.minimum < most
             least = refused.value.minimum
             del model
-        for budget in (least, (least + most) // 2) if shard is _whole else (most * 3 // 4, most):
+        for budget in (least, (least + most) // 2) if shard is not _in_parts else (most * 3 // 4, most):
             for model in _orders(shard, copy.deepcopy(plain), memory_budget=budget, tiling="never"):
                 for step in range(3):
                     model.zero_grad()
