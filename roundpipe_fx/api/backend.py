@@ -11,6 +11,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.compilation import compile_graph
+from roundpipe_fx.api.fully_sharded import beside_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
@@ -32,6 +33,7 @@ def make_backend(
     learned: Learned | None = None,
     pipelining: Pipelining | None = None,
     compile_state: StepCompileState | None = None,
+    gathered: Callable[[], int] = lambda: 0,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -41,15 +43,20 @@ def make_backend(
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the step at hand was cut.
+        gathered: bytes that FSDP2 allocates beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations()
     warned: set[UserLine] = set()
     learned = learned or Learned()
 
     def roundpipe_fx(module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return compile_graph(
-            module, example_inputs, options, registered_sync_ops(), on_plan, warned, learned, pipelining, compile_state
-        )
+        def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
+            syncs = registered_sync_ops()
+            return compile_graph(
+                module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
+            )
+
+        return beside_gathered(gathered(), options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
@@ -78,8 +85,13 @@ def _backend_by_name(
         raise torch_private.passed_through(error) from None
     edited_passes(parsed.passes)  # what is wrong with the list is told before anything is traced
     learned = _learned_of(options or {})
-    on_plan = functools.partial(note_plan, torch_private.modules_being_compiled())
-    return compile_graph(module, example_inputs, parsed, registered_sync_ops(), on_plan, _warned, learned)
+    modules = torch_private.modules_being_compiled()
+
+    def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
+        return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
+
+    gathered = sum(torch_private.gathered_bytes(model) for model in modules)
+    return beside_gathered(gathered, parsed, functools.partial(note_plan, modules), compile_within)
 
 
 _MOST = 64

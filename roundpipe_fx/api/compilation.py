@@ -279,7 +279,9 @@ def compile_graph(
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compile_state = compile_state or StepCompileState()
     if pipelining is not None:
-        pipelining = dataclasses.replace(pipelining, offloaded=compile_state.offloaded)
+        pipelining = dataclasses.replace(
+            pipelining, offloaded=compile_state.offloaded, loss_reduction=compile_state.loss_reduction
+        )
     compilation = _Compilation(
         options=options,
         registered_syncs=registered_syncs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -101,7 +102,8 @@ def compile(
         loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
             batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
             microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that
-            count differently.
+            count differently. Where the model is given ``num_items_in_batch``, as by Hugging Face's Trainer, its losses
+            are parts of one mean, and added in any case.
         deferred_batch_norm: update the running statistics of batch norm once a step, from all microbatches, and not
             once a microbatch.
 
@@ -195,10 +197,11 @@ class CompiledModule(nn.Module):
             weighed by rows, or with ``loss_reduction="sum"`` their sum.
 
         Raises:
+            ValueError: batch sizes differ, or the loss is not one number that can be differentiated, or
+                ``fully_shard`` shards the model.
             RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
                 ``checkpoint``; or autograd is off; or DistributedDataParallel wraps a module of which the model is a
                 part, and would not average; or the model that it wraps has hooks itself.
-            ValueError: batch sizes differ, or the loss is not one number that can be differentiated.
         """
         return self._state_of_roundpipe_fx.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
 
@@ -229,7 +232,7 @@ class CompiledModule(nn.Module):
         A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
         a call does, with all forwards before all backwards.
         """
-        self._state_of_roundpipe_fx.trace(args, kwargs)
+        self._state_of_roundpipe_fx.trace(self, args, kwargs)
         return CompiledModule.plan.__get__(self)
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
@@ -248,6 +251,10 @@ class CompiledModule(nn.Module):
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name != "plan" or hasattr(self, "plan")]
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        """What ``torch.jit.script`` compiles."""
+        return self._state_of_roundpipe_fx.original
+
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         state = self._state_of_roundpipe_fx
         state.optimizer.synchronize()
@@ -257,6 +264,10 @@ class CompiledModule(nn.Module):
         state = self._state_of_roundpipe_fx
         state.optimizer.synchronize()
         return _rebuild, (state.original, state.settings(), state.optimizer.state())
+
+    def _get_fsdp_state(self) -> Any:
+        """Of a model that was sharded before it was compiled; one that was sharded afterwards has its own."""
+        return self._state_of_roundpipe_fx.original._get_fsdp_state()  # type: ignore[operator]
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -360,7 +371,10 @@ def compiled_module(model: nn.Module, options: Options, **settings: Any) -> Comp
         options: how.
         **settings: see :class:`CompiledState`.
     """
-    return instance_beside(model, CompiledModule, CompiledState(model, options, **settings), _OWN)
+    state = CompiledState(model, options, **settings)
+    compiled = instance_beside(model, CompiledModule, state, _OWN)
+    state.compiled.append(weakref.ref(compiled))
+    return compiled
 
 
 def _check(model: Any) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,10 +17,12 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
+from roundpipe_fx.api.fully_sharded import parameters_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.report.plan import Plan
@@ -41,6 +46,9 @@ class CompiledState:
         pipelining: how microbatches are pipelined; ``None``: they are not.
         splitting: how batches are split and outputs put together.
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
+
+    Attributes:
+        compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
     """
 
     def __init__(
@@ -56,6 +64,7 @@ class CompiledState:
         deferred_batch_norm: bool = False,
     ) -> None:
         self.original = original
+        self.compiled: list[weakref.ref[nn.Module]] = []
         self.forward = forward_like(original)
         self.replaced: Callable[..., Any] | None = None
         if isinstance(options.stages, tuple):
@@ -71,6 +80,7 @@ class CompiledState:
         self.deferred_batch_norm = deferred_batch_norm
         self._pipeline: Pipeline | None = None
         self._instead: Callable[..., Any] | None = None
+        self._parallel = torch_private.as_data_parallel(original)
         if pipelining is not None:
             check_not_inside(original)
             note_data_parallel()
@@ -97,13 +107,21 @@ class CompiledState:
             self._unused()
         evict_unused()
         compile_state = StepCompileState()
-        backend = make_backend(self.options, self.plans.append, self.learned, self.pipelining, compile_state)
+        backend = make_backend(
+            self.options,
+            self.plans.append,
+            self.learned,
+            self.pipelining,
+            compile_state,
+            functools.partial(_gathered_bytes, self.compiled),
+        )
         self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
             # Its hooks run around it, as those of a compiled module's do.
-            self._compiled = torch.compile(
-                self.original.forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic
-            )
+            forward = self.original.forward
+            if self._parallel is not None:
+                forward = torch_private.module_forward(self._parallel)
+            self._compiled = torch.compile(forward, backend=backend, fullgraph=self.fullgraph, dynamic=self.dynamic)
             return
         if self._pipeline is not None:
             self._pipeline.close()
@@ -123,10 +141,16 @@ class CompiledState:
         instead, self._instead = self._instead, None
         if instead is not None:
             return instead(args, kwargs)
+        if self._parallel is None:
+            return self._run_replanned(*args, **kwargs)
+        return torch_private.data_parallel_forward(self._parallel, self._run_replanned, args, kwargs)
+
+    def _run_replanned(self, *args: Any, **kwargs: Any) -> Any:
         return self._replanned(lambda: self._run(args, kwargs))
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._pipeline is not None:
+            refuse_sharded_parts(self.original)
             return self._pipeline.forward(args, kwargs)
         self._called = True
         with outputs_of_programs() as returned:
@@ -159,6 +183,8 @@ class CompiledState:
                 "roundpipe_fx.compile(model, num_microbatches=…, devices=[…])."
             )
 
+        refuse_sharded_step(model)
+
         def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
             assert self._pipeline is not None  # made anew where it is planned anew
             return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
@@ -175,16 +201,15 @@ class CompiledState:
         loss.backward()
         return (loss.detach(), found[1]) if return_outputs else loss.detach()
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See :meth:`roundpipe_fx.CompiledModule.trace`."""
-        if self._pipeline is not None:
-            self._pipeline.trace(args, kwargs)
-            return
-        try:
-            with trace_only():
+    def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
+        with parameters_gathered(model):
+            if self._pipeline is not None:
+                refuse_sharded_parts(self.original)
+                self._pipeline.trace(args, kwargs)
+                return
+            with contextlib.suppress(TraceOnly), trace_only():
                 self._call(args, kwargs)
-        except TraceOnly:
-            pass
         self._called = True
 
     def why_no_plan(self) -> str:
@@ -222,6 +247,12 @@ class CompiledState:
             return [parameter.device]
         offloaded = self.pipelining.devices[:1] if self.pipelining is not None else ()
         return [device for device in offloaded if device.type == "cuda"]
+
+
+def _gathered_bytes(compiled: Sequence[weakref.ref[nn.Module]]) -> int:
+    """Bytes that FSDP2 allocates; not a method, since what Dynamo keeps must not keep the state."""
+    models = [reference() for reference in compiled]
+    return sum(torch_private.gathered_bytes(model) for model in models if model is not None)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

@@ -81,6 +81,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
             "__doc__": base.__doc__,
             "__slots__": (_SLOT,),
             "forward": _Forward(base),
+            "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # containers make slices of themselves so
             **{name: _of_model(name) for name in (*of_model, *_slots(base))},
         }
         bases = (mixin,) if base is nn.Module else (mixin, base)

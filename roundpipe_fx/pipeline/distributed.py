@@ -6,16 +6,49 @@ collectives in an order of their own in each process.
 
 from __future__ import annotations
 
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
 from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.source import source_of
-from roundpipe_fx.torch_private import PassedThrough, is_opaque
+from roundpipe_fx.torch_private import PassedThrough, is_opaque, parts_sharded_alone
 
-__all__ = ["DistributedTensorError", "refuse_distributed"]
+__all__ = ["DistributedTensorError", "refuse_distributed", "refuse_sharded_parts", "refuse_sharded_step"]
 
 
 class DistributedTensorError(PassedThrough, ValueError):
     """A model that is distributed over processes is to be pipelined by threads of each of them."""
+
+
+def refuse_sharded_parts(model: nn.Module) -> None:
+    """Refuse to pipeline a model of which FSDP2 shards parts on their own.
+
+    Raises:
+        DistributedTensorError: it does.
+    """
+    parts = parts_sharded_alone(model)
+    if parts:
+        raise DistributedTensorError(
+            f"a pipeline cannot run a model of which parts are sharded on their own, {parts[0]!r} among {len(parts)}: "
+            "fully_shard gathers their parameters in hooks, which cannot be traced. Shard the model as a whole "
+            "(fully_shard(model) alone), or compile it without devices and num_microbatches; a memory_budget works "
+            "with parts that are sharded."
+        )
+
+
+def refuse_sharded_step(model: nn.Module) -> None:
+    """Refuse ``forward_backward`` of a model that FSDP2 shards, whose parameters only a call gathers.
+
+    Raises:
+        DistributedTensorError: it is sharded.
+    """
+    refuse_sharded_parts(model)
+    if isinstance(model, FSDPModule):
+        raise DistributedTensorError(
+            "forward_backward of a model that fully_shard shards: its parameters are gathered when it is called. Call "
+            "it, and loss.backward(); microbatches are pipelined there too."
+        )
 
 
 def refuse_distributed(joint: JointGraph, workers: int) -> None:

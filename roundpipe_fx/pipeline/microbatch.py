@@ -207,6 +207,8 @@ def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None) -> An
             exact = not (values[0].is_floating_point() or values[0].is_complex())
             return weighted_sum(values, None if exact else weights)
         spec = 0
+    if spec is False:
+        raise TypeError("merge_output=False: merge_output=list gives the list of what the microbatches return.")
     dim = _dim(spec)
     if dim is None:
         return values[0]

@@ -25,11 +25,13 @@ class StepCompileState:
         structure: how its first graph was cut (a ``Structure``), once there is one.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
+        loss_reduction: how the microbatches' losses become the batch's in this step.
     """
 
     structure: Any = None
     forwards_before_backwards: bool = False
     offloaded: bool = False
+    loss_reduction: str = "mean"
 
 
 @dataclass(frozen=True, kw_only=True)

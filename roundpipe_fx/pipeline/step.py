@@ -207,8 +207,9 @@ class Pipeline:
         return calls, splits, self._weights(args, kwargs, pieces)
 
     def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
-        """What the loss of each microbatch counts in that of the batch."""
-        if self.settings.loss_reduction == "sum" or len(pieces) == 1:
+        """What the loss of each microbatch counts in that of the batch; notes how they are put together."""
+        self._compile_state.loss_reduction = _reduction(self.settings, kwargs)
+        if self._compile_state.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
         rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
         return [own / sum(rows) for own in rows]
@@ -338,6 +339,15 @@ class Pipeline:
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
                 return value.device
         return torch.device("cpu")
+
+
+_COUNT_OF_BATCH = "num_items_in_batch"
+"""The input by which Hugging Face's models divide the sum of their rows' losses; the Trainer counts it."""
+
+
+def _reduction(settings: Pipelining, kwargs: Mapping[str, Any]) -> str:
+    """How a step's losses are put together: those that are parts of one mean already are added."""
+    return "sum" if kwargs.get(_COUNT_OF_BATCH) is not None else settings.loss_reduction
 
 
 def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,10 +25,10 @@ class measure_peak:
             model(x).sum().backward()
         print(peak.bytes)
 
-    On the CPU, the live bytes of all tensor storages that operations allocate, each storage once, and workspaces of
-    kernels; memory allocated by compiled code (Inductor) is not counted. A profiler cannot run at the same time. On
-    CUDA, the counters of the caching allocator: ``max_memory_allocated()`` minus ``memory_allocated()`` at the
-    beginning, on the given device.
+    On the CPU, the live bytes of all tensor storages that operations allocate or that are resized (as FSDP2 resizes
+    those of gathered parameters), each storage once, and workspaces of kernels; memory allocated by compiled code
+    (Inductor) is not counted. A profiler cannot run at the same time. On CUDA, the counters of the caching allocator:
+    ``max_memory_allocated()`` minus ``memory_allocated()`` at the beginning, on the given device.
 
     Args:
         device: ``"cpu"`` or a CUDA device; ``None``: CUDA if it is in use, else the CPU.
@@ -79,6 +79,19 @@ class measure_peak:
         self._peak = self.bytes
 
 
+_measuring: list[_LiveStorages] = []
+_resizing = threading.Lock()
+
+
+def _resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
+    """``UntypedStorage.resize_`` while something is measured: it is no operation that a dispatch mode sees."""
+    before = storage.nbytes()
+    resized = super(torch.UntypedStorage, storage).resize_(size)
+    for storages in [*_measuring]:
+        storages._resize(storage, before)
+    return resized
+
+
 class _LiveStorages(TorchDispatchMode):
     """Counts the bytes of live storages that operations allocate."""
 
@@ -95,6 +108,19 @@ class _LiveStorages(TorchDispatchMode):
         # Workers of a pipeline run under the mode of their caller; a finalizer may run inside an addition.
         self._lock = threading.RLock()
         self._sizes: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        with _resizing:
+            _measuring.append(self)
+            torch.UntypedStorage.resize_ = _resize_counted  # type: ignore[assignment, method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        with _resizing:
+            _measuring.remove(self)
+            if not _measuring:
+                del torch.UntypedStorage.resize_  # it is the base class's
+        super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -129,6 +155,20 @@ class _LiveStorages(TorchDispatchMode):
             self.live += size
             self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._remove, key)
+
+    def _resize(self, storage: torch.UntypedStorage, before: int) -> None:
+        """Count a storage that had ``before`` bytes, those that were allocated earlier with what they have more now."""
+        if storage.device.type != "cpu":
+            return
+        key = storage._cdata
+        with self._lock:
+            new = key not in self._sizes
+            change = storage.nbytes() - before
+            self._sizes[key] = self._sizes.get(key, 0) + change
+            self.live += change
+            self.peak = max(self.peak, self.live)
+        if new:
+            weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
         with self._lock:

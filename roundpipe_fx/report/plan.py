@@ -167,6 +167,8 @@ class Plan:
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
         tiles: what is carried out in tiles; sums over tiles round otherwise than whole ones.
+        gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
+            ``peak``: of a budget in bytes they are set aside.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -187,6 +189,7 @@ class Plan:
     programs: tuple[Program, ...] = field(repr=False, compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(repr=False, compare=False, default=None)
     tiles: tuple[PlannedTiles, ...] = ()
+    gathered_bytes: int = 0
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(repr=False, compare=False, default=None)
     measured: list[list[list[Span]]] = field(repr=False, compare=False, default_factory=list)
@@ -378,6 +381,8 @@ class Plan:
         lines = [f"roundpipe_fx plan: {len(self.stages)} stages of {total} segments ({different} different), {kind}"]
         if self.budget is not None:
             lines.append(f"budget: {bytes_text(self.budget)} ({self.budget} bytes)")
+        if self.gathered_bytes:
+            lines.append(f"beside it, to gather parameters (FSDP2): up to {bytes_text(self.gathered_bytes)}")
         if self.pipeline is not None:
             lines += _pipeline_lines(self.pipeline)
         where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"

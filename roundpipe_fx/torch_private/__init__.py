@@ -40,6 +40,7 @@ from roundpipe_fx.torch_private.compiling import (
     is_traced,
     without_wrapper,
 )
+from roundpipe_fx.torch_private.data_parallel import as_data_parallel, data_parallel_forward, module_forward
 from roundpipe_fx.torch_private.dynamo import (
     OptimizedModule,
     PassedThrough,
@@ -61,6 +62,7 @@ from roundpipe_fx.torch_private.dynamo import (
     why_disabled,
 )
 from roundpipe_fx.torch_private.flags import dynamo_flags
+from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
 from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
     active_dispatch_modes,
@@ -103,6 +105,7 @@ __all__ = [
     "active_dispatch_modes",
     "aot_autograd",
     "aot_flags",
+    "as_data_parallel",
     "assume_sizes",
     "assumed_sizes",
     "bounds_of_data",
@@ -111,6 +114,7 @@ __all__ = [
     "checkpoint_body",
     "checkpoint_policy",
     "data_dependent_symbol",
+    "data_parallel_forward",
     "default_partition",
     "detached_with_version",
     "differentiated_outputs",
@@ -121,6 +125,7 @@ __all__ = [
     "enter_around_compilations",
     "fakes_on",
     "forget_compiled",
+    "gathered_bytes",
     "gradient_inputs",
     "graph_break",
     "graph_breaks",
@@ -138,12 +143,14 @@ __all__ = [
     "leave_unused_gradients_out",
     "line_of_break",
     "memory_is_profiled",
+    "module_forward",
     "module_path_text",
     "modules_being_compiled",
     "mutated_inputs",
     "note_count",
     "note_counts",
     "number_hint",
+    "parts_sharded_alone",
     "passed_through",
     "plain_input",
     "pop_saved_tensor_hooks",

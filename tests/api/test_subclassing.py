@@ -220,6 +220,20 @@ def test_forward_is_replaced_on_the_compiled_model_alone() -> None:
     assert torch.equal(compiled(X), patched(X)) and len(compiled.plans) == 1
 
 
+def test_parts_of_a_container_are_eager() -> None:
+    """A slice of a container is made by calling the class of the whole."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    compiled = roundpipe_fx.compile(model)
+    part = compiled[:2]
+    x = torch.randn(3, 4)
+    assert type(part) is nn.Sequential and part[0] is model[0]
+    assert torch.equal(part(x), model[:2](x))
+    again = type(compiled)(nn.Linear(4, 1))
+    assert type(again) is nn.Sequential and again(x).shape == (3, 1)
+    compiled.append(nn.Tanh())
+    assert len(model) == 4 and torch.equal(compiled(x), model(x))
+
+
 def test_class_assignment_concerns_the_compiled_model_alone() -> None:
     model = linear_chain()
     compiled = roundpipe_fx.compile(model)
@@ -241,6 +255,7 @@ def test_traced_by_others() -> None:
     assert torch.equal(outer(X), expected.relu()) and len(outer.plans) == 1
     assert not compiled.plans
     assert torch.equal(torch.jit.trace(compiled, X)(X), expected)
+    assert torch.equal(torch.jit.script(roundpipe_fx.compile(nn.Tanh()))(X), X.tanh())
     state = {name: value.detach() + 1 for name, value in model.named_parameters()}
     assert torch.equal(functional_call(compiled, state, (X,)), functional_call(model, state, (X,)))
 

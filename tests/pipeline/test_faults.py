@@ -192,6 +192,7 @@ def test_batch_sizes_that_differ() -> None:
         (lambda output, target: (output - target).square().sum(1), r"loss of shape \(2,\); it must be a single number"),
         (lambda output, target: (output - target).detach().sum(), "no loss that can be differentiated"),
         (lambda output, target: 3.0, "no loss that can be differentiated"),
+        (lambda output, target: (output.sum(), (output - target).sum()), r"2 tensors .* return their \(weighted\) sum"),
     ],
 )
 def test_a_loss_that_is_none(loss_fn: Any, message: str) -> None:

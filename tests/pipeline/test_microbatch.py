@@ -149,3 +149,9 @@ def test_a_step_with_its_own_specifications() -> None:
     loss, output = compiled.forward_backward(x.T, table, labels=y, loss_fn=squares, return_outputs=True)
     torch.testing.assert_close(output, expected)
     torch.testing.assert_close(loss, squares(expected, y).detach())
+
+
+def test_outputs_that_are_not_to_be_merged() -> None:
+    with pytest.raises(TypeError, match=r"merge_output=False: merge_output=list gives"):
+        merge([torch.ones(2), torch.ones(2)], False)
+    assert merge([1, 2], list) == [1, 2]

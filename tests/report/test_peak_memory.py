@@ -215,3 +215,20 @@ def test_tokens_of_effects_take_no_memory() -> None:
     with roundpipe_fx.measure_peak("cpu") as peak:
         model(x).backward()
     assert peak.bytes == model.plan.peak_bytes
+
+
+def test_storages_that_are_resized_count_with_what_they_hold() -> None:
+    before = torch.empty(256)
+    before.untyped_storage().resize_(0)
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        within = torch.empty(512)
+        within.untyped_storage().resize_(0)
+        assert peak.current == 0
+        before.untyped_storage().resize_(1024)
+        with roundpipe_fx.measure_peak("cpu") as inner:
+            before.untyped_storage().resize_(4096)
+        assert inner.bytes == 3072 and peak.current == 4096
+        del within, before
+        assert peak.current == 0
+    assert peak.bytes == 4096
+    assert "resize_" not in vars(torch.UntypedStorage)

@@ -98,6 +98,19 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert _same_weights(resumed, eager)
 
 
+def test_trainer_with_microbatches(tmp_path: Path) -> None:
+    """The Trainer gives the model the number of items in the batch, which the model divides its sum by."""
+    eager, model = _gpt2(), _gpt2()
+    reference = _trainer(eager, tmp_path / "eager")
+    reference.train()
+    compiled = roundpipe_fx.compile(model, num_microbatches=2)
+    trainer = _trainer(compiled, tmp_path / "compiled")
+    trainer.train()
+    torch.testing.assert_close(_losses(trainer), _losses(reference))
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-5)
+    assert compiled.plan.pipeline is not None and compiled.plan.pipeline.loss_reduction == "sum"
+
+
 def _accelerated(wrap: Wrap, prepare_first: bool) -> tuple[list[float], nn.Module]:
     model = _gpt2()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
