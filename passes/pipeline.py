@@ -51,7 +51,7 @@ from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
-from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
@@ -66,6 +66,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
@@ -289,11 +290,15 @@ _PASSES = (
     ),
     Pass(
         "layouts",
-        lambda joint, context: mark_strided_gradients(
-            restore_layouts(joint, context.device if _at_hand(context) else None)
-        ),
+        lambda joint, context: restore_layouts(joint, context.device if _at_hand(context) else None),
         when=_eager,
         about="values have the strides that the graph says",
+    ),
+    Pass(
+        "strided_gradients",
+        lambda joint, _: mark_strided_gradients(joint),
+        when=_eager,
+        about="incoming gradients whose strides matter even if they are zeros are marked",
     ),
     Pass(
         "redundant_views",

@@ -151,7 +151,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "stages rounds",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler"),
-    Mark.STRIDED: _use("layouts", "pipeline runtime"),
+    Mark.STRIDED: _use("strided_gradients", "pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
     Mark.REPLAYED: _use("rng", "compiler"),
