@@ -84,16 +84,16 @@ class PlannedStage:
         modules: the user's modules in it, first and last.
         segments: indices of its first and last segment.
         forward_seconds: modelled seconds of the forward.
-    recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
-    backward_seconds: modelled seconds of the backward, without recomputation.
-    early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
-        gradients arrive.
-    entry_bytes: bytes of computed values that are live across its beginning.
-    saved: values saved from forward to backward, without hoisted ones and generator states.
-    hoisted: values saved because their operation must not run twice.
-    recomputed: values recomputed in the backward.
-    replayed: random operations that run again from a saved generator state.
-    passing: values of the forward that the backward does not read.
+        recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
+        backward_seconds: modelled seconds of the backward, without recomputation.
+        early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
+            gradients arrive.
+        entry_bytes: bytes of computed values that are live across its beginning.
+        saved: values saved from forward to backward, without hoisted ones and generator states.
+        hoisted: values saved because their operation must not run twice.
+        recomputed: values recomputed in the backward.
+        replayed: random operations that run again from a saved generator state.
+        passing: values of the forward that the backward does not read.
         same_as: an earlier stage that does the same work on the same shapes, if there is one.
     """
 
