@@ -60,6 +60,11 @@ class Pipelining:
         """How many workers there are: one, on the model's own device, where no devices were given."""
         return max(1, len(self.devices))
 
+    @property
+    def given_schedule(self) -> Schedule | None:
+        """The user's own schedule; ``None`` if it is one of those that are known by name."""
+        return self.schedule if isinstance(self.schedule, Schedule) else None
+
 
 def parse_pipelining(
     devices: Sequence[torch.device | str] | None,
