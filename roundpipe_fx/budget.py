@@ -41,7 +41,7 @@ class InfeasibleBudgetError(PassedThrough, ValueError):
     Attributes:
         minimum: the least budget, in bytes, that can be met.
         wants_sizes: whether sizes vary, so that nothing could be carried out in tiles: then the frame is traced again
-            for the sizes at hand (:mod:`roundpipe_fx.torch_private.tracing_retries`).
+            for the current sizes (:mod:`roundpipe_fx.torch_private.tracing_retries`).
     """
 
     wants_sizes: bool = False

@@ -1,7 +1,7 @@
 """Sums of gradients: a microbatch's gradient is added to those of earlier ones as soon as it is made.
 
-A stage module that hands out its gradients together holds all of them beside their sums. One that is given the sums
-holds one gradient at a time, and none where a matrix product writes over the sum at once (Megatron-LM's "gradient
+A stage module that returns its gradients together holds all of them beside their sums. One that is given the sums holds
+one gradient at a time, and none where a matrix product writes over the sum at once (Megatron-LM's "gradient
 accumulation fusion").
 """
 
@@ -16,7 +16,7 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """Add a gradient to those of earlier microbatches, in place.
 
     Args:
-        total: what earlier ones add up to; ``None``: this is the first, and nobody else holds its memory.
+        total: what earlier ones add up to; ``None``: this is the first, and nothing else refers to its memory.
         gradient: of the same shape, strides and dtype.
 
     Returns:

@@ -98,7 +98,7 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
         body = checkpoint_body(module, node)
         if body is not None:
             preserve = bool(node.kwargs.get("preserve_rng_state", True))
-            # Debugging records what runs again, which does not work while tracing.
+            # Debugging records recomputed operations, which does not work while tracing.
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "debug"}
             _mark(body, (*inside, (next(numbers), preserve)), numbers)
         elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
