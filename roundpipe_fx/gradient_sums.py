@@ -26,12 +26,12 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def add_copy_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """The same for a gradient whose memory somebody else holds, or that is part of something."""
+    """The same for a gradient whose memory is referred to elsewhere, or that is a part of another tensor."""
     return gradient.clone() if total is None else total.add_(gradient)
 
 
 def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The same for a gradient that is a matrix product, without making it.
+    """The same for a gradient that is a matrix product, which is not computed on its own.
 
     Args:
         total: what earlier ones add up to; ``None``: this is the first.

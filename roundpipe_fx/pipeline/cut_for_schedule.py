@@ -7,8 +7,8 @@
                                     ├── RoundPipe: slots, of which forward and backward have different ones
                                     └── other schedules: one stage a device; two if interleaved; the user's number
 
-A graph that was cut before, for a microbatch of another shape in the same step, is the model for the cut: segments and
-stages then begin at the same operations.
+If a graph was cut before, for a microbatch of another shape in the same step, segments and stages begin at the same
+operations as in that one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cut_for_schedule(
 
     Args:
         joint: the graph of a microbatch; it is rewritten.
-        setting: what else there is to know.
+        setting: what lowering knows besides the graph.
         pipelining: the user's.
         name: of the schedule.
         like: how the graph of another microbatch of the same step was cut.

@@ -75,7 +75,7 @@ def lower_pipeline(
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
-        workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
+        workspaces: bytes that operators with data-dependent needs have been seen to allocate internally, by name.
 
     Raises:
         DistributedTensorError: the model is distributed over processes.
@@ -121,7 +121,7 @@ def _in_tiles(
     """The first pipeline within the budget with regions of the graph in tiles.
 
     Raises:
-        InfeasibleBudgetError: there is none; of all that was tried the one that needs least.
+        InfeasibleBudgetError: there is none; the error is that of the attempt that needs least.
     """
     if setting.options.tiling == "never" or not isinstance(asked_budget(joint, setting.options, setting.device), int):
         raise refused
@@ -187,7 +187,7 @@ def _lower_for_schedule(
 
     Args:
         joint: the graph of a microbatch; it is rewritten.
-        setting: what else there is to know.
+        setting: what lowering knows besides the graph.
         pipelining: the user's.
         name: of the schedule.
         like: how the graph of another microbatch of the same step was cut.
