@@ -110,9 +110,9 @@ def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
 
 def _must_not_be_kept(node: fx.Node) -> str | None:
     if is_in_scope(node):
-        return "made in a gradient checkpoint scope"
+        return "computed in a gradient checkpoint scope"
     if checkpoints_of(node) and policy_of(node) is not CheckpointPolicy.PREFER_SAVE:
-        return "made in a checkpoint"
+        return "computed in a checkpoint"
     return None
 
 

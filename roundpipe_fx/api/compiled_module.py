@@ -376,7 +376,7 @@ def _check(model: Any) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            "roundpipe_fx.compile takes no ScriptModule: what torch.jit has compiled cannot be traced any more. "
+            "roundpipe_fx.compile takes no ScriptModule: code that torch.jit has compiled cannot be traced. "
             "Compile the model that it was made from."
         )
     if isinstance(model, CompiledModule):

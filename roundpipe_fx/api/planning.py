@@ -82,7 +82,7 @@ def plan(
         if budget <= 0:
             raise InfeasibleBudgetError(
                 f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
-                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the stage at hand "
+                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the current stage "
                 "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
                 weights,
             )

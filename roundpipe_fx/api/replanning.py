@@ -55,7 +55,7 @@ def replanning(
         learned.stale = True
     if learned.stale:
         learned.renew()
-        log.info("planning anew with what steps have shown: %s", learned.assumed)
+        log.info("replanning with what steps have shown: %s", learned.assumed)
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
         return run()
@@ -68,7 +68,7 @@ def replanning(
     restore()
     learned.share *= _SMALLER
     warnings.warn(
-        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
+        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Replanning with "
         f"{learned.share:.0%} of the budget and running the step again.",
         stacklevel=4,
     )
@@ -86,6 +86,6 @@ def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: L
             return run()
         except UnequalMicrobatchesError as error:
             learned.share *= _CLOSER * error.allowed / error.needed
-            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * learned.share)
+            log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             compile_anew()
     return run()

@@ -107,7 +107,7 @@ class PlanFile:
 
     def ignore(self, why: object) -> None:
         """Log that the file is not used."""
-        log.warning("the cached plan %s is ignored, and planned anew: %s", self.path, why)
+        log.warning("the cached plan %s is ignored, and the graph is planned: %s", self.path, why)
 
     def write(self, plan: CachedPlan) -> None:
         """Store a plan; a failure is logged."""
@@ -168,13 +168,13 @@ def plan_file(
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
+        raise ValueError(f"{value!r} is not a number of bytes")
     return value
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} is no number of seconds")
+        raise ValueError(f"{value!r} is not a number of seconds")
     return float(value)
 
 

@@ -63,13 +63,13 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     for before, item in itertools.pairwise(found):
         if levels.index(item.level) < levels.index(before.level):
             raise InvalidPassesError(
-                f"passes: {item.name!r} works on a {item.level}, and stands behind {before.name!r}, which works on a "
+                f"passes: {item.name!r} works on a {item.level}, and comes after {before.name!r}, which works on a "
                 f"{before.level}. Levels run in this order: {', '.join(levels)}."
             )
     for place, item in enumerate(found):
         for need in item.needs:
             if need not in names[:place]:
-                where = f"which stands behind it; put {need!r} first" if need in names else "which is missing"
+                where = f"which comes after it; put {need!r} first" if need in names else "which is missing"
                 raise InvalidPassesError(f"passes: {item.name!r} needs {need!r}, {where}.")
     lacking = [name for name in _EMISSION_NEEDS if name not in names]
     if lacking:
@@ -106,7 +106,7 @@ def run_passes(
         made = item.run(graph, context)
         log.debug("%s: %.3f ms", item.name, (time.perf_counter() - began) * 1e3)
         if not (isinstance(made, JointGraph) if isinstance(graph, JointGraph) else made is graph):
-            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it was given"
+            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it got"
             raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")
         graph = made
         if verifies:

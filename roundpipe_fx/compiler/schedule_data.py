@@ -83,4 +83,4 @@ def _check_backward(blocks: Sequence[RematBlock], joint: JointGraph) -> None:
             raise ValueError(f"{node.name} does not run")
     for node, place in places.items():
         if any(places.get(source, -1) > place for source in node.all_input_nodes):
-            raise ValueError(f"{node.name} runs before what it reads")
+            raise ValueError(f"{node.name} runs before an operation that it reads")

@@ -119,8 +119,8 @@ def _check_saved(node: fx.Node) -> None:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise RecomputeDataError(
                 f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
-                "grad. What is saved is not differentiated through; save tensor.detach(), or leave it to be computed "
-                f"again.\n{source_of(node)}"
+                "grad. What is saved is not differentiated through; save tensor.detach(), or let it be recomputed."
+                f"\n{source_of(node)}"
             )
 
 

@@ -148,7 +148,7 @@ def _section(node: fx.Node) -> str:
 _PLACES = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
 SHOWN_MARKS = {
     "must run once": Mark.MUST_SAVE,
-    "must not be kept": Mark.MUST_RECOMPUTE,
+    "must not be saved": Mark.MUST_RECOMPUTE,
     "repeats": Mark.ORIGIN,
     "workspace": Mark.WORKSPACE,
     "replayed": Mark.REPLAYED,

@@ -142,7 +142,7 @@ def _device(given: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"devices: {given!r} is no device: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"devices: {given!r} is not a device: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         if device.index not in (None, 0):
             raise ValueError(f"devices: {given!r} does not exist; the CPU is 'cpu', named once for each worker.")

@@ -132,7 +132,7 @@ def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudg
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
     return InfeasibleBudgetError(
         f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model "
-        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where "
-        f"these are alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
+        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). The peak is {where}, with "
+        f"these values alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
         minimum,
     )

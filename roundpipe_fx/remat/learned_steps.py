@@ -118,11 +118,11 @@ class LearnedSteps:
             text += " Each was planned as if it were alone. The next step is planned for all of them."
         elif peak > budget:
             text += (
-                " Each was planned as if it were alone, and torch.compile plans nothing anew: use "
+                " Each was planned as if it were alone, and torch.compile does not replan: use "
                 "roundpipe_fx.compile, which plans the next step for all of them, or give a smaller budget."
             )
         if self.outside:
-            text += f" Not in any graph, and not counted, is what runs eagerly: {', '.join(self.outside)}."
+            text += f" Code that runs eagerly between graphs is not counted: {', '.join(self.outside)}."
         return text
 
     def needs(self, graph: str) -> StepNeeds | None:

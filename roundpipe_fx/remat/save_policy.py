@@ -147,7 +147,7 @@ def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.
         node = pending.pop()
         if node in found:
             continue
-        assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not run again"
+        assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not be recomputed"
         found.add(node)
         picked = selection(node)
         reads = input_nodes(node) if picked is None else [picked[0]]

@@ -84,7 +84,7 @@ class PlannedStage:
         modules: the user's modules in it, first and last.
         segments: indices of its first and last segment.
         forward_seconds: modelled seconds of the forward.
-        recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
+        recompute_seconds: modelled seconds of recomputed operations, early or just in time.
         backward_seconds: modelled seconds of the backward, without recomputation.
         early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
             gradients arrive.
@@ -92,7 +92,7 @@ class PlannedStage:
         saved: values saved from forward to backward, without hoisted ones and generator states.
         hoisted: values saved because their operation must not run twice.
         recomputed: values recomputed in the backward.
-        replayed: random operations that run again from a saved generator state.
+        replayed: random operations that are recomputed from a saved generator state.
         passing: values of the forward that the backward does not read.
         same_as: an earlier stage that does the same work on the same shapes, if there is one.
     """
@@ -166,7 +166,7 @@ class Plan:
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
-        tiles: what is carried out in tiles; sums over tiles round otherwise than whole ones.
+        tiles: regions that are carried out in tiles; sums over tiles round differently.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -226,7 +226,7 @@ class Plan:
 
     @property
     def recompute_seconds(self) -> float:
-        """Modelled seconds of what the backward computes again."""
+        """Modelled seconds of recomputation in the backward."""
         return sum(stage.recompute_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
@@ -365,7 +365,7 @@ class Plan:
             fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
             return cls(**fields, modules=(), programs=())
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no roundpipe_fx plan: {error}") from error
+            raise ValueError(f"this is not a roundpipe_fx plan: {error}") from error
 
     def _describe(self, module: StageModule) -> str:
         return f"stage {module.stage} {module.phase}: {self.stages[module.stage].modules}"
@@ -390,12 +390,12 @@ class Plan:
                 f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
             )
         if self.tiles:
-            lines.append(f"carried out in tiles, so that sums round otherwise: {_tiles_text(self.tiles)}")
+            lines.append(f"carried out in tiles, so sums round differently: {_tiles_text(self.tiles)}")
         if self.sizes:
             lines.append(f"made for sizes up to: {', '.join(f'{name} ≤ {size}' for name, size in self.sizes.items())}")
         if self.assumed:
             sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
-            lines.append(f"what depends on data, as seen with headroom: {sizes}")
+            lines.append(f"depends on data, as seen plus headroom: {sizes}")
         for stage in self.stages:
             same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
             lines.append(f"stage {stage.index}: {stage.modules}{same}")
@@ -431,8 +431,8 @@ def _tiles_text(tiles: Sequence[PlannedTiles]) -> str:
 def _tiled_text(tiles: PlannedTiles) -> str:
     where = f" in {tiles.module}" if tiles.module else ""
     return (
-        f"{tiles.name} {tiles.type}{where}: made for one of {tiles.tiles} tiles of its {tiles.rows} rows after "
-        f"another, for {tiles.seconds * 1e3:.3f} ms with what belongs to it; whole it would hold "
+        f"{tiles.name} {tiles.type}{where}: computed in {tiles.tiles} tiles of its {tiles.rows} rows, one after "
+        f"another, in {tiles.seconds * 1e3:.3f} ms with the operations around it; as a whole it would hold "
         f"{bytes_text(tiles.bytes)}"
     )
 
@@ -442,7 +442,7 @@ def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
     more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
     brought = (
-        [f"the model lies on the host: a step brings {bytes_text(pipeline.brought_bytes)} of it to the devices"]
+        [f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices"]
         if pipeline.brought_bytes
         else []
     )
@@ -473,17 +473,17 @@ def _fate_text(stage: int, fate: str, value: PlannedValue) -> str:
     again = f"{value.again_seconds * 1e3:.3f} ms"
     size = bytes_text(value.bytes)
     text = {
-        "saved": f"kept from forward to backward, {size}; made again instead it would take {again}",
-        "hoisted": f"kept from forward to backward, {size}, and never made again: {value.reason}",
+        "saved": f"saved from forward to backward, {size}; recomputing it instead would take {again}",
+        "hoisted": f"saved from forward to backward, {size}, and never recomputed: {value.reason}",
         "recomputed": (
-            f"made again in the backward {_times(value.times)}, for {again}; kept instead it would hold {size}"
-            f"{', but must not be kept: ' if value.reason else ''}{value.reason}"
+            f"recomputed in the backward {_times(value.times)}, in {again}; saving it instead would hold {size}"
+            f"{', but it must not be saved: ' if value.reason else ''}{value.reason}"
         ),
         "replayed": (
-            f"drawn again in the backward {_times(value.times)} from its saved generator state, for {again}; kept "
-            f"instead it would hold {size}"
+            f"replayed in the backward {_times(value.times)} from its saved generator state, in {again}; saving it "
+            f"instead would hold {size}"
         ),
-        "passing": f"needed by the forward alone, {size} while it lives",
+        "passing": f"needed only by the forward, {size} while it is alive",
     }[fate]
     where = f" in {value.module}" if value.module else ""
     return f"{value.name} {value.type}{where} (stage {stage}): {text}"

@@ -24,15 +24,15 @@ __all__ = ["measure_layers"]
 def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.device) -> Chain:
     """Measure layers, with a few runs of each.
 
-    Buffers (statistics of batch norms), gradients and generators are afterwards as they were.
+    Buffers (statistics of batch norms), gradients and generators are restored afterwards.
 
     Args:
         layers: each takes the result of the one before.
-        value: what enters the first: a tensor, or a structure of tensors.
+        value: the input of the first: a tensor, or a structure of tensors.
         device: where they run.
 
     Returns:
-        the chain; a gradient of a parameter counts as a temporary of its backward and of all that come after, since it
+        the chain; a gradient of a parameter counts as a temporary of its backward and of all later ones, since it
         stays.
     """
     forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_bytes(value)], [0], [], []
