@@ -1,7 +1,9 @@
 """resolved_random_branches: random numbers of branches with a known outcome stay in the graph without a reader.
 
 In Dynamo's graph an operator without a result reads such a number, so that AOTAutograd keeps it. Passes never drop
-operations that draw random numbers, so this pass removes the reader.
+operations that draw random numbers, so this pass removes the reader. Models that need it: those of Hugging Face
+Transformers with layer drop, which is 0 by default (BART, OPT, Wav2Vec2, Whisper and more than 30 others). Without it
+their graph breaks at each layer.
 """
 
 from __future__ import annotations
