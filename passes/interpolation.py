@@ -3,9 +3,10 @@
 PyTorch traces nearest-neighbour ``interpolate`` as indexing by tables, and its gradient as additions at the indexed
 positions, which the CPU carries out one by one on one core. The kernels are bitwise equal, need no tables and use all
 cores. A table is computed from constants, so it is evaluated here and compared with the neighbours that the kernel
-reads; only if they agree, and the result has the same strides, is the indexing replaced. Models that need it: U-Nets
-(``unet`` in ``benchmarks/models.py``), and in Hugging Face Transformers feature pyramids (DETR, MaskFormer, RT-DETR)
-and decoders of images (Emu3, Janus, Swin2SR).
+reads; only if they agree, and the result has the same strides, is the indexing replaced.
+
+Models that need it: U-Nets (``unet`` in ``benchmarks/models.py``), and in Hugging Face Transformers feature pyramids
+(DETR, MaskFormer, RT-DETR) and image decoders (Emu3, Janus, Swin2SR).
 """
 
 from __future__ import annotations

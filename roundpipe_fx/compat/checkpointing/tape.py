@@ -8,8 +8,9 @@ tensor is a storage with sizes, strides and an offset, so views are not replayed
 - Results of operations that must run once (:mod:`roundpipe_fx.analysis.host_sync`) are kept, not recorded.
 - A tensor from outside that the scope updates in place is copied before the first update; replaying works on that copy.
 - Only the recorded operations that lead to the wanted tensors are replayed, and their results die at their last use.
-  RETURNN's weight noise needs it: a scope there computes a noisy copy of each weight, which the layer outside reads
-  (``NoisyWeights`` in ``tests/compat/checkpointing/models.py``).
+
+RETURNN's weight noise needs it: a scope there computes a noisy copy of each weight, which the layer outside reads
+(``NoisyWeights`` in ``tests/compat/checkpointing/models.py``).
 """
 
 from __future__ import annotations
