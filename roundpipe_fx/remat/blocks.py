@@ -47,7 +47,7 @@ class Blocks:
     def __init__(self, graph: OperationGraph, arrange: bool = True) -> None:
         self.graph = graph
         self._arrange = arrange
-        self.entering, self.lasting = _crossing_backward(graph)
+        self.entering, self.lasting = _live_across_backward(graph)
         self._arrangements: dict[Any, list[tuple[list[int], int]]] = {}
         self._blocks: dict[Any, list[Block]] = {}
         self._shapes: dict[Any, int] = {}
@@ -178,7 +178,7 @@ def _without_unread(
     return tuple(reversed(found))
 
 
-def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
+def _live_across_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
     """By segment, storages of the backward that live when its backward begins; and those that live when it ends."""
     born: dict[int, int] = dict.fromkeys(graph.tangents, graph.segments)
     dies: dict[int, int] = {}

@@ -76,8 +76,8 @@ class PeakReducer:
             peak = self._peak(sequence)
             if peak < found[-1][1]:
                 found.append((sequence, peak))
-        leanest = self._recompute_per_use(found[-1][1]) if most else None
-        return found if leanest is None else [*found, (leanest, self._peak(leanest))]
+        lowest = self._recompute_per_use(found[-1][1]) if most else None
+        return found if lowest is None else [*found, (lowest, self._peak(lowest))]
 
     def _recompute_per_use(self, below: int) -> list[int] | None:
         """Everything recomputed per use, if that has a peak below one that is known."""

@@ -114,7 +114,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
             )
         )
         available |= made[segment]
-    return SegmentChain(tuple(stages), _crossing_bytes(graph)), save_options
+    return SegmentChain(tuple(stages), _live_across_bytes(graph)), save_options
 
 
 def _options(
@@ -149,7 +149,7 @@ def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
     return sum(graph.sizes[storage] for storage in storages)
 
 
-def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
+def _live_across_bytes(graph: OperationGraph) -> NDArray[np.int64]:
     """``[i, k]``: bytes of :func:`storages_live_across`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)

@@ -19,7 +19,7 @@ running stages i to k - 1 (0 in the first forward, which is no recomputation)::
     again[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
     rest[i](m)     = min of
         over options o of i      o.seconds + rest[i+1](m - o.held) + run(i, i+1)              if o's peaks <= m
-        over later stages k      again[i, k-1](m) + rest[k](m - crossing(i, k)) + run(i, k)   if running fits in m
+        over later stages k      again[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
 
         ──▶ i ──────────▶ k ──▶ … ──▶     run on; only x_i and what crosses into k is kept
             │             ◀──── … ───     backward of k and later: rest[k]

@@ -139,21 +139,21 @@ def _guard_other_hooks() -> None:
     end = saved_tensors_hooks.__exit__
 
     @functools.wraps(end)
-    def end_beneath_lingering(self: saved_tensors_hooks, *args: object) -> None:
-        lingering = []
+    def end_beneath_persistent(self: saved_tensors_hooks, *args: object) -> None:
+        persistent = []
         with _busy():
             while isinstance(top := _top(), PersistentHooks):
                 torch_private.pop_saved_tensor_hooks()
-                lingering.append(top)
+                persistent.append(top)
             try:
                 end(self, *args)
             finally:
-                for hooks in reversed(lingering):
+                for hooks in reversed(persistent):
                     hooks._push()
-        if lingering:
+        if persistent:
             _take_off_left()
 
-    saved_tensors_hooks.__exit__ = end_beneath_lingering  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = end_beneath_persistent  # type: ignore[method-assign]
 
 
 _guard_other_hooks()

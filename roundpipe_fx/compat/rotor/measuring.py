@@ -62,10 +62,10 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
                 backward_temporary.append(max(ran.bytes - boundary[-2], 0))
             value = result
     gradients = [sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad) for layer in layers]
-    standing = 0
+    accumulated = 0
     for index in reversed(range(len(layers))):
-        backward_temporary[index] += standing
-        standing += gradients[index]
+        backward_temporary[index] += accumulated
+        accumulated += gradients[index]
         temporary[index] += sum(gradients[index:])
     return Chain(
         forward=tuple(forward),

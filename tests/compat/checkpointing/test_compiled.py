@@ -220,7 +220,7 @@ class Questions(Model):
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}])
-def test_questions_inside_a_checkpoint_are_asked_once(options: dict[str, Any]) -> None:
+def test_host_syncs_inside_a_checkpoint_run_once(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = roundpipe_fx.compile(Questions(), fullgraph=True, **options)
     loss = compiled(**BATCH)
