@@ -26,7 +26,8 @@ from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.report.plan import Plan, PlannedStage, PlannedTiles
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_parts import PlannedStage, PlannedTiles
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
 __all__ = ["make_plan"]

@@ -20,7 +20,7 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
 )
 from roundpipe_fx.ir.text import type_text
-from roundpipe_fx.report.plan import PlannedValue
+from roundpipe_fx.report.plan_parts import PlannedValue
 from roundpipe_fx.torch_private import module_path_text, size_hint
 
 __all__ = ["ValueCosts", "hoist_reason", "planned_values"]
@@ -46,7 +46,7 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
                 reason=hoist_reason(node) or str(node.meta.get(Mark.MUST_RECOMPUTE, "")),
                 seconds=costs.seconds(node),
                 times=costs.times[name],
-                again_seconds=costs.recompute_seconds(node),
+                recompute_seconds=costs.recompute_seconds(node),
             ),
         )
     return tuple(values.values())

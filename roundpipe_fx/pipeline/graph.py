@@ -18,7 +18,8 @@ from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.report.plan import Plan, PlannedPipeline
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_parts import PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
