@@ -66,6 +66,7 @@ def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "operations (persistent for 1048576 bytes)" in printed and (tmp_path / "model.pt").exists()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of the trainers
 def test_with_your_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("docs/with-your-trainer.md", tmp_path, monkeypatch)

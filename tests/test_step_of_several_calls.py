@@ -115,7 +115,11 @@ def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.
     assert refused.value.minimum == minimum
 
 
-@pytest.mark.parametrize("step", [_siamese, _retained, _one_by_one], ids=lambda step: step.__name__)
+@pytest.mark.parametrize(
+    "step",
+    [_siamese, *(pytest.param(step, marks=pytest.mark.long) for step in (_retained, _one_by_one))],
+    ids=lambda step: step.__name__,
+)
 def test_several_calls_in_tiles_are_within_the_least_budget(step: Step) -> None:
     """Steps of two calls need tiles for the least that an error names, which is less than without; it is kept."""
     reference = _layers(3)

@@ -30,7 +30,7 @@ from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, pla
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.compiler.tiling import TilingSteps, UnmetError, plan_with_tiles
+from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
@@ -40,6 +40,7 @@ from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
+from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
@@ -243,7 +244,8 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: summed(joint, setting),
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
-        planned=lambda joint, budget: _within(_cut(joint, setting), setting, budget),
+        planned=lambda joint, budget, bounded: _within(_cut(joint, setting), setting, budget, bounded),
+        share=setting.share,
     )
 
 
@@ -329,8 +331,14 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     return lowered
 
 
-def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered:
+def _within(joint: JointGraph, setting: Setting, budget: int | float, bounded: bool) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
+
+    Args:
+        joint: a graph with segments.
+        setting: what else there is to know.
+        budget: bytes or a share.
+        bounded: whether no plan is searched for where one operation alone needs more.
 
     Raises:
         UnmetError: no plan stays within it.
@@ -340,6 +348,10 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
     shared = _without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
+    if bounded and rotor is None and isinstance(budget, int):
+        least = least_bytes(operations)
+        if least.bytes > int(budget * setting.share):
+            raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
     beside = stages_to_overlap(joint, _full(setting))
     margin = 0
@@ -366,7 +378,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float) -> Lowered
             if excess <= 0:
                 return lowered
         if not chosen.fits:
-            raise UnmetError(chosen, lowered.plan.peak_bytes)
+            raise UnmetError(Needs.of_plan(chosen, lowered.plan.peak_bytes), chosen)
         emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess

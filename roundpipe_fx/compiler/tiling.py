@@ -1,17 +1,24 @@
 """What is tiled: regions at whose work the peak is, one kind after another, until the budget is met.
 
 Plans are made without tiles first. If the budget cannot be met, the regions that hold most at the lowest peak that was
-found are tiled, all of the same kind alike, and a plan is made anew; then the next kind, or the same in more tiles. The
-way does not depend on the budget, so the least budget that is named at its end can be met.
+found are tiled, all of the same kind alike, and a plan is made anew; then the next kind, or the same in more tiles.
+While one operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
+
+What is tried so depends on the budget. The least budget that an error names has therefore been planned for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from roundpipe_fx.analysis.tiling import TileRegion, find_tile_regions
+from torch import fx
+
+from roundpipe_fx.analysis.operations import Operation
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements, find_tile_regions
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -19,7 +26,7 @@ from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
 from roundpipe_fx.torch_private import input_sizes
 
-__all__ = ["TilingSteps", "UnmetError", "plan_with_tiles", "tile_sequence"]
+__all__ = ["Needs", "TilingSteps", "UnmetError", "plan_with_tiles", "tile_sequence"]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
@@ -28,19 +35,48 @@ _MORE = (2, 4, 8)
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
+_Kind: TypeAlias = tuple[Any, ...]
+"""The same for regions that do the same on the same shapes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What binds.
+
+    Attributes:
+        bytes: that a step needs at the least.
+        operation: while which it needs them; ``None``: it is between operations.
+        live: names and bytes of what is alive there.
+    """
+
+    bytes: int
+    operation: Operation | None
+    live: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of_plan(cls, chosen: Chosen, minimum: int) -> Needs:
+        """At the peak of a plan.
+
+        Args:
+            chosen: the plan.
+            minimum: peak of the programs that were emitted for it, in bytes.
+        """
+        peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
+        return cls(bytes=minimum, operation=peak.operation, live=peak.live)
+
 
 class UnmetError(Exception):
     """No plan stays within the budget.
 
     Attributes:
-        chosen: the plan with the lowest peak.
-        minimum: peak of the programs that were emitted for it, in bytes.
+        needs: what binds.
+        chosen: the plan with the lowest peak; ``None``: one operation alone needs more, and no plan was searched for.
     """
 
-    def __init__(self, chosen: Chosen, minimum: int) -> None:
+    def __init__(self, needs: Needs, chosen: Chosen | None = None) -> None:
         super().__init__()
+        self.needs = needs
         self.chosen = chosen
-        self.minimum = minimum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +86,15 @@ class TilingSteps:
     Attributes:
         summed: a copy of a graph in which means are sums.
         tiled: a copy of a graph in which regions are loops.
-        planned: plans for a budget; raises :class:`UnmetError`.
+        planned: plans for a budget; raises :class:`UnmetError`. The last argument says whether that may be without a
+            search, where one operation alone needs more.
+        share: of a budget that may be used.
     """
 
     summed: Callable[[JointGraph], JointGraph]
     tiled: Callable[[JointGraph, Sequence[tuple[TileRegion, int]]], JointGraph]
-    planned: Callable[[JointGraph, int | float], Lowered]
+    planned: Callable[[JointGraph, int | float, bool], Lowered]
+    share: float
 
 
 def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, steps: TilingSteps) -> Lowered:
@@ -70,50 +109,22 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
     Raises:
         InfeasibleBudgetError: the budget is below what the step needs at the least.
     """
-    best, unmet, limit = None, None, budget
+    kinds = _Kinds(joint, steps)
     try:
-        best = steps.planned(joint, budget)
+        return _planned(joint, tiling, budget, steps, kinds)
     except UnmetError as error:
         unmet = error
-    chosen = unmet.chosen if unmet is not None else None
-    if best is not None:
-        if tiling != "auto" or not isinstance(best.chosen, Chosen) or not best.recompute_seconds:
-            return best
-        chosen, limit = best.chosen, best.chosen.limit
-    if tiling == "never":
-        assert unmet is not None
-        raise refusal(unmet.chosen, unmet.minimum, budget)
-    graph = steps.summed(joint)
-    kinds = _kinds(find_tile_regions(graph))
-    tiles: dict[int, int] = {}
-    lowest, done = unmet, set[int]()
-    while chosen is not None:
-        kind = _binding(chosen, [kinds[place] if place not in done else [] for place in range(len(kinds))])
-        if kind is None:
-            break
-        before = dict(tiles)
-        tiles[kind] = 2 * tiles[kind] if kind in tiles else _first_tiles(kinds[kind][0])
-        asked = [(region, count) for place, count in tiles.items() for region in kinds[place]]
+    while True:
+        # For another budget, other tiles are tried.
         try:
-            found = steps.planned(steps.tiled(graph, asked), limit)
+            _planned(joint, tiling, math.ceil(unmet.needs.bytes / steps.share), steps, kinds)
+            break
         except UnmetError as error:
-            if lowest is not None and error.minimum > lowest.minimum * _GAIN:
-                tiles = before
-                done.add(kind)
-                continue
-            lowest, chosen = error, error.chosen
-            if tiles[kind] >= kinds[kind][0].rows:
-                done.add(kind)
-            continue
-        if best is None or _seconds(found) < _seconds(best):
-            best = found
-        break
-    if best is None:
-        assert lowest is not None
-        refused = refusal(lowest.chosen, lowest.minimum, budget)
-        refused.wants_sizes = bool(input_sizes(joint.module))
-        raise refused
-    return best
+            unmet = error
+    assert unmet.chosen is not None
+    refused = refusal(unmet.chosen, unmet.needs.bytes, budget)
+    refused.wants_sizes = tiling != "never" and bool(input_sizes(joint.module))
+    raise refused
 
 
 def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
@@ -122,7 +133,7 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
     Args:
         joint: an annotated graph in which means are sums.
     """
-    kinds = _kinds(find_tile_regions(joint))
+    kinds = list(_by_kind(find_tile_regions(joint)).values())
     first = [_first_tiles(kind[0]) for kind in kinds]
     for count in range(1, len(kinds) + 1):
         yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
@@ -134,18 +145,163 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
         ]
 
 
-def _seconds(lowered: Lowered) -> float:
-    return sum(lowered.seconds.values())
+def _planned(joint: JointGraph, tiling: str | None, budget: int | float, steps: TilingSteps, kinds: _Kinds) -> Lowered:
+    """A plan within the budget.
+
+    Raises:
+        UnmetError: there is none; of all that was tried the one that needs least.
+    """
+    try:
+        untiled = steps.planned(joint, budget, tiling != "never")
+    except UnmetError as error:
+        if tiling == "never":
+            raise
+        return _in_tiles(kinds, error, budget, steps)
+    if tiling != "auto" or not isinstance(untiled.chosen, Chosen) or not untiled.recompute_seconds:
+        return untiled
+    unmet = UnmetError(Needs.of_plan(untiled.chosen, untiled.plan.peak_bytes), untiled.chosen)
+    try:
+        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), steps)
+    except UnmetError:
+        return untiled
+    return min(untiled, tiled, key=lambda lowered: sum(lowered.seconds.values()))
 
 
-def _kinds(regions: Sequence[TileRegion]) -> list[list[TileRegion]]:
+def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int | float, steps: TilingSteps) -> Lowered:
+    """The first plan within the budget, in more and more tiles.
+
+    Args:
+        kinds: what can be tiled.
+        unmet: what binds without tiles.
+        budget: bytes or a share.
+        steps: how graphs are made and planned.
+
+    Raises:
+        UnmetError: there is none; of all that was tried the one that needs least.
+    """
+    tiles: dict[_Kind, int] = {}
+    lowest, done = unmet, set[_Kind]()
+    while True:
+        kind = kinds.binding(lowest.needs, done)
+        if kind is None and lowest.chosen is not None:
+            raise lowest
+        tried = dict(tiles)
+        if kind is not None:
+            tried[kind] = kinds.more_tiles(kind, tiles.get(kind), lowest.needs, int(budget * steps.share))
+        try:
+            return steps.planned(kinds.tiled(tried), budget, kind is not None and lowest.chosen is None)
+        except UnmetError as error:
+            alike = (error.chosen is None) == (lowest.chosen is None)
+            if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:
+                assert kind is not None
+                done.add(kind)
+                continue
+            if not alike:
+                done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
+            lowest, tiles = error, tried
+            done.update(own for own, count in tiles.items() if count >= kinds.rows(own))
+
+
+class _Kinds:
+    """The regions of a graph by kind, found as far as they are asked for.
+
+    Args:
+        joint: an annotated graph; not changed.
+        steps: how graphs are made and planned.
+    """
+
+    def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
+        self._joint, self._steps = joint, steps
+
+    @functools.cached_property
+    def _graph(self) -> JointGraph:
+        return self._steps.summed(self._joint)
+
+    @functools.cached_property
+    def _regions(self) -> TileRegions:
+        return TileRegions(self._graph)
+
+    @functools.cached_property
+    def _named(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self._graph.graph.nodes}
+
+    def rows(self, kind: _Kind) -> int:
+        """Number of rows."""
+        return self._of(kind)[0].rows
+
+    def tiled(self, tiles: Mapping[_Kind, int]) -> JointGraph:
+        """The graph with kinds in so many tiles; with none, as it was."""
+        if not tiles:
+            return self._joint
+        return self._steps.tiled(
+            self._graph, [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
+        )
+
+    def binding(self, needs: Needs, done: Collection[_Kind]) -> _Kind | None:
+        """The kind that holds most of what binds, but for some; ``None``: none holds any."""
+        values = [self._named[name] for name, _ in needs.live if name in self._named]
+        operation = needs.operation.node if needs.operation is not None else None
+        if operation is not None and operation.name in self._named:
+            own = self._named[operation.name]
+            values += [own, *own.all_input_nodes]
+        # No region has values that are much wider than its widest.
+        for width in sorted({elements(value) for value in values} | {0}, reverse=True):
+            kinds = _by_kind(self._regions.as_wide_as(width))
+            held = _held(needs, {kind: regions for kind, regions in kinds.items() if kind not in done})
+            if held:
+                return max(held, key=held.__getitem__)
+        return None
+
+    def more_tiles(self, kind: _Kind, tiles: int | None, needs: Needs, limit: int) -> int:
+        """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
+        region = self._of(kind)[0]
+        if tiles is None:
+            return _first_tiles(region)
+        times = 2
+        if needs.operation is not None and _loop_of(needs.operation.node) in _loops([region]):
+            workspace = needs.operation.workspace
+            left = limit - (needs.bytes - workspace)
+            if 0 < left < workspace:
+                times = max(times, 2 ** math.ceil(math.log2(workspace / left)))
+        return min(times * tiles, region.rows)
+
+    def _of(self, kind: _Kind) -> list[TileRegion]:
+        return _by_kind(self._regions.found)[kind]
+
+
+def _held(needs: Needs, kinds: Mapping[_Kind, Sequence[TileRegion]]) -> dict[_Kind, int]:
+    """Bytes that regions hold of what binds, by kind; the kind of the operation that runs there holds some."""
+    kind_of = {node.name: kind for kind, regions in kinds.items() for region in regions for node in region.members}
+    held: dict[_Kind, int] = {}
+    for name, size in needs.live:
+        if name in kind_of:
+            held[kind_of[name]] = held.get(kind_of[name], 0) + size
+    if needs.operation is not None:
+        node = needs.operation.node
+        loops = {name: kind for kind, regions in kinds.items() for name in _loops(regions)}
+        own = loops.get(_loop_of(node), kind_of.get(node.name))
+        if own is not None:
+            held[own] = held.get(own, 0) + max(needs.operation.workspace, 1)
+    return held
+
+
+def _loops(regions: Iterable[TileRegion]) -> set[str | None]:
+    return {region.widest.name for region in regions}
+
+
+def _loop_of(node: fx.Node) -> str | None:
+    """The name of the widest value in a loop; ``None``: the operation is none."""
+    return node.target.widest.name if isinstance(node.target, TileLoop) else None
+
+
+def _by_kind(regions: Iterable[TileRegion]) -> dict[_Kind, list[TileRegion]]:
     """Regions that do the same on the same shapes."""
-    found: dict[Any, list[TileRegion]] = {}
+    found: dict[_Kind, list[TileRegion]] = {}
     for region in regions:
         targets = tuple(str(node.target) for node in region.members)
         key = tuple(region.widest.meta["val"].shape), region.rows, region.scalar is None, targets
         found.setdefault(key, []).append(region)
-    return list(found.values())
+    return found
 
 
 def _first_tiles(region: TileRegion) -> int:
@@ -154,20 +310,3 @@ def _first_tiles(region: TileRegion) -> int:
     while region.rows // (2 * tiles) >= _ROWS:
         tiles *= 2
     return min(tiles, region.rows)
-
-
-def _binding(chosen: Chosen, kinds: Sequence[Sequence[TileRegion]]) -> int | None:
-    """The kind of regions that holds most at the peak of a plan."""
-    peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
-    held: dict[int, int] = {}
-    kind_of = {node.name: place for place, kind in enumerate(kinds) for region in kind for node in region.members}
-    loops = {region.widest.name: place for place, kind in enumerate(kinds) for region in kind}
-    for name, size in peak.live:
-        if name in kind_of:
-            held[kind_of[name]] = held.get(kind_of[name], 0) + size
-    if peak.operation is not None:
-        node, workspace = peak.operation.node, peak.operation.workspace
-        place = loops.get(node.target.widest.name) if isinstance(node.target, TileLoop) else kind_of.get(node.name)
-        if place is not None:
-            held[place] = held.get(place, 0) + max(workspace, 1)
-    return max(held, key=held.__getitem__, default=None)

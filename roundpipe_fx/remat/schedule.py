@@ -26,6 +26,7 @@ __all__ = [
     "backward_events",
     "footprint",
     "just_in_time",
+    "name_of",
     "peak_of_forward",
     "peaks_by_stage",
     "remat_schedule",
@@ -181,7 +182,7 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     if peak.position < 0:
         return Peak(size, 0, False, None, ())
     event = events[peak.position]
-    live = [(_name(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
+    live = [(name_of(graph, course.copied.get(storage, storage)), size) for storage, size in peak.live[:_SHOWN]]
     if event.what is None:
         live = sorted([*live, ("loss outside", event.workspace)], key=lambda value: -value[1])
         return Peak(size, graph.segments - 1, True, None, tuple(live[:_SHOWN]))
@@ -275,7 +276,8 @@ def remat_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> RematSch
     return RematSchedule(tuple(blocks))
 
 
-def _name(graph: OperationGraph, storage: int) -> str:
+def name_of(graph: OperationGraph, storage: int) -> str:
+    """What a storage is called in messages."""
     if storage in graph.values:
         return graph.values[storage].name
     if storage == _LOSS:

@@ -86,7 +86,11 @@ LARGE = ("GPT-2", "Llama", "T5")
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [(name, budget) for name in CASES for budget in ((0.4,) if name in LARGE else (0.0, 0.4, 1.0))]
+    ("name", "budget"),
+    [
+        *((name, budget) for name in CASES if name not in LARGE for budget in (0.0, 0.4, 1.0)),
+        *(pytest.param(name, 0.4, marks=pytest.mark.long) for name in LARGE),
+    ],
 )
 def test_a_cached_plan_gives_the_same_programs_without_a_search(
     name: str, budget: float, folder: Path, searches: list[object]

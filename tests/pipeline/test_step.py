@@ -408,7 +408,7 @@ class Heads(nn.Module):
         return self.left(x).t(), self.right(x)
 
 
-@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+@pytest.mark.parametrize("compiler", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_strides_of_gradients_and_outputs_that_nobody_uses(compiler: str) -> None:
     model, x = Heads(), torch.randn(6, 8)
     own = copy.deepcopy(model)

@@ -31,7 +31,10 @@ def experts() -> nn.Module:
     return MixtureOfExperts(depth=1)
 
 
-@pytest.mark.parametrize(("make", "recompute"), [(DropoutMLP, "none"), (experts, "full"), (Masks, "full")])
+@pytest.mark.parametrize(
+    ("make", "recompute"),
+    [(DropoutMLP, "none"), pytest.param(experts, "full", marks=pytest.mark.long), (Masks, "full")],
+)
 def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recompute: str) -> None:
     model = make()
     batch = {"x": torch.randn(6, 8)}
@@ -42,6 +45,7 @@ def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recomput
         torch.testing.assert_close(gradient, reference.gradients[parameter], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_inductor_keeps_to_a_budget() -> None:
     """It fuses, orders and reuses as it likes; what it holds beyond the plan is seen in a step, and planned for."""
     model = TiedTransformer(width=32, depth=1, vocabulary=64)

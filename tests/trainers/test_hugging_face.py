@@ -72,7 +72,11 @@ def _same_weights(first: nn.Module, second: nn.Module) -> bool:
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, pytest.param({"bf16": True}, marks=pytest.mark.long), {"gradient_checkpointing": True}],
+    [
+        {},
+        pytest.param({"bf16": True}, marks=pytest.mark.long),
+        pytest.param({"gradient_checkpointing": True}, marks=pytest.mark.long),
+    ],
     ids=["float32", "bf16", "checkpointing"],
 )
 def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Growth:
         widest: the value.
         start: where its rows are.
         described: how operations divide, as far as anybody has asked.
+        sizes: number of elements by node, as far as anybody has asked.
         taken: what other regions have.
         tangential: what depends on incoming gradients.
         where: by value, where its rows are.
@@ -108,6 +109,7 @@ class Growth:
     widest: fx.Node
     start: Rows
     described: dict[fx.Node, Described | None]
+    sizes: dict[fx.Node, int]
     taken: set[fx.Node]
     tangential: set[fx.Node]
     where: dict[fx.Node, Rows] = field(default_factory=dict)
@@ -212,7 +214,7 @@ class Growth:
                 if source in self.members or source not in self.tangential or source.op == "placeholder":
                     continue
                 if source in self.where:
-                    found |= elements(source) == self.rows and self._join(source)
+                    found |= self._elements(source) == self.rows and self._join(source)
                 elif _is_scaling(source):
                     self.members.add(source)
                     self.whole.add(source)
@@ -232,12 +234,17 @@ class Growth:
                 yield value
 
     def _is_wide(self, value: fx.Node) -> bool:
-        return elements(value) >= _AS_WIDE * elements(self.widest)
+        return self._elements(value) >= _AS_WIDE * self._elements(self.widest)
+
+    def _elements(self, value: fx.Node) -> int:
+        if value not in self.sizes:
+            self.sizes[value] = elements(value)
+        return self.sizes[value]
 
     def _value(self, returned: set[fx.Node]) -> None:
         """How many bytes need no longer exist at once; nothing if what is read or returned by rows is wide too."""
         self.sums = any(
-            node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and elements(node) > 1
+            node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and self._elements(node) > 1
             for node in self.members - self.whole
         )
         wide = {
@@ -253,8 +260,8 @@ class Growth:
             if value in self.where
             and (value not in made or value in returned or any(user not in made for user in value.users))
         }
-        limit = _NARROW * elements(self.widest)
-        floats = [v for v in outside if v.meta["val"].is_floating_point() and elements(v) > limit]
+        limit = _NARROW * self._elements(self.widest)
+        floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
         # What the caller is given exists in any case.
         given = {v for v in floats if v in returned or v.op == "placeholder"}
         if any(v not in given for v in floats):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import graphlib
 import math
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
 )
 
-__all__ = ["TileRegion", "find_tile_regions"]
+__all__ = ["TileRegion", "TileRegions", "find_tile_regions"]
 
 _LEAST_BYTES = 1 << 10
 """Smaller values are not worth a loop."""
@@ -83,41 +84,72 @@ def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
     Args:
         joint: an annotated graph; not changed.
     """
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
-    returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
-    tangential = _descendants(joint, joint.tangents)
-    described: dict[fx.Node, Described | None] = {}
-    taken: set[fx.Node] = set()
-    seen: set[fx.Node] = set()
-    found: list[TileRegion] = []
-    for widest in sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -elements(node)):
-        if widest in taken or widest in seen or not _may_be_widest(widest):
-            continue
+    return TileRegions(joint).as_wide_as(0)
+
+
+class TileRegions:
+    """The regions of a graph, found as far as they are asked for.
+
+    Args:
+        joint: an annotated graph; not changed.
+
+    Attributes:
+        found: so far.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = joint
+        self._order = {node: place for place, node in enumerate(joint.graph.nodes)}
+        self._returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
+        self._tangential = _descendants(joint, joint.tangents)
+        self._described: dict[fx.Node, Described | None] = {}
+        self._sizes = {node: elements(node) for node in joint.graph.nodes}
+        self._taken: set[fx.Node] = set()
+        self._seen: set[fx.Node] = set()
+        self.found: list[TileRegion] = []
+        by_width = sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -self._sizes[node])
+        self._waiting = deque(node for node in by_width if _may_be_widest(node))
+
+    def as_wide_as(self, least: int) -> list[TileRegion]:
+        """Those whose widest value has at least so many elements, the widest first; they do not overlap."""
+        while self._waiting and self._sizes[self._waiting[0]] >= least:
+            widest = self._waiting.popleft()
+            if widest not in self._taken and widest not in self._seen:
+                self._look_around(widest)
+        return self.found
+
+    def _look_around(self, widest: fx.Node) -> None:
         grown = [
-            Growth(widest=widest, start=rows, described=described, taken=taken, tangential=tangential)
+            Growth(
+                widest=widest,
+                start=rows,
+                described=self._described,
+                sizes=self._sizes,
+                taken=self._taken,
+                tangential=self._tangential,
+            )
             for rows in _candidates(widest)
         ]
         # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
         best = max(
-            (own for own in grown if own.grow(returned)), key=lambda own: (not own.sums, own.saved), default=None
+            (own for own in grown if own.grow(self._returned)), key=lambda own: (not own.sums, own.saved), default=None
         )
         # From another value that is as wide, and that was reached, the same would be found.
         reached = {node for own in grown for node in own.members}
-        seen.update(node for node in reached if elements(node) == elements(widest))
+        self._seen.update(node for node in reached if self._sizes[node] == self._sizes[widest])
         if best is None:
-            continue
+            return
         region = TileRegion(
             widest=widest,
             rows=best.rows,
-            members=tuple(sorted(best.members, key=order.__getitem__)),
+            members=tuple(sorted(best.members, key=self._order.__getitem__)),
             where=dict(best.where),
             whole=frozenset(best.whole),
         )
-        region = dataclasses.replace(region, scalar=_scalar(joint, region, tangential))
-        if _is_acyclic(joint, [*found, region]):
-            taken.update(set(region.members) - region.whole)
-            found.append(region)
-    return found
+        region = dataclasses.replace(region, scalar=_scalar(self._joint, region, self._tangential))
+        if _is_acyclic(self._joint, [*self.found, region]):
+            self._taken.update(set(region.members) - region.whole)
+            self.found.append(region)
 
 
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from roundpipe_fx.analysis.tiling import TileRegion, find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, find_tile_regions
 from tests.graph_text import joint_of
 
 
@@ -177,3 +177,17 @@ def test_gradients_that_depend_on_the_whole_loss_are_not_made_before() -> None:
     assert region.scalar is None or region.scalar.name == "number"
     if region.scalar is not None:
         assert "number" not in names(region)
+
+
+def test_regions_are_found_as_far_as_they_are_asked_for() -> None:
+    narrow_up = "mm_2: float32[64, 32] = aten.mm.default(primals_1, primals_4)"
+    narrow_tanh = "tanh_1: float32[64, 32] = aten.tanh.default(mm_2)"
+    narrow_down = "mm_3: float32[64, 4] = aten.mm.default(tanh_1, primals_5)"
+    weights = "    primals_4: float32[4, 32],  # parameter\n    primals_5: float32[32, 4],  # parameter\n"
+    text = forward(UP, TANH, DOWN, narrow_up, narrow_tanh, narrow_down, inputs=weights, result="mm_1, mm_3")
+    asked = TileRegions(joint_of(text))
+    assert asked.as_wide_as(64 * 128 + 1) == []
+    (wide,) = asked.as_wide_as(64 * 33)
+    assert "tanh" in names(wide)
+    assert [names(region) for region in asked.as_wide_as(1)] == [names(region) for region in regions(text)]
+    assert len(asked.found) == 2
