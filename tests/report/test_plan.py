@@ -150,8 +150,8 @@ def test_explain_says_what_happens_to_a_value_and_what_it_would_cost_otherwise()
     assert "saved from forward to backward" in plan.explain(saved.name)
     assert f"{saved.recompute_seconds * 1e3:.3f} ms" in plan.explain(saved.name) and saved.recompute_seconds > 0
     assert "recomputed in the backward" in plan.explain(again.name)
-    assert f"it would hold {bytes_text(again.bytes)}" in plan.explain(again.name)
-    assert "needed by the forward alone" in plan.explain(passing.name)
+    assert f"would hold {bytes_text(again.bytes)}" in plan.explain(again.name)
+    assert "needed only by the forward" in plan.explain(passing.name)
     whole = plan.explain("blocks.1").splitlines()
     assert len(whole) > 4 and all(" in blocks.1" in line for line in whole)
     with pytest.raises(ValueError, match=r"no value and no module named 'block.1'.*'blocks.1"):
