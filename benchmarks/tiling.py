@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -317,6 +318,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help="names of cases; none: all")
     parser.add_argument("--pairs", type=int, default=5, help="paired steps a comparison; 0: no timing")
     arguments = parser.parse_args()
+    os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"
     chosen = [case for case in cases() if not arguments.cases or case.name in arguments.cases]
     lowest_rows: list[dict[str, Any]] = []
     peer_rows: list[dict[str, Any]] = []

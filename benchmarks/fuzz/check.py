@@ -177,7 +177,9 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
         _held(
             result,
             way,
-            references.wrong(left, place, rounded="tiles" in way),
+            references.wrong(
+                left, place, rounded="tiles" in way or _is_tiled(model), dynamic=way.get("dynamic", False)
+            ),
             left,
             references.state(place),
             f"step {place + 1}",
@@ -199,6 +201,10 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
         # The generator's state is read before anything else is there: a peak of so many bytes by itself.
         peak = 0 if allocated <= torch.get_rng_state().nbytes else allocated
         _check_peak(model.plan, peak, way, result, "the allocator, in step 3", same=True)
+
+
+def _is_tiled(model: Any) -> bool:
+    return any(plan.tiles for plan in model.plans)
 
 
 def _allocated(model: Any, net: nn.Module, inputs: list[torch.Tensor]) -> int:
@@ -321,11 +327,11 @@ def _check_minimum(program: Program, references: References, way: Mapping[str, A
         )
         return
     result.check("stated minimum", way, "")
-    _held(result, way, references.wrong(left, 0), left, references.state(0), "step 1 at the minimum")
+    _held(result, way, references.wrong(left, 0, _is_tiled(model)), left, references.state(0), "step 1 at the minimum")
     del left
     peak = StoragePeak()
     left = take_step(model, net, references.inputs(1), references.batches[1][1], meter=peak)
-    _held(result, way, references.wrong(left, 1), left, references.state(1), "step 2 at the minimum")
+    _held(result, way, references.wrong(left, 1, _is_tiled(model)), left, references.state(1), "step 2 at the minimum")
     top = _settled(
         model,
         net,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import linecache
 import sys
@@ -113,12 +114,18 @@ class References:
         outputs = self.eager[0].outputs
         return len(outputs) != 1 or outputs[0].dim() > 0 or outputs[0].is_complex()
 
-    def _by_aot_eager(self, part: Callable[[nn.Module], nn.Module]) -> list[Left]:
+    @functools.cached_property
+    def _dynamic(self) -> list[Left]:
+        return self._by_aot_eager(lambda net: net, dynamic=True)
+
+    def _by_aot_eager(self, part: Callable[[nn.Module], nn.Module], dynamic: bool | None = None) -> list[Left]:
         torch._dynamo.reset()
         recurrent = "rnn" in self.program.notes
         with dynamo_flags(), torch._dynamo.config.patch(allow_rnn=True) if recurrent else contextlib.nullcontext():
             try:
-                return self._steps(lambda net: torch.compile(part(net), backend=_aot_eager, fullgraph=True))
+                return self._steps(
+                    lambda net: torch.compile(part(net), backend=_aot_eager, fullgraph=True, dynamic=dynamic)
+                )
             except Exception as error:
                 raise Skip(f"aot_eager: {type(error).__name__}: {str(error).strip().splitlines()[0][:100]}") from None
 
@@ -143,10 +150,19 @@ class References:
         """The generator's, after a step."""
         return self.aot[place].state
 
-    def wrong(self, left: Left, place: int, rounded: bool = False) -> dict[str, str]:
-        """How a step differs from what it is held against; ``rounded``: sums may be rounded otherwise."""
+    def wrong(self, left: Left, place: int, rounded: bool = False, dynamic: bool = False) -> dict[str, str]:
+        """How a step differs from what it is held against.
+
+        Args:
+            left: what the step left.
+            place: which step it is.
+            rounded: sums may be rounded otherwise.
+            dynamic: it is traced with symbols for sizes.
+        """
         eager = self.eager[place]
         bits = differences(left, self.aot[place], self.tolerance if rounded else None)
+        if bits and dynamic:  # some operators are traced otherwise
+            bits = differences(left, self._dynamic[place], self.tolerance if rounded else None)
         if not bits:
             # Bits of a reference that is wrong in float64 are wrong.
             sure = self.aot_is_wrong and not self.random and self.program.case.dtype == "float64"

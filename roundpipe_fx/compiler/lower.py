@@ -40,7 +40,7 @@ from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
-from roundpipe_fx.remat.least_bytes import least_bytes
+from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
@@ -51,6 +51,7 @@ __all__ = [
     "bounded_in_bytes",
     "emit",
     "emit_by_policy",
+    "least_bytes_of",
     "lower",
     "prepare",
     "summed",
@@ -244,7 +245,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: summed(joint, setting),
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
-        planned=lambda joint, budget, bounded: _within(_cut(joint, setting), setting, budget, bounded),
+        planned=lambda joint, budget, limit: _within(_cut(joint, setting), setting, budget, limit),
         share=setting.share,
     )
 
@@ -261,6 +262,17 @@ def summed(joint: JointGraph, setting: Setting) -> JointGraph:
 def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
     """A copy of a graph in which regions are loops."""
     return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
+
+
+def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:
+    """Bytes that a step needs under every plan.
+
+    Args:
+        joint: a training graph that is not cut; not changed.
+        setting: what else there is to know.
+    """
+    staged = setting.run(_cut(joint.copy(), setting), PassLevel.STAGED)
+    return least_bytes(operations_of(staged, setting))
 
 
 def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
@@ -331,14 +343,14 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     return lowered
 
 
-def _within(joint: JointGraph, setting: Setting, budget: int | float, bounded: bool) -> Lowered:
+def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int | None) -> Lowered:
     """Plan for a budget. A plan whose emitted programs are simulated to exceed it is not used.
 
     Args:
         joint: a graph with segments.
         setting: what else there is to know.
         budget: bytes or a share.
-        bounded: whether no plan is searched for where one operation alone needs more.
+        limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
 
     Raises:
         UnmetError: no plan stays within it.
@@ -348,9 +360,9 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, bounded: b
     shared = _without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
-    if bounded and rotor is None and isinstance(budget, int):
+    if limit is not None and rotor is None:
         least = least_bytes(operations)
-        if least.bytes > int(budget * setting.share):
+        if least.bytes > limit:
             raise UnmetError(Needs(bytes=least.bytes, operation=least.operation, live=least.live))
     whole = None if shared is None else dataclasses.replace(operations_of(shared, setting), step=step)
     beside = stages_to_overlap(joint, _full(setting))

@@ -86,14 +86,14 @@ class TilingSteps:
     Attributes:
         summed: a copy of a graph in which means are sums.
         tiled: a copy of a graph in which regions are loops.
-        planned: plans for a budget; raises :class:`UnmetError`. The last argument says whether that may be without a
-            search, where one operation alone needs more.
+        planned: plans for a budget; raises :class:`UnmetError`, without a search for a plan where one operation alone
+            needs more than so many bytes as the last argument says.
         share: of a budget that may be used.
     """
 
     summed: Callable[[JointGraph], JointGraph]
     tiled: Callable[[JointGraph, Sequence[tuple[TileRegion, int]]], JointGraph]
-    planned: Callable[[JointGraph, int | float, bool], Lowered]
+    planned: Callable[[JointGraph, int | float, int | None], Lowered]
     share: float
 
 
@@ -151,29 +151,51 @@ def _planned(joint: JointGraph, tiling: str | None, budget: int | float, steps: 
     Raises:
         UnmetError: there is none; of all that was tried the one that needs least.
     """
+    limit = int(budget * steps.share) if isinstance(budget, int) and tiling != "never" else None
     try:
-        untiled = steps.planned(joint, budget, tiling != "never")
+        untiled = steps.planned(joint, budget, limit)
     except UnmetError as error:
-        if tiling == "never":
+        if limit is None:
             raise
-        return _in_tiles(kinds, error, budget, steps)
+        return _in_tiles_either_way(kinds, error, int(budget), limit, steps)
     if tiling != "auto" or not isinstance(untiled.chosen, Chosen) or not untiled.recompute_seconds:
         return untiled
     unmet = UnmetError(Needs.of_plan(untiled.chosen, untiled.plan.peak_bytes), untiled.chosen)
     try:
-        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), steps)
+        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), untiled.chosen.limit, steps)
     except UnmetError:
         return untiled
     return min(untiled, tiled, key=lambda lowered: sum(lowered.seconds.values()))
 
 
-def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int | float, steps: TilingSteps) -> Lowered:
+def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: TilingSteps) -> Lowered:
+    """A plan within the budget in few tiles; else from where no tiles lower what any operation needs.
+
+    Arguments and errors as for :func:`_in_tiles`.
+    """
+    try:
+        return _in_tiles(kinds, unmet, budget, limit, steps)
+    except UnmetError as error:
+        first = error
+    if not kinds.exist:
+        raise first
+    try:
+        try:
+            return steps.planned(kinds.tiled({}), budget, 0)
+        except UnmetError as error:
+            return _in_tiles(kinds, error, budget, 0, steps)
+    except UnmetError as error:
+        raise min(first, error, key=lambda error: error.needs.bytes) from None
+
+
+def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: TilingSteps) -> Lowered:
     """The first plan within the budget, in more and more tiles.
 
     Args:
         kinds: what can be tiled.
         unmet: what binds without tiles.
-        budget: bytes or a share.
+        budget: bytes.
+        limit: while one operation needs more bytes, no plan is searched for unless that is so in any tiles.
         steps: how graphs are made and planned.
 
     Raises:
@@ -187,9 +209,10 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int | float, steps: Tili
             raise lowest
         tried = dict(tiles)
         if kind is not None:
-            tried[kind] = kinds.more_tiles(kind, tiles.get(kind), lowest.needs, int(budget * steps.share))
+            tried[kind] = kinds.more_tiles(kind, tiles.get(kind), lowest.needs, limit)
         try:
-            return steps.planned(kinds.tiled(tried), budget, kind is not None and lowest.chosen is None)
+            bounded = kind is not None and lowest.chosen is None
+            return steps.planned(kinds.tiled(tried), budget, limit if bounded else None)
         except UnmetError as error:
             alike = (error.chosen is None) == (lowest.chosen is None)
             if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:
@@ -224,6 +247,11 @@ class _Kinds:
     @functools.cached_property
     def _named(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self._graph.graph.nodes}
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return bool(self._regions.as_wide_as(0))
 
     def rows(self, kind: _Kind) -> int:
         """Number of rows."""

@@ -4,22 +4,22 @@ The passes are those of every other compilation. What differs is how a graph is 
 RoundPipe's slots), that the backward may be split, and that plans are judged by simulating the schedule: how long a
 step takes, and how many bytes each device holds with the microbatches in flight. ::
 
-    for each schedule that was asked for (one; with "auto" all)      _best_of
-        for each limit on an offloaded model's weights                  until one fits
-            cut the graph for the schedule                           cut_for_schedule
-            choose what is recomputed:
-                inference                                            nothing
-                checkpoint="always", "except_last", "never"          a save policy
-                a budget                                             within_budget
-            simulate the schedule
-    none within the budget: the same, with regions in tiles          _in_tiles
+    for the graph, then with more and more of it in tiles               _within_budget_or_in_tiles
+        for each schedule that was asked for (one; with "auto" all)     _best_of
+            for each limit on an offloaded model's weights                  until one fits
+                cut the graph for the schedule                          cut_for_schedule
+                choose what is recomputed:
+                    inference                                           nothing
+                    checkpoint="always", "except_last", "never"         a save policy
+                    a budget                                            within_budget
+                simulate the schedule
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from roundpipe_fx.analysis.cost import MeasuredCosts
@@ -29,6 +29,7 @@ from roundpipe_fx.compiler.lower import (
     asked_budget,
     emit,
     emit_by_policy,
+    least_bytes_of,
     prepare,
     summed,
     tiled,
@@ -91,10 +92,7 @@ def lower_pipeline(
     def planned(graph: JointGraph) -> LoweredPipeline:
         return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
 
-    try:
-        best = planned(joint)
-    except InfeasibleBudgetError as error:
-        best = _in_tiles(joint, setting, error, planned)
+    best = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     log.info("%s", best.main.lowered.plan)
@@ -112,26 +110,45 @@ def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) 
     return [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"]
 
 
-def _in_tiles(
+def _within_budget_or_in_tiles(
     joint: JointGraph,
     setting: Setting,
-    refused: InfeasibleBudgetError,
+    pipelining: Pipelining,
     planned: Callable[[JointGraph], LoweredPipeline],
 ) -> LoweredPipeline:
-    """The first pipeline within the budget with regions of the graph in tiles.
+    """The first pipeline within the budget: as the graph is, or with more and more of its regions in tiles.
+
+    No schedule is searched for where one operation alone needs more than the budget, unless that is so in any tiles.
 
     Raises:
         InfeasibleBudgetError: there is none; the error is that of the attempt that needs least.
     """
-    if setting.options.tiling == "never" or not isinstance(asked_budget(joint, setting.options, setting.device), int):
-        raise refused
+    budget = asked_budget(joint, setting.options, setting.device)
+    bounded = setting.context.training and pipelining.checkpoint is None and isinstance(budget, int)
+    if not bounded or setting.options.tiling == "never":
+        return planned(joint)
+    assert budget is not None
+    limit = int(budget * setting.share)
+    refused: InfeasibleBudgetError | None = None
+    for needs_more in (lambda graph: least_bytes_of(graph, setting).bytes > limit, lambda graph: False):
+        for graph in _as_it_is_and_in_tiles(joint, setting):
+            if needs_more(graph):
+                continue
+            try:
+                return planned(graph)
+            except InfeasibleBudgetError as error:
+                refused = error if refused is None or error.minimum < refused.minimum else refused
+        if refused is not None:
+            break
+    assert refused is not None
+    raise refused
+
+
+def _as_it_is_and_in_tiles(joint: JointGraph, setting: Setting) -> Iterator[JointGraph]:
+    yield joint.copy()
     graph = summed(joint, setting)
     for tiles in tile_sequence(graph):
-        try:
-            return planned(tiled(graph, tiles, setting))
-        except InfeasibleBudgetError as error:
-            refused = error if error.minimum < refused.minimum else refused
-    raise refused
+        yield tiled(graph, tiles, setting)
 
 
 def _best_of(
