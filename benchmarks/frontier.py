@@ -142,7 +142,7 @@ def peers(case: Case, batch: dict[str, Any], reference: Any) -> dict[str, tuple[
         try:
             measured = budgeted(case, batch, partition, budget, reference)
         except RuntimeError as error:
-            # Dropout that is drawn anew in the backward routes tokens anew, and shapes no longer match.
+            # Dropout that is redrawn in the backward routes tokens differently, and shapes no longer match.
             console.print(f"{case.name}: activation_memory_budget {budget} fails: {str(error).splitlines()[0]}")
             continue
         found[f"activation_memory_budget {budget}"] = (measured, measured.seconds - plain.seconds)
@@ -162,7 +162,7 @@ def budgeted(case: Case, batch: dict[str, Any], partition: Any, budget: float, r
     compiled = torch.compile(model, backend=backend)
 
     def run(**inputs: Any) -> Any:
-        # Around every call, since it compiles anew once Dynamo's caches are emptied.
+        # Around every call, since it recompiles once Dynamo's caches are emptied.
         with torch._functorch.config.patch(activation_memory_budget=budget), dynamo_flags():
             return compiled(**inputs)
 
@@ -229,15 +229,15 @@ def lowest_peaks(plan: roundpipe_fx.Plan, model: str, measured: int, peers: dict
     """
     assert plan.operations is not None
     bound = lower_bound(plan.operations)
-    leanest = min(peers, key=lambda name: peers[name])
+    lowest_peer = min(peers, key=lambda name: peers[name])
     return {
         "model": model,
         "ours MB": measured / 1e6,
-        "lowest peer": leanest,
-        "its MB": peers[leanest] / 1e6,
-        "ours / its": measured / peers[leanest],
+        "lowest peer": lowest_peer,
+        "its MB": peers[lowest_peer] / 1e6,
+        "ours / its": measured / peers[lowest_peer],
         "lower bound MB": bound.bytes / 1e6,
-        "bound / its": bound.bytes / peers[leanest],
+        "bound / its": bound.bytes / peers[lowest_peer],
         "predicted / bound": plan.peak_bytes / bound.bytes,
         "bound by": bound.operation.node.name if bound.operation is not None else "the forward",
     }
@@ -285,15 +285,15 @@ def main() -> None:
             peer_rows.append(beside(case, cheapest, "rotor", candidate.peak.bytes, candidate.seconds, None))
         found = peers(case, batch, reference)
         budgeted_names = [name for name in found if name.startswith("activation")]
-        leanest = min(budgeted_names, key=lambda name: found[name][0].peak, default=None)
+        lowest_peer = min(budgeted_names, key=lambda name: found[name][0].peak, default=None)
         for name, (peer, seconds) in found.items():
             row = beside(case, cheapest, name, peer.peak, seconds, peer.error)
-            if arguments.pairs and name in ("eager", "checkpoint per block", leanest):
+            if arguments.pairs and name in ("eager", "checkpoint per block", lowest_peer):
                 row |= timed(case, batch, whole, peer, arguments.pairs)
             peer_rows.append(row)
         peaks = {name: peer.peak for name, (peer, _) in found.items()} | {"rotor": rotor[-1].peak.bytes}
-        leanest_of_ours = round(next(r["measured MB"] for r in rows if r["model"] == case.name) * 1e6)
-        lowest_rows.append(lowest_peaks(lowest, case.name, leanest_of_ours, peaks))
+        our_lowest = round(next(r["measured MB"] for r in rows if r["model"] == case.name) * 1e6)
+        lowest_rows.append(lowest_peaks(lowest, case.name, our_lowest, peaks))
         report("frontier", "a budget is a bound, predicted, at unchanged bits", rows)
         report("frontier_peers", "at the peak of each peer: our recomputation over the peer's", peer_rows)
         report("frontier_lowest", "the lowest peak, the lowest of any peer, and what no schedule can beat", lowest_rows)

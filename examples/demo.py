@@ -34,7 +34,7 @@ class Figures:
 
     name: str
     peak: int
-    questions: int
+    host_syncs: int
     seconds: float
     difference: float
     losses: list[float]
@@ -70,7 +70,7 @@ def make_batches(count: int, batch: int, length: int) -> list[torch.Tensor]:
 
 
 def gradients(run: nn.Module, tokens: torch.Tensor) -> tuple[int, int, dict[str, torch.Tensor]]:
-    """One step's peak of live bytes, questions asked in its backward, and gradients."""
+    """One step's peak of live bytes, host syncs in its backward, and gradients."""
     run.zero_grad()
     torch.manual_seed(0)
     with roundpipe_fx.measure_peak("cpu") as peak:
@@ -89,7 +89,7 @@ def train(
     name: str, run: nn.Module, batches: list[torch.Tensor], reference: dict[str, torch.Tensor], tick: Callable[[], None]
 ) -> tuple[Figures, dict[str, torch.Tensor]]:
     run(input_ids=batches[0], labels=batches[0]).loss.backward()  # warm-up: compiles
-    peak, questions, found = gradients(run, batches[0])
+    peak, host_syncs, found = gradients(run, batches[0])
     reference = reference or found
     difference = max(float((found[n] - g).abs().max() / g.abs().max().clamp_min(1e-12)) for n, g in reference.items())
     optimizer = torch.optim.AdamW(run.parameters(), lr=2e-3)
@@ -103,7 +103,7 @@ def train(
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         tick()
-    return Figures(name, peak, questions, statistics.median(seconds), difference, losses), found
+    return Figures(name, peak, host_syncs, statistics.median(seconds), difference, losses), found
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ def main() -> None:
         table.add_row(
             row.name,
             f"{row.peak / 1e6:.1f}",
-            str(row.questions),
+            str(row.host_syncs),
             f"{row.seconds:.2f}",
             f"{row.difference:.1e}",
             f"{row.losses[0]:.2f} to {statistics.mean(row.losses[-4:]):.2f}",

@@ -1,8 +1,8 @@
 """accumulate_gradients: a pipeline's stage module adds parameters' gradients to their sums once they are computed.
 
-The sums over earlier microbatches become inputs of the graph, and what it returns are the new sums. The first
-microbatch's gradient becomes the sum, which is written over from then on; if it is part of a larger tensor or somebody
-else holds it, a copy does. A gradient that is a matrix product is added while it is computed.
+The sums over earlier microbatches become inputs of the graph, which returns the new sums. The first microbatch's
+gradient becomes the sum, which is updated in place from then on; if it is part of a larger tensor or is referred to
+elsewhere, a copy does. A gradient that is a matrix product is added while it is computed.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["accumulate_gradients"]
 
 
 def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = True) -> JointGraph:
-    """Add gradients of parameters to their sums; parts that one module makes are added to one sum.
+    """Add gradients of parameters to their sums; parts that one module computes are added to one sum.
 
     Args:
         joint: a graph with stages and phases, in the order in which its modules will run.
         costs: of the additions.
-        in_place: whether stages run eagerly; a stage compiler is given additions that make a new sum.
+        in_place: whether stages run eagerly; a stage compiler gets out-of-place additions.
     """
     numbers, holders, position = StorageIds(), _Holders(list), {}
     for place, node in enumerate(joint.graph.nodes):
@@ -87,9 +87,9 @@ class _Addition:
 
     Attributes:
         owner: number of the input that it is the gradient of, or a part of it.
-        gradient: what makes it.
-        after: where it is added.
-        target: what adds it.
+        gradient: the node that computes it.
+        after: the node after which it is added.
+        target: the function that adds it.
     """
 
     owner: int
@@ -145,11 +145,11 @@ _INHERITED = (
 
 
 def _stands_alone(gradient: fx.Node, holders: list[fx.Node]) -> bool:
-    """Whether a gradient is the whole of its memory, and nobody outside the module that makes it sees that.
+    """Whether a gradient uses all of its memory, and nothing outside its module refers to that memory.
 
     Args:
-        gradient: what the backward returns.
-        holders: all that stands on the same memory; nothing, if that was not made in the backward.
+        gradient: a result of the backward.
+        holders: all values that share its memory; empty if that was not allocated in the backward.
     """
     value = gradient.meta["val"]
     whole = value.untyped_storage().nbytes() == _bytes(value)

@@ -1,7 +1,8 @@
 """annotate: phase, bytes and modelled seconds of each node.
 
-Bytes are of *new* storage: a view has none, and a storage that several nodes alias is counted at the node that made
-it. Sizes that are known only at run time count at their upper bound (:func:`roundpipe_fx.torch_private.size_hint`).
+Bytes are of *new* storage: a view has none, and a storage that several nodes alias is counted at the node that
+allocates it. Sizes that are known only at run time count at their upper bound
+(:func:`roundpipe_fx.torch_private.size_hint`).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def annotate(joint: JointGraph, costs: CostModel) -> JointGraph:
 
 
 def _mark_phases(joint: JointGraph) -> None:
-    """Backward is what the tracer tagged so, or what depends on a tangent; the rest is the forward's.
+    """Nodes that the tracer tagged as backward, or that depend on a tangent, are backward; the others are forward.
 
-    Nodes without a tag (added by other passes) follow their users: what no forward node or output needs is backward.
+    Nodes without a tag (added by other passes) follow their users: those that no forward node or output needs are
+    backward.
     """
     depends_on_tangent: set[fx.Node] = set(joint.tangents)
     for node in joint.computed():

@@ -1,13 +1,13 @@
-"""apply_remat_schedule: the backward as it was decided, as explicit nodes in the order of the decision.
+"""apply_remat_schedule: writes the rematerialization schedule into the graph, as explicit nodes in its order.
 
 A :class:`RematSchedule` lists the operations of the backward and the forward operations that are recomputed among
-them. Here each recomputation becomes a copy of its node, every reader reads the latest copy of what it needs, and the
-graph is put into the schedule's order. What is early gets phase recompute, the rest phase backward. A forward value
+them. Here each recomputation becomes a copy of its node, every reader reads the latest copy of each operand, and the
+graph is put into the schedule's order. Early operations get phase recompute, the others phase backward. A forward value
 that no operation recomputes is saved. After this pass everything is explicit in one graph.
 
-Views cost nothing and need not be in the schedule: they are made where they are read, from whatever copy of their base
-is the latest there, so that none holds a storage longer than the schedule says. One that both phases of a stage read is
-made in each, since only its base needs to cross.
+Views cost nothing and need not be in the schedule: they are created where they are read, from the latest copy of their
+base there, so that none holds a storage longer than the schedule says. A view that both phases of a stage read is
+created in each, since only its base needs to be passed.
 """
 
 from __future__ import annotations
@@ -68,9 +68,10 @@ class _Writer:
         self._phase = Phase.BACKWARD
         self._saved = schedule.saved
         self._latest: dict[tuple[fx.Node, int | None], fx.Node] = {}
-        """By node, the copy that readers in a stage get from here on; with ``None``, in stages without their own."""
+        """By node and stage, the copy that readers get from here on; ``None`` stands for stages without their own
+        copy."""
         self._views: dict[tuple[fx.Node, int, Phase, tuple[fx.Node, ...]], fx.Node] = {}
-        """Views by what they are of, the stage and phase they are made in, and what they read there."""
+        """Views by original, the stage and phase in which they are created, and their operands there."""
         self._placed: set[fx.Node] = set()
         self._unlisted: dict[int, list[fx.Node]] = {}
         listed = set(schedule.nodes())
@@ -83,7 +84,7 @@ class _Writer:
         self._segment, self._stage = segment, stage
 
     def end(self) -> None:
-        """A block ends: views that only the caller reads are made."""
+        """A block ends: views that only the caller reads are created."""
         self._phase = Phase.BACKWARD
         for node in self._unlisted.get(self._segment, ()):
             if node not in self._placed and (self._output in node.users or has_side_effect(node)):
@@ -107,7 +108,7 @@ class _Writer:
         if op.rng_shape_source is not None:
             copy.update_arg(0, op.rng_shape_source)
         self._read(copy)
-        self._place(copy)  # behind the views that it reads
+        self._place(copy)  # after the views that it reads
         if op.form is not Form.SAME or copy.target != node.target:
             annotate_node(copy, self._costs)
         self._note(node, copy)
@@ -144,7 +145,7 @@ class _Writer:
                 node.replace_input_with(source, found)
 
     def _take_apart(self, original: fx.Node, made: fx.Node) -> None:
-        """Take the items out of a tuple at once, so that those that nobody reads die."""
+        """Unpack a tuple at once, so that items that are not read die."""
         if not isinstance(original.meta.get("val"), (tuple, list)):
             return
         for user in list(original.users):

@@ -1,7 +1,7 @@
-"""batch_norm: its gradient is made without the running statistics, which it does not read in training.
+"""batch_norm: its gradient does not get the running statistics, which it does not read in training.
 
-Autograd hands them to the kernel all the same. In a traced graph they are results of the forward, not the buffers that
-the caller has anyway, so each would be kept for the backward for nothing.
+Autograd passes them to the kernel all the same. In a traced graph they are results of the forward, not the caller's
+buffers, so each would needlessly be saved for the backward.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def release_running_statistics(joint: JointGraph) -> JointGraph:
-    """Let gradients of batch norms that used the batch's own statistics read no others, as without running ones."""
+    """Remove running statistics from the gradients of batch norms that used the batch's own."""
     for node in joint.computed():
         if node.target is aten.native_batch_norm_backward.default:
             gradient, source, weight, _, _, mean, deviation, in_training, *rest = node.args

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def fold_conjugate_numbers(joint: JointGraph) -> JointGraph:
-    """Put the conjugates of numbers where products and quotients read them. Results are the same bit for bit."""
+    """Replace conjugates of numbers, which products and quotients read, by numbers. Results are bitwise equal."""
     for node in joint.graph.find_nodes(op="call_function", target=aten._conj.default):
         (number,) = node.args
         if not isinstance(number, complex):

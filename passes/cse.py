@@ -1,9 +1,9 @@
-"""cse: what several layers compute alike is computed and kept once.
+"""cse: values that several layers compute alike are computed and saved once.
 
-A traced model asks the same of the same values over and over: each layer of a language model turns one mask into
-numbers for its attention, and keeps them for the backward. Where nothing is made again, one of them serves all: it
-lives from the first to the last of the backwards in any case. Where values are made again this would cost memory, since
-a value that many segments read must live across all of them; so graphs that are searched for plans stay as they are.
+A traced model computes the same from the same values repeatedly: each layer of a language model turns one mask into
+numbers for its attention, and saves them for the backward. Without recomputation one copy serves all: it lives from the
+first to the last of their backwards in any case. With recomputation this would cost memory, since a value that many
+segments read must live across all of them, so graphs that the planner searches are left as they are.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["common_subexpressions", "eliminate_common_subexpressions"]
 
 
 def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
-    """Let forward values be one where :func:`common_subexpressions` says so."""
+    """Replace forward values by the earlier ones that :func:`common_subexpressions` returns for them."""
     for node, one in common_subexpressions(joint).items():
         let_stand_for(node, one)
     joint.drop_unread()
@@ -32,8 +32,8 @@ def eliminate_common_subexpressions(joint: JointGraph) -> JointGraph:
 def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     """Forward values that equal an earlier one which the backward reads, each with that one.
 
-    Equal are the results of one operator on equal arguments. What the forward returns is not among them: that stays a
-    tensor of its own.
+    Results of one operator on equal arguments are equal. Outputs of the forward are left out, because each must be a
+    separate tensor.
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     firsts: dict[Any, list[fx.Node]] = {}
@@ -43,7 +43,7 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     for node in joint.in_phase(Phase.FORWARD):
         if not _is_pure(node):
             continue
-        # Only what does the same with the same values is looked at whole.
+        # Only calls with the same operator and operands are compared in full.
         firsts_alike = firsts.setdefault((node.target, *(like.get(s, s) for s in node.all_input_nodes)), [])
         like[node] = next((first for first in firsts_alike if _computes_same(first, node, like)), node)
         if like[node] is node:
@@ -63,7 +63,7 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
 def _is_pure(node: fx.Node) -> bool:
     """Whether a node's values depend on nothing but its arguments, and bind no size that is known only from data.
 
-    Of operators that are not PyTorch's own nobody knows.
+    This is not known of custom operators.
     """
     if has_side_effect(node) or is_seeded(node) or "unbacked_bindings" in node.meta:
         return False
@@ -74,7 +74,7 @@ def _is_pure(node: fx.Node) -> bool:
 
 
 def _computes_same(one: fx.Node, other: fx.Node, like: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two calls of one operator have equal arguments, where ``like`` tells which values are equal."""
+    """Whether two calls of one operator have equal arguments, where ``like`` says which values are equal."""
     return _is_same(one.args, other.args, like) and _is_same(one.kwargs, other.kwargs, like)
 
 
@@ -91,7 +91,7 @@ def _is_same(one: Any, other: Any, like: Mapping[fx.Node, fx.Node]) -> bool:
 
 
 def _is_plain(shown: fx.Node, node: fx.Node) -> bool:
-    """Whether a view shows numbers of the kind that are there."""
+    """Whether a view has the dtype of its base, without conjugation or negation."""
     if not is_tensor(shown):
         return False
     value, base = shown.meta["val"], node.meta["val"]

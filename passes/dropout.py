@@ -1,9 +1,9 @@
-"""dropout: on the CPU, the drawing of its mask and two products.
+"""dropout: on the CPU, replaced by drawing its mask and two products.
 
-There ``native_dropout`` and its gradient are made of these themselves, each into a new place. As operations of the
-graph the products are written over what dies, and the mask is a value of its own: drawn from the generator and a shape
-alone, so that it is drawn again without the dropout's input, and the dropout's result is made again from a mask that
-was saved without drawing. The values are the same bit for bit. Other devices have one kernel for it.
+There ``native_dropout`` and its gradient consist of these operations, each with a new result. As operations of the
+graph the products can overwrite operands that die, and the mask is a separate value that depends only on the generator
+and a shape: it can be redrawn without the dropout's input, and the dropout's result can be recomputed from a saved mask
+without drawing. The values are bitwise equal. Other devices have one kernel for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 def expand_dropout(joint: JointGraph) -> JointGraph:
     """Rewrite dropouts on the CPU and their gradients. Runs before annotate.
 
-    Dropouts of tensors whose sizes are symbols, or that do not lie in the order of their dimensions, stay as they are.
+    Dropouts of tensors with symbolic sizes, or with permuted dimensions in memory, stay as they are.
     """
     for node in list(joint.computed()):
         if any(value.device.type != "cpu" for value in tensor_values(node)):
@@ -33,7 +33,7 @@ def expand_dropout(joint: JointGraph) -> JointGraph:
             _expand(node)
         elif node.target is aten.native_dropout_backward.default:
             gradient, mask, scale = node.args
-            masked = insert_call(node, aten.mul.Tensor, gradient, mask)  # in the kernel's order: it lies like the first
+            masked = insert_call(node, aten.mul.Tensor, gradient, mask)  # in the kernel's order, with its strides
             replace_by(node, insert_call(node, aten.mul.Tensor, masked, scale, value=node.meta["val"]))
     return joint
 
@@ -57,7 +57,7 @@ def _expand(node: fx.Node) -> None:
     assert isinstance(source, fx.Node) and isinstance(probability, float)
     value = source.meta["val"]
     dropped, drawn = node.meta["val"]
-    # Of what it draws for, ``bernoulli`` reads the shape and the type only.
+    # ``bernoulli`` reads only the shape and the dtype of its operand.
     shape = insert_call(node, aten.full.default, [], False, dtype=torch.bool, device=value.device)
     expanded = insert_call(node, aten.expand.default, shape, list(value.shape))
     mask = insert_call(node, aten.bernoulli.p, expanded, 1 - probability, value=drawn)

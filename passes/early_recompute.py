@@ -1,15 +1,15 @@
-"""early_recompute: what else of the backward may run before the incoming gradients arrive.
+"""early_recompute: moves further operations of the backward to before the incoming gradients arrive.
 
 Nodes of the backward that do not depend on a tangent join the recomputation of their stage, so they can run while the
-stage waits for its gradient. But a value that is made early is held until the gradient has come. Which of them start
-early is therefore a minimum cut: of all ways to divide these nodes between recomputation and backward, one that hands
+stage waits for its gradient. But a value that is computed early is held until the gradient has arrived. Which of them
+start early is therefore a minimum cut: of all divisions of these nodes into recomputation and backward, one that passes
 the fewest bytes from the first to the second, and among those the one that starts the most. (Derivatives like ``2 x``
-beside a kept ``x`` so wait, where a cast to fewer bytes or a reduction goes ahead.)
+of a saved ``x`` therefore wait, while a cast to fewer bytes or a reduction starts early.)
 
 Seeded operations always wait: their order is the program's. Views go where they are read; a view that both sides read
-is made twice, since only what it views needs to cross. So is a cast to a wider type (a norm that computes in float32):
-handing over the narrow value and casting it again just before it is read holds half the bytes for the price of one
-pointwise operation.
+is created twice, since only its base needs to be passed. So is a cast to a wider dtype (a norm that computes in
+float32): passing the narrow value and repeating the cast just before it is read holds half the bytes for the price of
+one pointwise operation.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["early_recompute"]
 
 
 def early_recompute(joint: JointGraph) -> JointGraph:
-    """Move what gains by it from phase backward to phase recompute. Where no budget decides."""
+    """Move nodes that gain by it from phase backward to phase recompute. Runs where no budget decides."""
     waits = set(joint.tangents)
     free: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(Phase.BACKWARD):
@@ -48,7 +48,7 @@ def early_recompute(joint: JointGraph) -> JointGraph:
 
 
 def _end_early(joint: JointGraph) -> None:
-    """A stage whose gradients depend on none that arrives has nothing to be ahead of: all of it is its backward."""
+    """A stage whose gradients depend on no incoming gradient has nothing to start before: all of it is its backward."""
     early = _by_stage(joint, Phase.RECOMPUTE)
     for stage in early.keys() - _by_stage(joint, Phase.BACKWARD).keys():
         for node in early[stage]:
@@ -63,14 +63,14 @@ def _by_stage(joint: JointGraph, phase: Phase) -> dict[int, list[fx.Node]]:
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
-    """Those of ``candidates`` (nodes of one stage, no views) that had better wait: as few as possible.
+    """Those of ``candidates`` (nodes of one stage, no views) that should wait: as few as possible.
 
-    Each value has two vertices, "made late" and "handed over late". What is made early and read late is handed over
-    early, which costs its bytes, where nothing but the arc between the two can be cut::
+    Each value has two vertices, "computed late" and "passed late". A value that is computed early and read late is
+    passed early, which costs its bytes; only the arc between the two can be cut::
 
-        source ─▶ handed over late ──its bytes─▶ made late ─▶ sink
-               ^                                           ^
-               if the backward reads it                    if it is no candidate, but made before
+        source ─▶ passed late ──its bytes─▶ computed late ─▶ sink
+             ^                                      ^
+             if the backward reads it               if it is no candidate, but computed before
     """
     if not candidates:
         return set()
@@ -87,8 +87,8 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
             arcs.append((made[value], SINK, UNCUTTABLE))
         for user in _users_behind_views(value):
             if user in members:
-                arcs.append((made[user], handed, UNCUTTABLE))  # what is not handed over has only early readers
-                arcs.append((made[value], made[user], UNCUTTABLE))  # a node starts only if what it reads does
+                arcs.append((made[user], handed, UNCUTTABLE))  # a value that is not passed has only early readers
+                arcs.append((made[value], made[user], UNCUTTABLE))  # a node starts only if its operands do
             elif user.op == "output" or user.meta[Mark.PHASE] is Phase.BACKWARD:
                 arcs.append((SOURCE, handed, UNCUTTABLE))
     _, late = minimum_cut(arcs, 2 + 2 * len(sizes))
@@ -96,7 +96,7 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
 
 
 def _bytes(node: fx.Node) -> int:
-    """Bytes that holding the value holds: all of its storage, whoever made it."""
+    """Bytes that holding the value keeps allocated: all of its storage, whichever node allocated it."""
     own = set(storages(node))
     maker = node
     while not maker.meta.get(Mark.BYTES) and maker.all_input_nodes:
@@ -108,7 +108,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _viewed_inputs(node: fx.Node) -> Iterable[fx.Node]:
-    """What a node reads, with views replaced by what they view."""
+    """The operands of a node, with views replaced by their bases."""
     return (viewed(source) for source in input_nodes(node))
 
 
@@ -154,7 +154,7 @@ def _place_views(joint: JointGraph) -> None:
             continue
         beside = [user for user in node.users if _is_beside(node, user)]
         base = viewed(node)
-        # Read by another stage alone, it still comes after what it views.
+        # Even if only another stage reads it, it comes after its base.
         waits = base.op != "placeholder" and _is_beside(node, base)
         if not beside and not waits:
             continue

@@ -1,7 +1,7 @@
-"""equal_collectives: what is sent alike is sent once.
+"""equal_collectives: collectives with equal operands run once.
 
-Queries, keys and values that are parallel over columns each gather the same rows. What is gathered is saved, whatever
-the plan (:mod:`roundpipe_fx.ir.collectives`), so one of them serves all at no cost in memory.
+Column-parallel projections of queries, keys and values each gather the same rows. The gathered tensor is saved under
+every plan (:mod:`roundpipe_fx.ir.collectives`), so one of them serves all at no cost in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ __all__ = ["merge_equal_collectives"]
 
 
 def merge_equal_collectives(joint: JointGraph) -> JointGraph:
-    """Let collectives of the forward be one where they are given the same. After annotate.
+    """Merge collectives of the forward that have equal operands. Runs after annotate.
 
-    What the forward returns stays a tensor of its own.
+    Outputs of the forward stay separate tensors.
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     firsts: dict[tuple[str, ...], fx.Node] = {}
@@ -38,7 +38,8 @@ def merge_equal_collectives(joint: JointGraph) -> JointGraph:
 
 
 def _shown(node: fx.Node) -> Iterator[fx.Node]:
-    """All that shows a collective's result. Waiting for it returns the same tensor, though it is noted as a new one."""
+    """All aliases of a collective's result. Waiting for it returns the same tensor, though it is recorded as a new
+    one."""
     yield node
     yield from views_of(node)
     for user in node.users:

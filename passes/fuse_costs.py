@@ -1,8 +1,8 @@
 """fuse_costs: modelled seconds as a compiler that fuses pointwise operations would take them.
 
-A pointwise operation that is fused with what makes its operand reads that operand from registers, and one whose
-result only goes into others of its kind writes nothing to memory; launching is paid once a group. Without this a
-planner saves pointwise results that are nearly free to make again inside the kernel that reads them.
+A pointwise operation that is fused with the producer of its operand reads that operand from registers, and one whose
+result is read only by other pointwise operations writes nothing to memory; launching is paid once per group. Without
+this a planner would save pointwise results that are nearly free to recompute inside the kernel that reads them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["fuse_costs"]
 
 
 def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
-    """Lower the seconds of pointwise operations to what they add to the kernels that they are fused into."""
+    """Lower the seconds of pointwise operations to those that they add to the kernels they are fused into."""
     for node in joint.computed():
         if not _fuses(node):
             continue

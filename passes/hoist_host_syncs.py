@@ -1,13 +1,13 @@
 """hoist_host_syncs: no host synchronization is repeated.
 
-An operation that makes the host wait for the device, or that decides a shape or a route, runs once a step, in the
+An operation that makes the host wait for the device, or that decides a shape or a route, runs once per step, in the
 forward; its result is saved and it is never part of a recomputation. This pass marks such operations as hoisted, with
 the reason, and moves them out of the backward where they do not depend on incoming gradients:
 
-- host syncs and selections, by the one predicate that counters and eager scopes go by too
+- host syncs and selections, by the predicate that counters and eager scopes use too
   (:mod:`roundpipe_fx.analysis.host_sync`);
-- what only a whole graph shows: other whole numbers that an operation makes out of data (a cast) and that a later
-  forward operation uses to select or route;
+- integers that an operation computes from data (a cast) and that a later forward operation uses to select or route,
+  which is visible only in the whole graph;
 - collectives of the forward (:mod:`roundpipe_fx.ir.collectives`);
 - operations with side effects, and those that the user registered.
 """
@@ -43,7 +43,7 @@ _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, tor
 
 
 def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
-    """Mark what must not run twice and move it, with what it needs, from the backward to the forward. After annotate.
+    """Mark operations that must not run twice, and move them with their operands to the forward. Runs after annotate.
 
     Args:
         joint: an annotated graph.
@@ -84,7 +84,7 @@ def _host_sync(node: fx.Node, registered: Collection[Any]) -> str | None:
 
 
 def _is_decision(node: fx.Node) -> bool:
-    """Whether whole numbers that ``node`` makes out of data select or route in the forward."""
+    """Whether integers that ``node`` computes from data select or route in the forward."""
     if node.meta.get(Mark.PHASE) is not Phase.FORWARD or not any(map(_is_whole, node_outputs(node))) or is_view(node):
         return False
     if not any(value.is_floating_point() for source in input_nodes(node) for value in tensor_values(source)):
@@ -99,7 +99,7 @@ def _is_whole(node: fx.Node) -> bool:
 
 
 def _routes(picked: fx.Node) -> bool:
-    """Whether whole numbers reach, through whole-number arithmetic, a forward operation that selects data by them."""
+    """Whether integers reach, through integer arithmetic, a forward operation that selects data by them."""
     seen = {picked}
     pending = [picked]
     while pending:
@@ -122,7 +122,7 @@ def _forward_users(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _mixes(node: fx.Node) -> bool:
-    """Whether ``node`` reads both whole numbers and data: it uses the former to select among the latter."""
+    """Whether ``node`` reads both integers and data: it uses the former to select among the latter."""
     values = [value for source in input_nodes(node) for value in tensor_values(source)]
     return any(value.dtype in _INTEGERS for value in values) and any(
         value.is_floating_point() or value.is_complex() for value in values
@@ -138,7 +138,7 @@ def _tangent_dependent(joint: JointGraph) -> set[fx.Node]:
 
 
 def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:
-    """Make ``node`` and the backward nodes that it needs part of the forward, each right after what it reads."""
+    """Move ``node`` and the backward nodes that it needs to the forward, each right after its operands."""
     chain: list[fx.Node] = []
     pending = [node]
     while pending:

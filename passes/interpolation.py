@@ -1,9 +1,12 @@
-"""interpolation: indexing that repeats the nearest neighbour becomes the kernel that does it.
+"""interpolation: indexing that repeats nearest neighbours becomes an interpolation kernel.
 
-PyTorch traces ``interpolate`` by nearest neighbours as indexing by tables, and its gradient as additions at those
-places, which the CPU makes one by one on one core. The kernels give the same bits, hold no tables and use all cores. A
-table is made of constants, so it is worked out here and compared with what the kernel reads; only where they agree,
-and the result lies in memory in the same way, is the indexing replaced.
+PyTorch traces nearest-neighbour ``interpolate`` as indexing by tables, and its gradient as additions at the indexed
+positions, which the CPU carries out one by one on one core. The kernels are bitwise equal, need no tables and use all
+cores. A table is computed from constants, so it is evaluated here and compared with the neighbours that the kernel
+reads; only if they agree, and the result has the same strides, is the indexing replaced.
+
+Models that need it: U-Nets (``unet`` in ``benchmarks/models.py``), and in Hugging Face Transformers feature pyramids
+(DETR, MaskFormer, RT-DETR) and image decoders (Emu3, Janus, Swin2SR).
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ _KERNELS = {
     ),
 }
 _LONGEST = 16
-"""A table takes fewer operations than this."""
+"""Maximum number of operations that compute a table."""
 
 
 def restore_interpolation(joint: JointGraph) -> JointGraph:
@@ -84,7 +87,7 @@ def _replace(node: fx.Node, kernel: Any, *args: Any) -> bool:
 
 
 def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple[Any, Any] | None:
-    """The kernel that reads the same neighbours as indices do, and that of its gradient."""
+    """The kernel that reads the same neighbours as the indices, and that of its gradient."""
     sizes = (*whole.shape, *repeated.shape)
     dimensions = whole.dim() - 2
     if (
@@ -107,7 +110,7 @@ def _kernels(indices: Any, whole: torch.Tensor, repeated: torch.Tensor) -> tuple
 
 
 def _reads(kernel: Any, place: int, table: Any, whole: torch.Tensor, repeated: torch.Tensor) -> bool:
-    """Whether a kernel reads along one dimension in space what a table says, which varies along that one alone."""
+    """Whether a kernel reads the neighbours of a table, which varies along one spatial dimension only."""
     dimensions = whole.dim() - 2
     before, after = int(whole.shape[2 + place]), int(repeated.shape[2 + place])
     line, lines = [1] * dimensions, [1] * dimensions
@@ -118,7 +121,7 @@ def _reads(kernel: Any, place: int, table: Any, whole: torch.Tensor, repeated: t
 
 
 def _constant(node: fx.Node, worked_out: dict[fx.Node, Any]) -> torch.Tensor | None:
-    """The value of a node that depends on nothing; ``None`` if it does, or takes long to work out."""
+    """The value of a node that depends on constants only; ``None`` if it does not, or takes many operations."""
     if node in worked_out:
         return worked_out[node]
     sources = node.all_input_nodes

@@ -1,8 +1,8 @@
 """masks: indexing by a mask becomes one ``nonzero`` and integer indexing.
 
-This is how the kernels themselves expand it, so the values are the same bit for bit. But now the host
-synchronization (which positions does the mask select?) is an operation of its own, which runs once for all reads and
-writes by that mask, forward and backward, and its small integer result can be saved in place of the mask.
+This is how the kernels themselves expand it, so the values are bitwise equal. But the host synchronization (which
+positions does the mask select?) becomes a separate operation, which runs once for all reads and writes by that mask,
+forward and backward, and its small integer result can be saved in place of the mask.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ def expand_masks(joint: JointGraph) -> JointGraph:
     """Rewrite mask indexing as one ``nonzero`` per mask and integer indexing. Runs before annotate.
 
     ``index``, ``index_put``, ``masked_select`` and the backward of ``masked_scatter`` by the same mask share the
-    ``nonzero``. The
-    values are those of the mask operations, bit for bit: the kernels do the same expansion inside.
+    ``nonzero``. The values are bitwise equal, because the kernels do the same expansion.
     """
     shared: dict[fx.Node, list[fx.Node]] = {}
     for node in list(joint.computed()):
@@ -78,11 +77,12 @@ def _expand_masked_select(joint: JointGraph, node: fx.Node, shared: dict[fx.Node
 
 
 def _expand_masked_scatter_backward(joint: JointGraph, node: fx.Node, shared: dict[fx.Node, list[fx.Node]]) -> None:
-    """The gradient of what was scattered: the selected gradients in order, then zeros for what was left over."""
+    """The gradient of the scattered values: the selected gradients in order, then zeros for the values that were left
+    over."""
     gradient, mask, sizes = node.args
     assert isinstance(gradient, fx.Node) and isinstance(mask, fx.Node) and isinstance(sizes, (list, tuple))
     if _shape_text(gradient) != _shape_text(mask):
-        # Broadcast by an operation, which needs no node for any size, and where the forward scatters.
+        # Broadcast by an operation, which needs no node for any size, at the place where the forward scatters.
         forward = next((user for user in mask.users if user.target is aten.masked_scatter.default), None)
         at, like = (node, gradient) if forward is None else (forward, forward.args[0])
         everywhere = insert_call(at, aten.ones_like.default, like, dtype=torch.bool)
@@ -125,7 +125,7 @@ def _expanded(joint: JointGraph, node: fx.Node, shape: list[int], like: fx.Node)
 def _coordinates(
     joint: JointGraph, mask: fx.Node, user: fx.Node, shared: dict[fx.Node, list[fx.Node]]
 ) -> list[fx.Node]:
-    """The integer index tensors that select what ``mask`` selects: the columns of its ``nonzero``."""
+    """The integer index tensors that are equivalent to ``mask``: the columns of its ``nonzero``."""
     if mask in shared:
         return shared[mask]
     graph = joint.graph

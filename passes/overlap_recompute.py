@@ -5,7 +5,7 @@ of the stage after it. It is issued on a side stream, which waits for the point 
 main stream waits for it only where its results are read. The order in which the host issues calls, and so the order
 of allocations, stays that of the program: overlap costs no memory.
 
-Values that one stream makes and another reads are announced to the allocator (``record_stream``) where they may be
+Values that one stream computes and another reads are announced to the allocator (``record_stream``) where they may be
 freed while the other stream still reads them. Uses PyTorch's own ``torch.ops.streams`` operations. Streams and events
 are numbered: 0 is the stream that the program was called on, 1 the side stream, events follow.
 """
@@ -28,15 +28,15 @@ _FIRST_EVENT = 2
 
 
 def overlap_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Graph:
-    """Let recomputations run beside the gradients that they do not wait for.
+    """Run recomputations on a side stream, beside gradients that they do not depend on.
 
     Args:
         program: a graph of stage calls; it is rewritten.
-        recomputing: names of the called modules that recompute and gain by running beside what is called before them.
+        recomputing: names of the recompute modules that gain by running beside the module that is called before them.
 
     Returns:
-        the graph. A recomputation with nothing before it to run beside, or that reads what the call before it makes, is
-        left on the main stream.
+        the graph. A recomputation with nothing before it, or that reads a result of the call before it, is left on the
+        main stream.
     """
     calls = [node for node in program.nodes if node.op == "call_module"]
     last_use = _last_use(program)
@@ -68,7 +68,7 @@ def overlap_recompute(program: fx.Graph, recomputing: Collection[str]) -> fx.Gra
 
 
 def _makers(call: fx.Node) -> list[fx.Node]:
-    """The calls that make what a call reads."""
+    """The calls whose results a call reads."""
     return [source.args[0] for source in call.all_input_nodes if source.target is operator.getitem]  # type: ignore[misc]
 
 

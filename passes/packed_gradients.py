@@ -1,8 +1,8 @@
-"""packed_gradients: a recurrent module's gradients on packed sequences are added in the order that autograd has.
+"""packed_gradients: a recurrent module's gradients on packed sequences are added in autograd's order.
 
-Each step of each sequence adds to the gradients of the weights. Where a module is called twice, or its weights are used
-elsewhere as well, autograd adds all of these one by one, and not the sum that one call's steps have. The operator of
-such a call is one node of the graph; it can begin with what was added before, and does here.
+Each step of each sequence adds to the gradients of the weights. If a module is called twice, or its weights are also
+used elsewhere, autograd adds all of these terms one by one, not the sum over one call's steps. The operator of such a
+call is one node of the graph; this pass makes it begin with the sum of the terms before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def continue_sums(joint: JointGraph) -> JointGraph:
-    """Give the backward of recurrent operators the sums that their gradients are added to.
+    """Pass the sums that gradients are added to into the backward of recurrent operators.
 
     Args:
         joint: a captured graph; it is rewritten.

@@ -1,12 +1,12 @@
 """The list of passes: what runs, in which order, under which condition, on one device and in pipelines.
 
 Passes stand in the order in which they run. Each works at a level, and between two levels something is decided or
-emitted, by functions that are no passes:
+emitted, by functions that are not passes:
 
 - *joint graph*: the captured graph, up to where its operations are annotated. A pipeline may then try several
   schedules, which cut the graph differently.
-- *graph to be tiled*, *tiled graph*: where tiles are considered, on a copy. In between it is decided which regions of
-  operations are carried out in tiles, and in how many.
+- *graph to be tiled*, *tiled graph*: where tiles are considered, on a copy. Between the two it is decided which regions
+  of operations are carried out in tiles, and in how many.
 - *annotated graph*: it is cut into segments. RoundPipe's dispatch then decides which segments its slots have.
 - *segmented graph*: segments become stages.
 - *staged graph*: once for a plan that may recompute, and on a copy for one that saves everything. Then it is decided
@@ -16,7 +16,7 @@ emitted, by functions that are no passes:
 - *stage module*: stage modules are emitted; these passes get the ``torch.fx.Graph`` of one of them.
 - *program*: the programs that call stage modules are emitted; these passes get the graph of one of them.
 
-The passes themselves are functions with explicit arguments, one a file; here they are given what they need of the
+The passes themselves are functions with explicit arguments, one per file; the list passes them what they need of the
 context. ``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`);
 ``ROUNDPIPE_FX_DUMP=folder`` writes it as text after each pass; the logger ``roundpipe_fx.passes`` has the seconds of
 each at level DEBUG.
@@ -51,7 +51,7 @@ from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.interpolation import restore_interpolation
-from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
@@ -66,6 +66,7 @@ from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
 from roundpipe_fx.passes.storage_copies import copy_parts_alone
+from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
@@ -91,7 +92,7 @@ class PassLevel(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassContext:
-    """What a pass may know beside the graph. What is decided between levels is in it from there on.
+    """What a pass may know besides the graph. Decisions between levels are added to it.
 
     Attributes:
         options: the user's.
@@ -100,21 +101,21 @@ class PassContext:
         costs: modelled seconds of operations and transfers on the device.
         training: whether the graph has a backward.
         registered_syncs: operators that the user declared to force a host sync.
-        workspaces: bytes that operators and compiled stages have been seen to allocate for themselves, by name.
-        microbatches: into how many a batch is split.
-        tiles: regions that are carried out in tiles, with the number of these.
-        updates_whole: whether an input that is updated is to be read and updated in one segment.
+        workspaces: bytes that operators and compiled stages have been seen to allocate internally, by name.
+        microbatches: number of microbatches that a batch is split into.
+        tiles: regions that are carried out in tiles, with the number of tiles.
+        updates_whole: whether an input that is updated must be read and updated in one segment.
         segment_starts: forward positions at which segments begin, if that is known.
         stage_starts: the first segment of each stage, if that is known.
         rounds: the segments of RoundPipe's slots, where stages are such.
         everything_saved: whether the graph is for plans that save everything.
         schedule: what is recomputed and when, with nodes of this graph; ``None``: nothing.
-        early: whether what the backward may do early is looked for; the planner decides that itself.
-        split: whether gradients of parameters are made in modules of their own.
+        early: whether ``early_recompute`` runs; the planner decides itself what is early.
+        split: whether gradients of parameters are computed in modules of their own.
         sums: whether stage modules add gradients to those of earlier microbatches.
         program: ``"forward"`` or ``"backward"``, for passes on programs.
-        overlapped: names of the stage modules that gain by running beside what is called before them.
-        dump: where graphs are written after each pass; ``None``: nowhere.
+        overlapped: names of the stage modules that gain by running beside the module that is called before them.
+        dump: folder to which graphs are written after each pass; ``None``: nowhere.
     """
 
     options: Options
@@ -151,7 +152,7 @@ def _eager(context: PassContext) -> bool:
 
 
 def _compiled(context: PassContext) -> bool:
-    """a stage compiler makes the kernels"""
+    """a stage compiler generates the kernels"""
     return context.compiler != "eager"
 
 
@@ -160,8 +161,8 @@ def _eager_cpu(context: PassContext) -> bool:
     return context.compiler == "eager" and context.options.device_name in (None, "cpu")
 
 
-def _at_hand(context: PassContext) -> bool:
-    """the device is at hand"""
+def _device_present(context: PassContext) -> bool:
+    """the device is present"""
     return context.options.device_name is None
 
 
@@ -196,7 +197,7 @@ def _early(context: PassContext) -> bool:
 
 
 def _split(context: PassContext) -> bool:
-    """schedules that put gradients of parameters off"""
+    """schedules that delay gradients of parameters"""
     return context.split
 
 
@@ -220,13 +221,13 @@ class Pass:
     """One entry of the list.
 
     Attributes:
-        name: tells it from the others; that of its file in ``passes/``.
+        name: unique in the list; the name of its file in ``passes/``.
         run: gets the graph and the context, and returns the graph: a
             :class:`roundpipe_fx.ir.joint_graph.JointGraph`, or for stage modules and programs the very
             ``torch.fx.Graph`` that it got, rewritten in place.
-        level: what it works on.
+        level: the level that it works at.
         when: whether it runs; the first line of its docstring says so in the table.
-        about: what it does, in half a line.
+        about: a short description.
         needs: names of passes that must run before it.
     """
 
@@ -239,7 +240,7 @@ class Pass:
 
 
 def default_passes() -> list[Pass]:
-    """The passes in the order in which they run: what ``passes=`` is given to edit."""
+    """The passes in the order in which they run: the list that the option ``passes`` edits."""
     return list(_PASSES)
 
 
@@ -279,7 +280,7 @@ _PASSES = (
         "interpolation",
         lambda joint, _: restore_interpolation(joint),
         when=_eager_cpu,
-        about="indexing that repeats the nearest neighbour becomes the kernel that does it",
+        about="indexing that repeats nearest neighbours becomes an interpolation kernel",
     ),
     Pass(
         "storage_copies",
@@ -289,16 +290,20 @@ _PASSES = (
     ),
     Pass(
         "layouts",
-        lambda joint, context: mark_strided_gradients(
-            restore_layouts(joint, context.device if _at_hand(context) else None)
-        ),
+        lambda joint, context: restore_layouts(joint, context.device if _device_present(context) else None),
         when=_eager,
-        about="values have the strides that the graph says",
+        about="values have the strides that the graph records",
+    ),
+    Pass(
+        "strided_gradients",
+        lambda joint, _: mark_strided_gradients(joint),
+        when=_eager,
+        about="incoming gradients whose strides matter even if they are zeros are marked",
     ),
     Pass(
         "redundant_views",
         lambda joint, _: remove_redundant_views(joint),
-        about="views that show what an earlier value shows already are dropped",
+        about="views that equal an earlier value are dropped",
     ),
     Pass(
         "annotate",
@@ -308,44 +313,44 @@ _PASSES = (
     Pass(
         "workspaces",
         lambda joint, context: mark_workspaces(joint, context.device, _compiled(context), context.workspaces),
-        when=_at_hand,
-        about="bytes that kernels allocate for themselves",
+        when=_device_present,
+        about="bytes that kernels allocate internally",
     ),
     Pass(
         "equal_collectives",
         lambda joint, _: merge_equal_collectives(joint),
-        about="collectives that are given the same are one",
+        about="collectives with equal operands run once",
         needs=("annotate",),
     ),
     Pass(
         "hoist_host_syncs",
         lambda joint, context: hoist_host_syncs(joint, context.registered_syncs),
-        about="what synchronizes the host, decides a route or communicates runs once, in the forward",
+        about="operations that synchronize the host, decide a route or communicate run once, in the forward",
         needs=("annotate",),
     ),
     Pass(
         "recompute_regions",
         lambda joint, context: mark_recompute_regions(joint, _replays_random(context.options)),
-        about="what the user's checkpoints, scopes and saved data must and must not save",
+        about="values that the user's checkpoints, scopes and saved data require or forbid to save",
         needs=("annotate",),
     ),
     Pass(
         "fuse_costs",
         lambda joint, context: fuse_costs(joint, context.costs),
         when=_compiled,
-        about="modelled seconds of what is fused",
+        about="modelled seconds of fused operations",
         needs=("annotate",),
     ),
     Pass(
         "tied_gradients",
         lambda joint, _: split_tied_gradients(joint),
         when=_microbatches,
-        about="what several uses of a parameter add to its gradient is returned in parts",
+        about="the contributions of several uses of a parameter to its gradient are returned separately",
     ),
     Pass(
         "mean_losses",
         lambda joint, context: split_mean_losses(
-            joint, context.costs, context.device if _at_hand(context) else None, _eager(context)
+            joint, context.costs, context.device if _device_present(context) else None, _eager(context)
         ),
         level=PassLevel.SUMMED,
         about="a loss that is a mean becomes a sum that is divided",
@@ -386,7 +391,7 @@ _PASSES = (
         lambda joint, _: eliminate_common_subexpressions(joint),
         level=PassLevel.STAGED,
         when=_everything_saved,
-        about="values that equal an earlier one are that one",
+        about="values that equal an earlier one are replaced by it",
         needs=("annotate",),
     ),
     Pass(
@@ -394,7 +399,7 @@ _PASSES = (
         lambda joint, context: apply_remat_schedule(joint, context.schedule, context.costs),
         level=PassLevel.PLANNED,
         when=_recomputed,
-        about="what is recomputed, when and how, as explicit nodes, whoever decided it",
+        about="recomputation, as decided by the planner or a save policy, becomes explicit nodes",
         needs=("stages", "rounds"),
     ),
     Pass(
@@ -402,7 +407,7 @@ _PASSES = (
         lambda joint, _: early_recompute(joint),
         level=PassLevel.PLANNED,
         when=_early,
-        about="what else of the backward may run before the incoming gradients arrive",
+        about="further operations of the backward run before the incoming gradients arrive",
         needs=("apply_remat_schedule",),
     ),
     Pass(
@@ -418,7 +423,7 @@ _PASSES = (
         lambda joint, context: replay_rng(joint, context.costs),
         level=PassLevel.PLANNED,
         when=_training,
-        about="seeded operations that run again are replayed from their saved generator state",
+        about="recomputed seeded operations are replayed from their saved generator state",
         needs=("apply_remat_schedule",),
     ),
     Pass(
@@ -426,14 +431,14 @@ _PASSES = (
         lambda joint, context: accumulate_gradients(joint, context.costs, _eager(context)),
         level=PassLevel.PLANNED,
         when=_sums,
-        about="gradients are added to those of earlier microbatches where they are made",
+        about="gradients are added to those of earlier microbatches where they are computed",
         needs=("stages", "rounds"),
     ),
     Pass(
         "unread",
         lambda joint, _: _without_unread(joint),
         level=PassLevel.PLANNED,
-        about="what nobody reads any more is dropped",
+        about="values without readers are dropped",
     ),
     Pass(
         "reinplace",
@@ -447,7 +452,7 @@ _PASSES = (
         lambda graph, context: overlap_recompute(graph, context.overlapped),
         level=PassLevel.PROGRAM,
         when=_backward_program,
-        about="stream-level fork and join, where recomputation runs beside a gradient",
+        about="stream-level fork and join, where recomputation overlaps with a gradient",
     ),
 )
 
@@ -484,10 +489,10 @@ def stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
 
 
 def _body_costs(context: PassContext) -> BodyCosts:
-    """How the bodies of loops are made and counted."""
+    """How the bodies of loops are built and costed."""
     return BodyCosts(
         model=context.costs,
-        device=context.device if _at_hand(context) else None,
+        device=context.device if _device_present(context) else None,
         granularity=allocation_granularity(context.device),
         eager=_eager(context),
         rewrite=reinplace if _eager(context) else _as_it_is,

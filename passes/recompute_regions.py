@@ -1,16 +1,16 @@
-"""recompute_regions: what a user's checkpoints, policies, scopes and saved data say about values of the forward.
+"""recompute_regions: constraints of the user's checkpoints, policies, scopes and saved data on what is saved.
 
-What a model says by ``torch.utils.checkpoint``, ``save_for_recompute`` and ``gradient_checkpoint_scope`` becomes marks,
-which whoever chooses what to keep must heed:
+Uses of ``torch.utils.checkpoint``, ``save_for_recompute`` and ``gradient_checkpoint_scope`` become marks, which bind
+the planner and every save policy:
 
-- *hoisted*: what was given to ``save_for_recompute``, what a selective policy must save, and what is drawn at random
-  in a checkpoint that keeps no generator state;
-- *not kept*: what a checkpoint makes and only it reads, unless the policy prefers to save it; and all that is made in a
-  gradient checkpoint scope, whoever reads it.
+- *must save*: values passed to ``save_for_recompute``, values that a selective policy must save, and random numbers in
+  a checkpoint that does not preserve the generator state;
+- *must recompute*: values that a checkpoint computes and only it reads, unless the policy prefers to save them; and all
+  values that are computed in a gradient checkpoint scope, whatever reads them.
 
-What is hoisted stays hoisted, also inside of a checkpoint. What leaves a checkpoint may be kept, for those outside
-that read it; so may inputs, which cost nothing. Of checkpoints inside of checkpoints the outermost decides what is kept
-from the forward; the inner ones matter again when the outer one is recomputed.
+Hoisted values stay hoisted inside a checkpoint. Values that leave a checkpoint may be saved, for their readers outside;
+so may inputs, which cost nothing. Of nested checkpoints the outermost decides what is saved from the forward; the inner
+ones matter when the outer one is recomputed.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ __all__ = ["mark_recompute_regions", "region_bounds"]
 
 
 def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> JointGraph:
-    """Mark what must and what must not be kept. After hoist_host_syncs; before anything cuts the graph.
+    """Mark values that must and must not be saved. Runs after hoist_host_syncs, before the graph is cut.
 
     Args:
         joint: an annotated graph.
-        replays_random: whether random operations may be replayed at all; else what they draw is kept.
+        replays_random: whether random operations may be replayed at all; else their results are saved.
 
     Returns:
-        the graph, with marks, and without the nodes that note what ``save_for_recompute`` was given.
+        the graph, with marks, and without the nodes that record the arguments of ``save_for_recompute``.
     """
     for node in list(joint.computed()):
         if saves_for_recompute(node):
@@ -73,9 +73,9 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
 
 
 def region_bounds(joint: JointGraph) -> list[int]:
-    """Forward positions at which a checkpoint that does arithmetic begins, or at which what follows it does.
+    """Forward positions at which a checkpoint that does arithmetic begins or ends.
 
-    A segment had better not reach across these: it would be recomputed partly.
+    A segment should not extend across these, because it would be recomputed in part.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -94,7 +94,7 @@ def region_bounds(joint: JointGraph) -> list[int]:
 def _hoist_saved(save: fx.Node) -> None:
     for source in input_nodes(save):
         maker = viewed(source)
-        if maker.target is operator.getitem:  # one of several results: the operation is what must not run again
+        if maker.target is operator.getitem:  # one of several results: it is the operation that must not be recomputed
             (maker,) = input_nodes(maker)
         if maker.op != "placeholder":
             maker.meta.setdefault(Mark.MUST_SAVE, "given to save_for_recompute")
@@ -110,14 +110,14 @@ def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
 
 def _must_not_be_kept(node: fx.Node) -> str | None:
     if is_in_scope(node):
-        return "made in a gradient checkpoint scope"
+        return "computed in a gradient checkpoint scope"
     if checkpoints_of(node) and policy_of(node) is not CheckpointPolicy.PREFER_SAVE:
-        return "made in a checkpoint"
+        return "computed in a checkpoint"
     return None
 
 
 def _is_read_only_inside(node: fx.Node) -> bool:
-    """Whether all that reads a value in the forward is in the same outermost checkpoint."""
+    """Whether all forward readers of a value are in the same outermost checkpoint."""
     outermost = checkpoints_of(node)[:1]
     return all(checkpoints_of(reader)[:1] == outermost for reader in _forward_readers(node))
 

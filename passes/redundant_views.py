@@ -1,8 +1,8 @@
-"""redundant_views: views that show what an earlier value shows already.
+"""redundant_views: views that equal an earlier value are dropped.
 
 AOTAutograd detaches what autograd saves, and the gradient of a linear layer's weight is transposed twice. Each such
-view is one more operation to dispatch, to read in emitted code and to plan around; without them everything reads the
-earlier value.
+view is one more operation to dispatch, to read in emitted code and to plan around; their readers read the earlier value
+instead.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ aten = torch.ops.aten
 
 
 def remove_redundant_views(joint: JointGraph) -> JointGraph:
-    """Let what reads a view that changes nothing, alone or after those before it, read what it is a view of.
+    """Replace views that change nothing, alone or together with the views before them, by the value they equal.
 
-    What the forward returns stays as it is: AOTAutograd has noted which of these tensors are views of which.
+    Outputs of the forward stay as they are: AOTAutograd has recorded which of these tensors are views of which.
     """
     returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
     output = joint.graph.output_node()
@@ -33,14 +33,14 @@ def remove_redundant_views(joint: JointGraph) -> JointGraph:
         if earlier is None or earlier in returned or earlier in joint.mutated_inputs:
             continue
         if output in node.users and (earlier.op == "placeholder" or output in earlier.users):
-            continue  # each gradient is a tensor of its own
+            continue  # each gradient is a separate tensor
         node.replace_all_uses_with(earlier)
         _drop_unread(joint, node, earlier)
     return joint
 
 
 def _drop_unread(joint: JointGraph, node: fx.Node, earlier: fx.Node) -> None:
-    """Erase a view that nobody reads any more, and those on the way to it from an earlier value."""
+    """Erase a view without readers, and those on the way to it from an earlier value."""
     while node is not earlier and not node.users:
         (source,) = input_nodes(node)
         joint.graph.erase_node(node)
@@ -51,7 +51,7 @@ def _is_plain_view(node: fx.Node) -> bool:
     return (
         isinstance(node.target, torch._ops.OpOverload)
         and not node.target._schema.is_mutable
-        # What it shows depends on how its operand really lies, which is not always as it was noted.
+        # Its elements depend on the real strides of its operand, which are not always the recorded ones.
         and node.target is not aten.as_strided.default
         and is_tensor(node)
         and len(input_nodes(node)) == 1
@@ -61,7 +61,7 @@ def _is_plain_view(node: fx.Node) -> bool:
 
 
 def _shown_earlier(node: fx.Node) -> fx.Node | None:
-    """The last of the values that a plain view is a view of which shows the same; ``None`` if there is none."""
+    """The last of a plain view's bases that equals it; ``None`` if there is none."""
     shown = _description(node)
     (earlier,) = input_nodes(node)
     while _description(earlier) != shown:
@@ -72,7 +72,7 @@ def _shown_earlier(node: fx.Node) -> fx.Node | None:
 
 
 def _description(node: fx.Node) -> tuple[Any, ...]:
-    """What a tensor shows of its storage. Sizes as text: comparing symbolic sizes would add guards."""
+    """The part of its storage that a tensor covers. Sizes as text: comparing symbolic sizes would add guards."""
     value: torch.Tensor = node.meta["val"]
     return (
         str((*value.shape, "strides", *value.stride(), value.storage_offset())),

@@ -1,10 +1,10 @@
-"""reinplace: write a result over an operand that is not needed any more.
+"""reinplace: writes results over operands that are no longer needed.
 
-The joint graph is functional so that it can be cut anywhere; run as it is, every operation allocates. In a finished
-stage module an operation may write over an operand if that was made in this module, dies here, and has the result's
-shape, strides and dtype, and nothing else that is still needed shares its storage. The values are the same bit for
-bit; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory themselves.
-The forms are those of :mod:`roundpipe_fx.analysis.in_place`.
+The joint graph is functional so that it can be cut anywhere; if it ran unchanged, every operation would allocate. In a
+finished stage module an operation may write over an operand that was computed in this module, dies here, has the
+result's shape, strides and dtype, and does not share its storage with a value that is still needed. The values are
+bitwise equal; the peak is lower. Only for stages that run eagerly: compilers want functional graphs and reuse memory
+themselves. The forms are those of :mod:`roundpipe_fx.analysis.in_place`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["reinplace"]
 
 
 def reinplace(graph: fx.Graph) -> fx.Graph:
-    """Replace operations by their in-place form where that changes nothing but memory.
+    """Replace operations by their in-place form where that changes only memory.
 
     Args:
         graph: a stage module's graph, functional; it is rewritten.
@@ -37,7 +37,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         for node in nodes
         for storage in (*numbers.of(node), *(s for source in input_nodes(node) for s in numbers.of(source)))
     }
-    # A result that was written over its operand lives in the operand's storage.
+    # A result that was written over its operand is in the operand's storage.
     moved: dict[int, int] = {}
 
     def homes(node: fx.Node) -> set[int]:
@@ -49,7 +49,7 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
         return found
 
     def dies(operand: fx.Node, node: fx.Node) -> bool:
-        """Whether nothing is left of an operand after a node."""
+        """Whether an operand, with all its aliases, is dead after a node."""
         home = homes(operand)
         return (
             OUTSIDE not in home

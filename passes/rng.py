@@ -1,9 +1,8 @@
-"""rng: seeded operations that are computed again draw the same numbers again, bit for bit.
+"""rng: recomputed seeded operations draw the same numbers, bit for bit.
 
-The generator's state is taken just before the operation in the forward and saved; the repetition runs under that
-state and leaves the generator as it was. Uses PyTorch's own higher-order operations for this
-(``run_and_save_rng_state``, ``run_with_rng_state``), on CPU and CUDA. A state weighs 5,056 bytes on the CPU and 16 on
-CUDA.
+The generator's state is saved just before the operation in the forward; the recomputation runs with that state and
+leaves the generator unchanged. Uses PyTorch's own higher-order operations for this (``run_and_save_rng_state``,
+``run_with_rng_state``), on CPU and CUDA. A state weighs 5,056 bytes on the CPU and 16 on CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ __all__ = ["replay_rng"]
 
 
 def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
-    """Replace every seeded operation that is repeated, and its repetitions, by the saving and the replaying form.
+    """Replace every seeded operation that is recomputed by the form that saves the state, and its copies by the
+    replaying form.
 
     Args:
         joint: a graph with recomputation written into it.
@@ -57,7 +57,7 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
                 again = graph.call_function(run_with_rng_state, (state, _operator(node), *node.args), node.kwargs)
             again.meta = dict(node.meta)
             again.meta[Mark.REPLAYED] = True
-            # The generator's own state is put aside meanwhile.
+            # The generator's own state is saved meanwhile.
             again.meta[Mark.WORKSPACE] = node.meta.get(Mark.WORKSPACE, 0) + state_bytes(node)
             node.replace_all_uses_with(again)
             graph.erase_node(node)

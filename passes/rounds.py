@@ -1,4 +1,4 @@
-"""rounds: forward and backward cut into slots independently of each other, as RoundPipe's dispatch has it.
+"""rounds: forward and backward are cut into slots independently of each other, as in RoundPipe's dispatch.
 
 Slots are counted in the order in which they run: the forward's, the fused one, the backward's.
 """

@@ -1,14 +1,14 @@
 """segments: the runs of forward nodes between narrow places of the graph, and the backward nodes that belong to them.
 
 A *cut* is a position in the forward order; its *width* is the bytes of computed values that live across it
-(parameters and other graph inputs are at hand everywhere and count nothing). Between two consecutive operations that
+(parameters and other graph inputs are available everywhere and do not count). Between two consecutive operations that
 do arithmetic (matrix products, convolutions) only the narrowest position is considered, so a segment always has work.
 
-Cuts are taken narrowest first: within a range the narrowest candidate and all within a quarter of it become cuts,
-values that merely pass over the whole range left out of the count; a range that still holds more than a quarter of
-the forward's cost is looked at again on its own. A transformer is so cut at its residual stream, twice a block; a
-model that ends in a narrow head first loses its head, then is cut like the rest; the inside of a U-Net is cut although
-its skips make every place inside it wider than those outside.
+Cuts are taken narrowest first: within a range the narrowest candidate and all within a quarter of it become cuts, where
+values that pass over the whole range do not count; a range that still has more than a quarter of the forward's cost is
+cut recursively. A transformer is thus cut at its residual stream, twice per block; a model that ends in a narrow head
+is first cut before its head, then like any other; the inside of a U-Net is cut although its skips make every position
+inside wider than those outside.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _LARGEST_SHARE = 1 / 4
 
 @dataclass(frozen=True)
 class _Life:
-    """When the storage of a computed value is born and last read, as positions in the forward order."""
+    """When the storage of a computed value is allocated and last read, as positions in the forward order."""
 
     birth: int
     death: int
@@ -52,10 +52,10 @@ def cut_segments(
     Args:
         joint: an annotated graph.
         required_cuts: positions in the forward order before which a segment must begin (stage names of the user).
-        updates_whole: whether an input that is updated is to be read and updated in one segment, as far as no required
-            cut is between: a stage can then run for several microbatches before the next one does.
-        only_starts: positions before which segments begin, and nowhere else, wherever the graph is narrow; a cut must
-            not be inside a tuple. ``required_cuts`` and ``updates_whole`` are then of no account.
+        updates_whole: whether an input that is updated must be read and updated in one segment, unless a required cut
+            is between: a stage can then run for several microbatches before the next one does.
+        only_starts: positions before which segments begin, and nowhere else; a cut must not be inside a tuple.
+            ``required_cuts`` and ``updates_whole`` are then ignored.
 
     Returns:
         the graph, and the segments in forward order.
@@ -80,7 +80,7 @@ def cut_segments(
 
 
 def _updates(joint: JointGraph, forward: list[fx.Node]) -> list[tuple[int, int]]:
-    """For each input that is updated the positions of its first reader and of what makes its new value."""
+    """For each input that is updated, the positions of its first reader and of the node that computes its new value."""
     position = {node: place for place, node in enumerate(forward)}
     primals, outputs = joint.primals, joint.outputs
     found = []
@@ -92,7 +92,7 @@ def _updates(joint: JointGraph, forward: list[fx.Node]) -> list[tuple[int, int]]
 
 
 def _lives(forward: list[fx.Node]) -> list[_Life]:
-    """Birth and last use of every storage that the forward makes."""
+    """Lifetime of every storage that the forward allocates."""
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -148,7 +148,7 @@ def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) 
 def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
     """The narrowest position between each two consecutive operations that do arithmetic; the last one of equals.
 
-    Where nothing does arithmetic, operations that take time stand in.
+    If nothing does arithmetic, operations that take time are used instead.
     """
     working = [position for position, node in enumerate(forward) if node.meta[Mark.FLOPS]]
     if len(working) < 2:
@@ -163,7 +163,7 @@ def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
 
 
 def inside_tuple(forward: list[fx.Node]) -> list[bool]:
-    """Positions at which a tuple has been made but not yet taken apart; tuples must not cross a cut."""
+    """Positions at which a tuple has been computed but not yet unpacked; tuples must not cross a cut."""
     position = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 1)
     for index, node in enumerate(forward):
@@ -184,8 +184,8 @@ def _assign_backward(joint: JointGraph, last_segment: int) -> None:
     The backward visits segments last to first, so a node may belong to no later segment than the backward values it
     reads. Autograd numbers (``seq_nr``) pair a backward node with its forward operation; several forward nodes may
     carry one number, the last of them is the one that was differentiated. Additions that accumulate gradients carry
-    the number of the loss, the very end of the forward, so for them the first rule decides. What has no number
-    belongs where the forward values that it reads were made.
+    the number of the loss, the very end of the forward, so for them the first rule decides. Nodes without a number
+    belong to the segment that computes the forward values they read.
     """
     by_number: dict[int, int] = {}
     for node in joint.in_phase(Phase.FORWARD):

@@ -1,9 +1,9 @@
-"""split_backward: the gradients of inputs apart from the gradients of parameters.
+"""split_backward: separates the gradients of inputs from the gradients of parameters.
 
-Another stage waits for the gradients of what a stage was given; for those of its parameters nobody waits. Each stage's
-backward is divided: what leads to the backward of an earlier stage stays, the rest gets a phase of its own and can be
-put off until the device would idle (Qi et al., "Zero bubble pipeline parallelism", 2024). The stage with which the
-backward ends has no earlier stage; there, what leads to an earlier segment stays.
+Another stage waits for the gradients of a stage's inputs; none waits for those of its parameters. Each stage's backward
+is divided: operations that lead to the backward of an earlier stage stay, the others get a separate phase and can be
+delayed until the device would idle (Qi et al., "Zero bubble pipeline parallelism", 2024). The stage with which the
+backward ends has no earlier stage; there, operations that lead to an earlier segment stay.
 
 Seeded operations and those with side effects stay where they are.
 """
@@ -16,7 +16,7 @@ __all__ = ["split_backward"]
 
 
 def split_backward(joint: JointGraph) -> JointGraph:
-    """Mark the nodes of the backward that lead to gradients of parameters alone with phase weight.
+    """Give phase weight to nodes of the backward that lead only to gradients of parameters.
 
     Args:
         joint: a graph whose recomputation has been decided.

@@ -1,8 +1,8 @@
 """stages: consecutive segments become pipeline stages.
 
-The objective is the slowest stage: its modelled forward and backward seconds plus those of the values that cross into
-it and of their gradients back. Among partitions that are equal in that, the one with the fewest bytes across its cuts
-is taken. Both optima are exact, by dynamic programming over the chain of segments.
+The objective is the slowest stage: its modelled forward and backward seconds plus those of transferring the values that
+it reads from other stages and of their gradients. Of partitions that are equal in that, the one with the fewest bytes
+across its cuts is used. Both optima are exact, by dynamic programming over the chain of segments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _AUTO_SLACK = 1.1
 
 
 class InvalidStageError(PassedThrough, ValueError):
-    """A stage is to begin at a module that does not run in the model's forward. Raised before anything runs."""
+    """The name of a stage is not a module that runs in the model's forward. Raised before anything runs."""
 
 
 def cut_stages(
@@ -36,7 +36,7 @@ def cut_stages(
         joint: a graph with segments.
         segments: its segments.
         stages: how many, or ``"auto"``: as few as keep each stage within 1.1 times the heaviest segment.
-        transfer_seconds: modelled seconds of sending so many bytes from one stage to the next.
+        transfer_seconds: returns the modelled seconds of sending a number of bytes from one stage to the next.
 
     Returns:
         the graph, and the stages in forward order. More stages than segments are clamped, with a warning.
@@ -79,11 +79,11 @@ def positions_of_names(
         joint: an annotated graph.
         names: module paths as in ``model.named_modules()``.
         clean: turns the tracer's spelling of a module path into the user's.
-        following: for each of the model's modules those that run after it, as far as known: a stage that is to begin
+        following: for each of the model's modules those that run after it, as far as known: a stage that should begin
             at a module without operations (``nn.Identity``, dropout in evaluation) begins at the first that has some.
 
     Raises:
-        InvalidStageError: a name that no forward node was made in; close matches are listed.
+        InvalidStageError: no forward node was traced in a module of that name; close matches are listed.
     """
     first: dict[str, int] = {}
     for position, node in enumerate(joint.in_phase(Phase.FORWARD)):

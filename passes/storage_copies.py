@@ -1,10 +1,10 @@
-"""storage_copies: operators that would copy a whole storage copy what is theirs.
+"""storage_copies: operators that would copy a whole storage copy only their operand.
 
 ``slice_scatter``, ``select_scatter``, ``diagonal_scatter``, ``as_strided_scatter`` and ``copy`` return their first
-operand with something written into it, and keep its strides. For that they copy all of the storage that it lies in: the
-data set of which a batch is a slice, for a batch. How large that is is not even known, since a graph may be run with
-slices of other data sets. Here such an operand is copied first, with its strides and without what lies around it; then
-the copy is written over (:mod:`roundpipe_fx.passes.reinplace`). The values are the same bit for bit.
+operand with something written into it, and keep its strides. To do so they copy the operand's whole storage: if a batch
+is a slice of a data set, all of the data set. Its size is not even known, since a graph may run with slices of other
+data sets. This pass copies such an operand first, with its strides and without the rest of the storage; then the copy
+is written over (:mod:`roundpipe_fx.passes.reinplace`). The values are bitwise equal.
 
 In-place writes into a part of a buffer are traced as these operators.
 """
@@ -43,7 +43,7 @@ def copy_parts_alone(joint: JointGraph) -> JointGraph:
 
 
 def _drop_copy(node: fx.Node) -> bool:
-    """Let a value be read, or written where it is needed, itself, and not a copy that would take its place."""
+    """Read a value itself, or write to it, instead of a copy that would take its place."""
     source = node.args[1]
     if not isinstance(source, fx.Node) or not is_tensor(source):
         return False
@@ -78,7 +78,7 @@ def _copy_operand(node: fx.Node) -> bool:
     if _is_dense(sizes, strides):
         fresh = insert_call(node, aten.clone.default, operand)
     elif 0 in strides:
-        return False  # what is seen at several places is copied as a whole of its own
+        return False  # an expanded value is copied to full size
     else:
         fresh = insert_call(node, copy_alike, operand)
     node.update_arg(0, fresh)
@@ -86,7 +86,7 @@ def _copy_operand(node: fx.Node) -> bool:
 
 
 def _may_lie_in_more(node: fx.Node) -> bool:
-    """Whether a value's storage may hold more than the value: it is given, or a part of something."""
+    """Whether a value's storage may hold more than the value: it is a graph input, or a part of another value."""
     if viewed(node).op == "placeholder":
         return True
     value = node.meta["val"]
@@ -94,7 +94,7 @@ def _may_lie_in_more(node: fx.Node) -> bool:
 
 
 def _reaches_no_further(node: fx.Node, value: torch.Tensor) -> bool:
-    """Whether what is written lies within the operand; ``as_strided_scatter`` says places in the whole storage."""
+    """Whether the written part is within the operand; ``as_strided_scatter`` addresses the whole storage."""
     if node.target is not aten.as_strided_scatter.default:
         return True
     size, stride, offset = (*node.args[2:5], None)[:3]

@@ -1,11 +1,11 @@
-"""tied_gradients: what several uses of a parameter add to its gradient is returned apart.
+"""tied_gradients: contributions of several uses of a parameter to its gradient are returned separately.
 
 Autograd adds the parts of such a gradient as they arrive, so in a pipeline each microbatch would send a part as large
 as the parameter from stage to stage (a language model's tied embedding: from the last to the first), and hold it until
-the last part is there. Apart, each is added to its stage's sum over the microbatches as soon as it is made, and the
-sums of several devices are added at the step's end.
+the last part arrives. Separately, each is added to its stage's sum over the microbatches as soon as it is computed, and
+the sums of several devices are added at the end of the step.
 
-More than two parts are so added in another order than autograd's, as those of several microbatches are anyway. A sum
+More than two parts are thus added in another order than autograd's, as those of several microbatches are anyway. A sum
 that was cast or otherwise used before it became a gradient stays as it is.
 """
 
@@ -43,7 +43,7 @@ def split_tied_gradients(joint: JointGraph) -> JointGraph:
 
 
 def _addends(value: fx.Node) -> list[fx.Node]:
-    """What a value adds up from; itself if it is no sum."""
+    """The terms of a sum; the value itself if it is not a sum."""
     if value.target is not torch.ops.aten.add.Tensor or len(value.args) != 2 or value.kwargs or len(value.users) != 1:
         return [value]
     operands = [operand for operand in value.args if isinstance(operand, fx.Node) and _like(operand, value)]

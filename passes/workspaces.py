@@ -1,4 +1,4 @@
-"""workspaces: bytes that kernels allocate for themselves, noted where the memory of a step is counted."""
+"""workspaces: bytes that kernels allocate internally, for the simulation of memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["mark_workspaces"]
 def mark_workspaces(
     joint: JointGraph, device: torch.device, fused: bool, learned: Mapping[str, int] | None = None
 ) -> JointGraph:
-    """Mark every node whose kernel needs memory beside its operands and results with how many bytes.
+    """Mark every node whose kernel allocates memory besides its results with the number of bytes.
 
     Args:
         joint: the graph; its nodes' ``meta`` is written.
         device: where the kernels run, and are measured.
-        fused: a compiler makes the stages: pointwise operations become kernels that need none.
-        learned: what operators whose needs depend on data, and compiled stages, have been seen to need, by name.
+        fused: whether a compiler compiles the stages: fused pointwise operations need no workspace.
+        learned: bytes that operators with data-dependent needs, and compiled stages, have been seen to need, by name.
     """
     for node, size in workspaces_of(joint.computed(), device, fused, learned).items():
         node.meta[Mark.WORKSPACE] = size

@@ -41,7 +41,7 @@ class InfeasibleBudgetError(PassedThrough, ValueError):
     Attributes:
         minimum: the least budget, in bytes, that can be met.
         wants_sizes: whether sizes vary, so that nothing could be carried out in tiles: then the frame is traced again
-            for the sizes at hand (:mod:`roundpipe_fx.torch_private.tracing_retries`).
+            for the current sizes (:mod:`roundpipe_fx.torch_private.tracing_retries`).
     """
 
     wants_sizes: bool = False
@@ -72,8 +72,8 @@ def parse_budget(budget: Any) -> int | float | None:
     if isinstance(budget, float):
         if not (math.isfinite(budget) and 0 <= budget <= 1):
             raise ValueError(
-                f"memory_budget={budget}: a float is a share, from 0.0 (as little memory as can be) to 1.0 (nothing is "
-                "recomputed); for bytes give an int or a size like '6GiB'."
+                f"memory_budget={budget}: a float is a share, from 0.0 (the least memory that can be "
+                "reached) to 1.0 (nothing is recomputed); for bytes give an int or a size like '6GiB'."
             )
         return budget
     if isinstance(budget, str):
@@ -81,7 +81,7 @@ def parse_budget(budget: Any) -> int | float | None:
         unit = _UNITS.get(found.group(2).lower()) if found else None
         size = int(float(found.group(1)) * unit) if found and unit else 0
         if size <= 0:
-            raise ValueError(f"memory_budget={budget!r} is no size; write for example '512MiB', '6GiB' or '80 GB'.")
+            raise ValueError(f"memory_budget={budget!r} is not a size; write for example '512MiB', '6GiB' or '80 GB'.")
         return size
     raise TypeError(
         f"memory_budget must be bytes, a size like '6GiB', a float in [0, 1], or None, not {type(budget).__name__}."

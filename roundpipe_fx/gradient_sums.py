@@ -1,7 +1,7 @@
 """Sums of gradients: a microbatch's gradient is added to those of earlier ones as soon as it is made.
 
-A stage module that hands out its gradients together holds all of them beside their sums. One that is given the sums
-holds one gradient at a time, and none where a matrix product writes over the sum at once (Megatron-LM's "gradient
+A stage module that returns its gradients together holds all of them beside their sums. One that is given the sums holds
+one gradient at a time, and none where a matrix product writes over the sum at once (Megatron-LM's "gradient
 accumulation fusion").
 """
 
@@ -16,7 +16,7 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
     """Add a gradient to those of earlier microbatches, in place.
 
     Args:
-        total: what earlier ones add up to; ``None``: this is the first, and nobody else holds its memory.
+        total: what earlier ones add up to; ``None``: this is the first, and nothing else refers to its memory.
         gradient: of the same shape, strides and dtype.
 
     Returns:
@@ -26,12 +26,12 @@ def add_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def add_copy_to(total: torch.Tensor | None, gradient: torch.Tensor) -> torch.Tensor:
-    """The same for a gradient whose memory somebody else holds, or that is part of something."""
+    """The same for a gradient whose memory is referred to elsewhere, or that is a part of another tensor."""
     return gradient.clone() if total is None else total.add_(gradient)
 
 
 def add_product_to(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The same for a gradient that is a matrix product, without making it.
+    """The same for a gradient that is a matrix product, which is not computed on its own.
 
     Args:
         total: what earlier ones add up to; ``None``: this is the first.

@@ -22,7 +22,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Each test traces anew and draws its own random numbers."""
+    """Each test traces again and draws its own random numbers."""
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

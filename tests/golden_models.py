@@ -105,7 +105,7 @@ class ExpertLayer(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Experts picked by ``topk`` and ``nonzero``: questions that are asked once."""
+    """Experts picked by ``topk`` and ``nonzero``: host syncs that run once."""
 
     def __init__(self, width: int = 8, depth: int = 2, experts: int = 2, top_k: int = 1) -> None:
         super().__init__()
@@ -189,7 +189,7 @@ class AttentionLayer(nn.Module):
 
 
 class ResidualChain(nn.Module):
-    """A chain long enough that the leanest plan runs back and forth in it: nested recomputation."""
+    """A chain long enough that the plan with the lowest peak runs back and forth in it: nested recomputation."""
 
     def __init__(self, width: int = 4, depth: int = 4) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class WideMLP(nn.Module):
 
 
 class NoisyWeight(nn.Module):
-    """A gradient checkpoint scope: the noisy weight is read outside of it, and is made again for the backward."""
+    """A gradient checkpoint scope: the noisy weight is read outside of it, and is recomputed for the backward."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()

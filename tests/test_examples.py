@@ -28,7 +28,7 @@ def test_demo(tmp_path: Path) -> None:
     output = _run("examples/demo.py", *small, "--out", str(tmp_path))
     assert "torch.utils.checkpoint" in output and "roundpipe_fx, 6 stages" in output
     (ours,) = [line for line in output.splitlines() if "roundpipe_fx, 6 stages" in line and "│" in line]
-    assert ours.split("│")[3].strip() == "0"  # questions in the backward
+    assert ours.split("│")[3].strip() == "0"  # host syncs in the backward
     assert (tmp_path / "program.py").exists()
 
 

@@ -228,10 +228,10 @@ def test_sizes_that_depend_on_data_are_those_of_the_first_batch_with_headroom() 
     compiled(x).backward()
     bounded = compiled.plan
     assert not bounded.assumed
-    compiled(x).backward()  # planned anew with what was seen
+    compiled(x).backward()  # replanned with what was seen
     assert compiled.plan.assumed and max(compiled.plan.assumed.values()) < 64
     assert compiled.plan.peak_bytes < bounded.peak_bytes
-    assert "as seen with headroom" in str(compiled.plan)
+    assert "as seen plus headroom" in str(compiled.plan)
     plans = len(compiled.plans)
     compiled(x).backward()
     assert len(compiled.plans) == plans

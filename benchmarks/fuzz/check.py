@@ -185,7 +185,7 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
             f"step {place + 1}",
         )
         if place == 1:
-            _check_questions(references, left, way, result)
+            _check_host_syncs(references, left, way, result)
         if place and model.plans:
             assert storages is not None
             peak = _settled(
@@ -224,7 +224,7 @@ def _settled(model: Any, net: nn.Module, peak: StoragePeak, step: Callable[[Stor
     """A step's peak; of the same step once more where it had larger sizes than were seen before.
 
     Sizes that depend on data are taken to be little larger than seen so far. A step that has larger ones runs all the
-    same, and the plan is made anew before the next one.
+    same, and the plan is remade before the next one.
     """
     while model._state_of_roundpipe_fx.learned.stale:
         state = copy.deepcopy(net.state_dict())
@@ -234,13 +234,13 @@ def _settled(model: Any, net: nn.Module, peak: StoragePeak, step: Callable[[Stor
     return peak.peak
 
 
-def _check_questions(references: References, left: Left, way: Mapping[str, Any], result: Result) -> None:
+def _check_host_syncs(references: References, left: Left, way: Mapping[str, Any], result: Result) -> None:
     allowed = _asked_by(references, 1)
     assert left.asked is not None
     mine = _total(left.asked)
-    result.check("questions", way, f"{mine} asked, {allowed} allowed: {left.asked}" if mine > allowed else "")
+    result.check("host syncs", way, f"{mine} asked, {allowed} allowed: {left.asked}" if mine > allowed else "")
     again = {name: count for name, count in left.asked[1].items() if count}
-    result.check("questions in the backward", way, f"{again}" if again else "")
+    result.check("host syncs in the backward", way, f"{again}" if again else "")
 
 
 def _asked_by(references: References, place: int) -> int:
@@ -443,11 +443,11 @@ def _check_pipeline(program: Program, references: References, way: Mapping[str, 
             )
             _check_peak(model.plan, top, way, result, f"step {place + 1}", place < 2, max(1, way["devices"]))
         if place == 1:
-            _check_pipelined_questions(model, net, references, expected[place], way, call, result)
+            _check_pipelined_host_syncs(model, net, references, expected[place], way, call, result)
         del left
 
 
-def _check_pipelined_questions(
+def _check_pipelined_host_syncs(
     model: Any, net: nn.Module, references: References, eager: Left, way: Mapping[str, Any], call: str, result: Result
 ) -> None:
     state = copy.deepcopy(net.state_dict())
@@ -457,7 +457,7 @@ def _check_pipelined_questions(
     assert eager.asked is not None
     total = asked.total - asked.by_operator["aten._local_scalar_dense"]  # guards ask too, for each microbatch
     allowed = _total(eager.asked) - sum(own.get("aten._local_scalar_dense", 0) for own in eager.asked)
-    result.check("questions", way, f"{asked.by_operator} asked, eager {eager.asked}" if total > allowed else "")
+    result.check("host syncs", way, f"{asked.by_operator} asked, eager {eager.asked}" if total > allowed else "")
 
 
 def _pipelined(

@@ -30,7 +30,7 @@ class Left:
         gradients: by parameter, and ``input i``.
         buffers: by name; ``input i``: what the caller's tensor is afterwards.
         state: of the generator.
-        asked: questions, in the forward and in the backward; ``None`` where they were not counted.
+        asked: host syncs, in the forward and in the backward; ``None`` where they were not counted.
     """
 
     outputs: list[torch.Tensor] = field(default_factory=list)
@@ -67,7 +67,7 @@ def take_step(
     count: bool = False,
     meter: AbstractContextManager[Any] | None = None,
 ) -> Left:
-    """Forward, loss, backward; ``count``: count questions; ``meter``: entered meanwhile."""
+    """Forward, loss, backward; ``count``: count host syncs; ``meter``: entered meanwhile."""
     net.zero_grad()
     torch.manual_seed(seed)
     first, second = roundpipe_fx.count_host_syncs(), roundpipe_fx.count_host_syncs()
@@ -97,7 +97,7 @@ def left_by(net: nn.Module, inputs: Sequence[torch.Tensor], output: Any, loss: t
 
 
 def eager_microbatches(
-    net: nn.Module, inputs: Sequence[torch.Tensor], seed: int, count: int, call: str, questions: bool = False
+    net: nn.Module, inputs: Sequence[torch.Tensor], seed: int, count: int, call: str, host_syncs: bool = False
 ) -> Left:
     """What a pipelined step is to leave behind: one microbatch after the other, each drawing from its own stream.
 

@@ -32,10 +32,10 @@ def stage_0_backward(args):
     view_10: "float32[8, 8]" = aten.view.default(mul_1, [8, 8]);  mul_1 = None
     mm: "float32[8, 8]" = aten.mm.default(view_10, attention_out_weight);  attention_out_weight = None
     t_4: "float32[8, 8]" = aten.t.default(view_10)
-    # attention (again)
+    # attention (recomputed)
     transpose_8: "float32[2, 4, 2, 4]" = aten.transpose.int(getitem_5, 1, 2)
     view_23: "float32[2, 4, 8]" = aten.view.default(transpose_8, [2, 4, 8]);  transpose_8 = None
-    # attention.out (again)
+    # attention.out (recomputed)
     view_24: "float32[8, 8]" = aten.view.default(view_23, [8, 8]);  view_23 = None
     # attention.out
     mm_1: "float32[8, 8]" = aten.mm.default(t_4, view_24);  t_4 = view_24 = None
@@ -45,14 +45,14 @@ def stage_0_backward(args):
     # attention
     view_13: "float32[2, 4, 2, 4]" = aten.view.default(view_12, [2, 4, 2, 4]);  view_12 = None
     transpose_4: "float32[2, 2, 4, 4]" = aten.transpose.int(view_13, 1, 2);  view_13 = None
-    # attention.query (again)
+    # attention.query (recomputed)
     view_25: "float32[2, 4, 8]" = aten.view.default(addmm_1, [2, 4, 8]);  addmm_1 = None
-    # attention (again)
+    # attention (recomputed)
     view_26: "float32[2, 4, 2, 4]" = aten.view.default(view_25, [2, 4, 2, 4]);  view_25 = None
     transpose_9: "float32[2, 2, 4, 4]" = aten.transpose.int(view_26, 1, 2);  view_26 = None
-    # attention.key_value (again)
+    # attention.key_value (recomputed)
     view_27: "float32[2, 4, 16]" = aten.view.default(addmm, [2, 4, 16]);  addmm = None
-    # attention (again)
+    # attention (recomputed)
     split_1: "(float32[2, 4, 8], float32[2, 4, 8])" = aten.split.Tensor(view_27, 8, -1);  view_27 = None
     getitem_13: "float32[2, 4, 8]" = split_1[0]
     view_28: "float32[2, 4, 2, 4]" = aten.view.default(getitem_13, [2, 4, 2, 4]);  getitem_13 = None
@@ -65,7 +65,7 @@ def stage_0_backward(args):
     getitem_7: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[0]
     getitem_8: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[1]
     getitem_9: "float32[2, 2, 4, 4]" = _scaled_dot_product_flash_attention_for_cpu_backward[2];  _scaled_dot_product_flash_attention_for_cpu_backward = None
-    # norm (again)
+    # norm (recomputed)
     native_layer_norm_1: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(x, [8], norm_weight, norm_bias, 1e-05)
     getitem_15: "float32[2, 4, 8]" = native_layer_norm_1[0];  native_layer_norm_1 = None
     # attention
@@ -75,7 +75,7 @@ def stage_0_backward(args):
     view_17: "float32[8, 8]" = aten.view.default(view_16, [8, 8]);  view_16 = None
     mm_2: "float32[8, 8]" = aten.mm.default(view_17, attention_query_weight);  attention_query_weight = None
     t_8: "float32[8, 8]" = aten.t.default(view_17)
-    # attention.query (again)
+    # attention.query (recomputed)
     view_30: "float32[8, 8]" = aten.view.default(getitem_15, [8, 8]);  getitem_15 = None
     # attention.query
     mm_3: "float32[8, 8]" = aten.mm.default(t_8, view_30);  t_8 = view_30 = None
@@ -99,7 +99,7 @@ def stage_0_backward(args):
     add_1: "float32[2, 4, 8]" = aten.add_.Tensor(view_19, view_22);  view_19 = view_22 = None
     # attention.key_value
     sum_3: "float32[1, 16]" = aten.sum.dim_IntList(view_20, [0], True)
-    # norm (again)
+    # norm (recomputed)
     native_layer_norm_2: "(float32[2, 4, 8], float32[2, 4, 1], float32[2, 4, 1])" = aten.native_layer_norm.default(x, [8], norm_weight, norm_bias, 1e-05)
     getitem_18: "float32[2, 4, 8]" = native_layer_norm_2[0]
     getitem_19: "float32[2, 4, 1]" = native_layer_norm_2[1]
@@ -110,7 +110,7 @@ def stage_0_backward(args):
     getitem_12: "float32[8]" = native_layer_norm_backward[2];  native_layer_norm_backward = None
     # attention.key_value
     t_12: "float32[16, 8]" = aten.t.default(view_20);  view_20 = None
-    # attention.key_value (again)
+    # attention.key_value (recomputed)
     view_31: "float32[8, 8]" = aten.view.default(getitem_18, [8, 8]);  getitem_18 = None
     # attention.key_value
     mm_5: "float32[16, 8]" = aten.mm.default(t_12, view_31);  t_12 = view_31 = None

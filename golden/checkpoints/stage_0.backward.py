@@ -22,12 +22,12 @@ def stage_0_backward(args):
     pow_2: "float32[8, 4]" = aten.pow.Tensor_Scalar(tanh_1, 1.0)
     mul: "float32[8, 4]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     mul_1: "float32[8, 4]" = aten.mul_.Tensor(div_1, mul);  div_1 = mul = None
-    # model (again)
+    # model (recomputed)
     div_2: "float32[8, 4]" = aten.div.Tensor(x, linalg_vector_norm);  x = linalg_vector_norm = None
-    # first (again)
+    # first (recomputed)
     t_7: "float32[4, 4]" = aten.t.default(first_weight);  first_weight = None
     mm_5: "float32[8, 4]" = aten.mm.default(div_2, t_7);  t_7 = None
-    # model (again)
+    # model (recomputed)
     tanh_2: "float32[8, 4]" = aten.tanh_.default(mm_5);  mm_5 = None
     sin_1: "float32[8, 4]" = aten.sin.default(tanh_2)
     # model

@@ -14,10 +14,10 @@ def stage_0_recompute(args):
         bernoulli_p_rng_state,  # uint8[5056]
     ) = args
     args.clear()
-    # layers.0.0 (again)
+    # layers.0.0 (recomputed)
     t_10: "float32[8, 8]" = aten.t.default(layers_0_0_weight);  layers_0_0_weight = None
     addmm_3: "float32[4, 8]" = aten.addmm.default(layers_0_0_bias, x, t_10);  layers_0_0_bias = x = t_10 = None
-    # layers.0.2 (again)
+    # layers.0.2 (recomputed)
     full_default_3: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
     expand_default_3: "bool[4, 8]" = aten.expand.default(full_default_3, [4, 8]);  full_default_3 = None
     run_with_rng_state_1: "bool[4, 8]" = torch.ops.higher_order.run_with_rng_state(bernoulli_p_rng_state, aten.bernoulli.p, expand_default_3, 0.8);  bernoulli_p_rng_state = expand_default_3 = None

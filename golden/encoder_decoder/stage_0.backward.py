@@ -12,7 +12,7 @@ def stage_0_backward(args):
         tanh_backward,  # float32[2, 3, 8]
     ) = args
     args.clear()
-    # encoder (again)
+    # encoder (recomputed)
     view_41: "float32[6, 8]" = aten.view.default(source, [6, 8]);  source = None
     # encoder
     view_35: "float32[6, 8]" = aten.view.default(tanh_backward, [6, 8]);  tanh_backward = None

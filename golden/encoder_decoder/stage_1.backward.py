@@ -17,7 +17,7 @@ def stage_1_backward(args):
         add_3,  # float32[2, 4, 8]
     ) = args
     args.clear()
-    # decoder.0 (again)
+    # decoder.0 (recomputed)
     view_42: "float32[8, 8]" = aten.view.default(target, [8, 8]);  target = None
     # model
     transpose_7: "float32[2, 3, 4]" = aten.transpose.int(_safe_softmax_3, 1, 2)

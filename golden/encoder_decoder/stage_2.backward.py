@@ -18,7 +18,7 @@ def stage_2_backward(args):
         mul_4,  # float32[2, 4, 8]
     ) = args
     args.clear()
-    # decoder.1 (again)
+    # decoder.1 (recomputed)
     view_43: "float32[8, 8]" = aten.view.default(add, [8, 8]);  add = None
     # model
     expand_8: "float32[2, 4, 8]" = aten.expand.default(tangents_1, [2, 4, 8]);  tangents_1 = None

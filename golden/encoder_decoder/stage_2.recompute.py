@@ -14,12 +14,12 @@ def stage_2_recompute(args):
         add,  # float32[2, 4, 8]
     ) = args
     args.clear()
-    # decoder.1 (again)
+    # decoder.1 (recomputed)
     view_37: "float32[8, 8]" = aten.view.default(add, [8, 8])
     t_13: "float32[8, 8]" = aten.t.default(decoder_1_weight);  decoder_1_weight = None
     addmm_3: "float32[8, 8]" = aten.addmm.default(decoder_1_bias, view_37, t_13);  decoder_1_bias = view_37 = t_13 = None
     view_38: "float32[2, 4, 8]" = aten.view.default(addmm_3, [2, 4, 8]);  addmm_3 = None
-    # model (again)
+    # model (recomputed)
     mul_10: "float32[2, 4, 8]" = aten.mul_.Scalar(view_38, 0.5946035575013605);  view_38 = None
     transpose_12: "float32[2, 8, 3]" = aten.transpose.int(tanh, -2, -1)
     mul_11: "float32[2, 8, 3]" = aten.mul.Scalar(transpose_12, 0.5946035575013605);  transpose_12 = None

@@ -14,10 +14,10 @@ def stage_0_recompute(args):
         bernoulli_p_rng_state,  # uint8[5056]
     ) = args
     args.clear()
-    # layers.0 (again)
+    # layers.0 (recomputed)
     t_16: "float32[8, 8]" = aten.t.default(layers_0_weight);  layers_0_weight = None
     addmm_5: "float32[4, 8]" = aten.addmm.default(layers_0_bias, x, t_16);  layers_0_bias = x = t_16 = None
-    # model (again)
+    # model (recomputed)
     tanh_3: "float32[4, 8]" = aten.tanh_.default(addmm_5);  addmm_5 = None
     full_default_3: "bool[]" = aten.full.default([], False, dtype=torch.bool, device=device(type='cpu'))
     expand_default_3: "bool[4, 8]" = aten.expand.default(full_default_3, [4, 8]);  full_default_3 = None

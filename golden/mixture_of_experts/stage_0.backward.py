@@ -24,7 +24,7 @@ def stage_0_backward(args):
         add_105,  # float32[6, 8]
     ) = args
     args.clear()
-    # layers.0 (again)
+    # layers.0 (recomputed)
     unbind_9: "(int64[u0], int64[u0])" = aten.unbind.int(nonzero, 1);  nonzero = None
     getitem_23: "int64[u0]" = unbind_9[0]
     getitem_22: "int64[u0]" = unbind_9[1];  unbind_9 = None

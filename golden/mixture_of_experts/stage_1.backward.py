@@ -28,7 +28,7 @@ def stage_1_backward(args):
         mul_60,  # float32[6, 8]
     ) = args
     args.clear()
-    # layers.1 (again)
+    # layers.1 (recomputed)
     unbind_11: "(int64[u2], int64[u2])" = aten.unbind.int(nonzero_2, 1);  nonzero_2 = None
     getitem_27: "int64[u2]" = unbind_11[0]
     getitem_26: "int64[u2]" = unbind_11[1];  unbind_11 = None

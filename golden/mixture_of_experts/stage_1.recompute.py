@@ -20,10 +20,10 @@ def stage_1_recompute(args):
         nonzero_3,  # int64[u3, 2]
     ) = args
     args.clear()
-    # layers.1.router (again)
+    # layers.1.router (recomputed)
     t_27: "float32[8, 2]" = aten.t.default(layers_1_router_weight);  layers_1_router_weight = None
     addmm_6: "float32[6, 2]" = aten.addmm.default(layers_1_router_bias, add_50, t_27);  layers_1_router_bias = t_27 = None
-    # layers.1 (again)
+    # layers.1 (recomputed)
     _softmax_2: "float32[6, 2]" = aten._softmax.out(addmm_6, -1, False, out=addmm_6);  addmm_6 = None
     gather_default: "float32[6, 1]" = aten.gather.default(_softmax_2, -1, getitem_7);  getitem_7 = None
     zeros_like_2: "float32[6, 8]" = aten.zeros_like.default(add_50, pin_memory=False)
@@ -31,10 +31,10 @@ def stage_1_recompute(args):
     getitem_12: "int64[u2]" = unbind_4[0]
     getitem_13: "int64[u2]" = unbind_4[1];  unbind_4 = None
     index_8: "float32[u2, 8]" = aten.index.Tensor(add_50, [getitem_12])
-    # layers.1.experts.0 (again)
+    # layers.1.experts.0 (recomputed)
     t_28: "float32[8, 8]" = aten.t.default(layers_1_experts_0_weight);  layers_1_experts_0_weight = None
     addmm_7: "float32[u2, 8]" = aten.addmm.default(layers_1_experts_0_bias, index_8, t_28);  layers_1_experts_0_bias = t_28 = None
-    # layers.1 (again)
+    # layers.1 (recomputed)
     relu_4: "float32[u2, 8]" = aten.relu_.default(addmm_7);  addmm_7 = None
     unsqueeze_4: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default, 2)
     index_9: "float32[u2, 1]" = aten.index.Tensor(unsqueeze_4, [getitem_12, getitem_13]);  unsqueeze_4 = getitem_13 = None
@@ -44,10 +44,10 @@ def stage_1_recompute(args):
     getitem_14: "int64[u3]" = unbind_5[0]
     getitem_15: "int64[u3]" = unbind_5[1];  unbind_5 = None
     index_10: "float32[u3, 8]" = aten.index.Tensor(add_50, [getitem_14])
-    # layers.1.experts.1 (again)
+    # layers.1.experts.1 (recomputed)
     t_29: "float32[8, 8]" = aten.t.default(layers_1_experts_1_weight);  layers_1_experts_1_weight = None
     addmm_8: "float32[u3, 8]" = aten.addmm.default(layers_1_experts_1_bias, index_10, t_29);  layers_1_experts_1_bias = t_29 = None
-    # layers.1 (again)
+    # layers.1 (recomputed)
     relu_5: "float32[u3, 8]" = aten.relu_.default(addmm_8);  addmm_8 = None
     unsqueeze_5: "float32[6, 1, 1]" = aten.unsqueeze.default(gather_default, 2);  gather_default = None
     index_11: "float32[u3, 1]" = aten.index.Tensor(unsqueeze_5, [getitem_14, getitem_15]);  unsqueeze_5 = getitem_15 = None

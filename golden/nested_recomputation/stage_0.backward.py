@@ -33,22 +33,22 @@ def stage_0_backward(args):
     # layers.3
     t_4: "float32[4, 64]" = aten.t.default(tanh_backward);  tanh_backward = None
     mm_4: "float32[4, 4]" = aten.mm.default(t_4, add_2);  t_4 = add_2 = None
-    # layers.0 (again)
+    # layers.0 (recomputed)
     t_17: "float32[4, 4]" = aten.t.default(layers_0_weight);  layers_0_weight = None
     mm_11: "float32[64, 4]" = aten.mm.default(x, t_17)
-    # model (again)
+    # model (recomputed)
     tanh_4: "float32[64, 4]" = aten.tanh_.default(mm_11);  mm_11 = None
     add_7: "float32[64, 4]" = aten.add.out(x, tanh_4, out=tanh_4);  tanh_4 = None
-    # layers.1 (again)
+    # layers.1 (recomputed)
     t_18: "float32[4, 4]" = aten.t.default(layers_1_weight)
     mm_12: "float32[64, 4]" = aten.mm.default(add_7, t_18)
-    # model (again)
+    # model (recomputed)
     tanh_5: "float32[64, 4]" = aten.tanh_.default(mm_12);  mm_12 = None
     add_8: "float32[64, 4]" = aten.add_.Tensor(add_7, tanh_5);  add_7 = tanh_5 = None
-    # layers.2 (again)
+    # layers.2 (recomputed)
     t_19: "float32[4, 4]" = aten.t.default(layers_2_weight)
     mm_13: "float32[64, 4]" = aten.mm.default(add_8, t_19);  t_19 = None
-    # model (again)
+    # model (recomputed)
     tanh_6: "float32[64, 4]" = aten.tanh_.default(mm_13);  mm_13 = None
     # model
     tanh_backward_1: "float32[64, 4]" = aten.tanh_backward.grad_input(add_4, tanh_6, grad_input=tanh_6);  tanh_6 = None
@@ -59,14 +59,14 @@ def stage_0_backward(args):
     # layers.2
     t_8: "float32[4, 64]" = aten.t.default(tanh_backward_1);  tanh_backward_1 = None
     mm_6: "float32[4, 4]" = aten.mm.default(t_8, add_8);  t_8 = add_8 = None
-    # layers.0 (again)
+    # layers.0 (recomputed)
     mm_14: "float32[64, 4]" = aten.mm.default(x, t_17)
-    # model (again)
+    # model (recomputed)
     tanh_7: "float32[64, 4]" = aten.tanh_.default(mm_14);  mm_14 = None
     add_9: "float32[64, 4]" = aten.add.out(x, tanh_7, out=tanh_7);  tanh_7 = None
-    # layers.1 (again)
+    # layers.1 (recomputed)
     mm_15: "float32[64, 4]" = aten.mm.default(add_9, t_18);  t_18 = None
-    # model (again)
+    # model (recomputed)
     tanh_8: "float32[64, 4]" = aten.tanh_.default(mm_15);  mm_15 = None
     # model
     tanh_backward_2: "float32[64, 4]" = aten.tanh_backward.grad_input(add_5, tanh_8, grad_input=tanh_8);  tanh_8 = None
@@ -77,9 +77,9 @@ def stage_0_backward(args):
     # layers.1
     t_12: "float32[4, 64]" = aten.t.default(tanh_backward_2);  tanh_backward_2 = None
     mm_8: "float32[4, 4]" = aten.mm.default(t_12, add_9);  t_12 = add_9 = None
-    # layers.0 (again)
+    # layers.0 (recomputed)
     mm_16: "float32[64, 4]" = aten.mm.default(x, t_17);  t_17 = None
-    # model (again)
+    # model (recomputed)
     tanh_9: "float32[64, 4]" = aten.tanh_.default(mm_16);  mm_16 = None
     # model
     tanh_backward_3: "float32[64, 4]" = aten.tanh_backward.grad_input(add_6, tanh_9, grad_input=add_6);  add_6 = tanh_9 = None

@@ -16,7 +16,7 @@ def stage_0_backward(args):
         view_7,  # float32[2, 4, 8]
     ) = args
     args.clear()
-    # layer (again)
+    # layer (recomputed)
     view_13: "float32[8, 8]" = aten.view.default(embedding_1, [8, 8]);  embedding_1 = None
     # model
     tanh_backward: "float32[2, 4, 8]" = aten.tanh_backward.default(view_7, tanh);  view_7 = tanh = None

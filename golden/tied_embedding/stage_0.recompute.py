@@ -12,6 +12,6 @@ def stage_0_recompute(args):
         tokens,  # int64[2, 4]
     ) = args
     args.clear()
-    # embedding (again)
+    # embedding (recomputed)
     embedding_1: "float32[2, 4, 8]" = aten.embedding.default(embedding_weight, tokens);  embedding_weight = tokens = None
     return (embedding_1,)

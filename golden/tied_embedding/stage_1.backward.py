@@ -16,7 +16,7 @@ def stage_1_backward(args):
         getitem_3,  # float32[]
     ) = args
     args.clear()
-    # model (again)
+    # model (recomputed)
     view_15: "float32[8, 8]" = aten.view.default(tanh, [8, 8]);  tanh = None
     view_14: "int64[8]" = aten.view.default(targets, [8]);  targets = None
     # model

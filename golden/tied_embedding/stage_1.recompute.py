@@ -13,7 +13,7 @@ def stage_1_recompute(args):
         tanh,  # float32[2, 4, 8]
     ) = args
     args.clear()
-    # model (again)
+    # model (recomputed)
     t_10: "float32[8, 16]" = aten.t.default(embedding_weight);  embedding_weight = None
     view_11: "float32[8, 8]" = aten.view.default(tanh, [8, 8]);  tanh = None
     mm_5: "float32[8, 16]" = aten.mm.default(view_11, t_10);  view_11 = t_10 = None

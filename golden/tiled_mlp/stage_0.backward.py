@@ -49,7 +49,7 @@ def stage_0_backward(args):
     pow_2: "float32[2, 48, 8]" = aten.pow.Tensor_Scalar(add, 1.0);  add = None
     mul: "float32[2, 48, 8]" = aten.mul_.Scalar(pow_2, 2.0);  pow_2 = None
     mul_1: "float32[2, 48, 8]" = aten.mul_.Tensor(div, mul);  div = mul = None
-    # wide (again)
+    # wide (recomputed)
     view_3: "float32[96, 8]" = aten.view.default(x, [96, 8]);  x = None
     t_3: "float32[8, 64]" = aten.t.default(wide_weight);  wide_weight = None
     # narrow

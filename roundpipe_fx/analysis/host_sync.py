@@ -6,9 +6,9 @@ An operation counts as a host sync if the host has to wait for the device, or if
 - indexing by a mask; ``index`` always has the first tag, but synchronizes only for boolean or byte indices;
 - copies from an accelerator to the host;
 - *selections*: operators that return ``indices`` (``topk``, ``sort``, ``max`` along a dimension), ``argmax``,
-  ``multinomial``, ``searchsorted`` and similar ones. Their indices decide where tokens and gradients go; computed again
+  ``multinomial``, ``searchsorted`` and similar ones. Their indices decide where tokens and gradients go; recomputed
   from values that were rounded differently, they could differ from those of the forward. Pooling is not a selection:
-  only its own kernels read its indices, and they run again together;
+  only its own kernels read its indices, and they are recomputed together;
 - operators that the user registered (:func:`roundpipe_fx.register_sync_op`).
 """
 

@@ -110,7 +110,7 @@ def _last_uses(
     lasting: Collection[int],
     arriving: Mapping[int, Collection[int]],
 ) -> dict[int, int]:
-    """By storage, the position where it dies: -1 if nobody reads it, the number of events if it lives to the end."""
+    """By storage, the position where it dies: -1 if it is never read, the number of events if it lives to the end."""
     last = dict.fromkeys(before, -1)
     for position, arrived in arriving.items():
         last.update(dict.fromkeys(arrived, position))

@@ -1,8 +1,8 @@
-"""Minimum cuts: which vertices of a network stay with the source when the arcs that cost least are cut.
+"""Minimum cuts: which vertices of a network stay with the source when the cheapest set of arcs is cut.
 
 Choices that depend on each other, each with a price, are written as a network: one vertex for each yes or no, an arc
-from a to b with the price of "a and not b", and an arc that cannot be cut for "a implies b". The source's side are the
-vertices that are answered with yes::
+from a to b with the price of "a and not b", and an arc that cannot be cut for "a implies b". The vertices on the
+source's side are answered with yes::
 
               3               uncuttable            5
     source ──────▶ a is saved ──────────▶ b is saved ──────▶ sink
@@ -30,7 +30,7 @@ Arc = tuple[int, int, int]
 SOURCE, SINK = 0, 1
 """The first two vertices."""
 CAPACITY = 1_000_000_000
-"""What all that can be cut may cost together."""
+"""Maximum total cost of the arcs that can be cut."""
 UNCUTTABLE = 2_000_000_000
 """The cost of an arc that is in no minimum cut."""
 
@@ -38,8 +38,7 @@ UNCUTTABLE = 2_000_000_000
 def unit_of(sizes: Iterable[int]) -> int:
     """What to divide sizes by, so that they can be capacities.
 
-    It divides all of them, unless together they would be more than :data:`CAPACITY` then; it is a multiple of what
-    does.
+    Their greatest common divisor, or a multiple of it if their total would otherwise exceed :data:`CAPACITY`.
     """
     sizes = list(sizes)
     divisor = math.gcd(*sizes) or 1

@@ -71,7 +71,7 @@ class RecomputeRecipe:
     """How a forward storage is recomputed.
 
     Attributes:
-        operation: the forward operation that runs again.
+        operation: the forward operation that is recomputed.
         node: the node that is copied: that of the operation or, for a gather, that of the value.
         form: the same operation, a gather by saved indices, or a dropout that computes only its mask.
         reads: storages that it reads.
@@ -325,10 +325,11 @@ class _Recipes:
     def of(
         cls, forward: Sequence[Operation], values: Mapping[int, fx.Node], reader: _Reader, states: Mapping[int, int]
     ) -> _Recipes:
-        """The recipes of what operations of the forward make.
+        """The recipes for the results of forward operations.
 
-        A value that is a selection of another is gathered by its saved indices; what a hoisted operation makes is
-        saved; all else runs again as it is. A replay of a random operation also holds the generator's current state.
+        A value that is a selection of another is gathered by its saved indices; results of a hoisted operation are
+        saved; every other operation is recomputed as it is. A replay of a random operation also holds the generator's
+        current state.
         """
         found = cls({}, {})
         for operation in forward:

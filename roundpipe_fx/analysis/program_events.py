@@ -30,7 +30,7 @@ from roundpipe_fx.ir.joint_graph import Mark, is_sum, tensor_values
 __all__ = ["CALLER", "Course", "FollowedCall", "ProgramEvents", "course_of"]
 
 _SWITCHES = (torch.ops.streams.fork.default, torch.ops.streams.join.default)
-"""What makes another stream the current one: the second operand."""
+"""Operators that make another stream the current one: their second operand."""
 CALLER = "the caller"
 """Stands for the call that runs while the loss is computed outside the model."""
 

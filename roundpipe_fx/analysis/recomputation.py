@@ -37,7 +37,7 @@ _SELECTIONS = {
 
 
 class Form(enum.StrEnum):
-    """The form in which a forward operation runs again."""
+    """The form in which a forward operation is recomputed."""
 
     SAME = "same"
     GATHER = "gather"

@@ -1,7 +1,7 @@
 """The rematerialization schedule: what is recomputed, when and in which form, as plain data.
 
 Whatever decides on recomputation (a save policy, the planner within a byte budget, a rotor sequence, a pipeline's
-planner) says it in this form, and one pass writes it into the graph (``passes/apply_remat_schedule.py``). A forward
+planner) returns it in this form, and one pass writes it into the graph (``passes/apply_remat_schedule.py``). A forward
 value that the backward reads and that no operation of the schedule recomputes is saved.
 """
 
@@ -42,7 +42,7 @@ class RematBlock:
     Attributes:
         segment: the segment.
         stage: the stage in whose backward they run.
-        ops: the operations, in order. Views need not be among them: they are made where they are read.
+        ops: the operations, in order. Views need not be among them: they are created where they are read.
     """
 
     segment: int
@@ -57,7 +57,7 @@ class RematSchedule:
     Attributes:
         blocks: in the order in which values are recomputed and read: a reader gets the latest copy before it that its
             own stage has made, or else the latest of all. Each stage's early operations run before its others.
-        saved: forward values that readers get as they are, even where the operation that makes them runs again.
+        saved: forward values that readers get as they are, even where the operation that computes them is recomputed.
     """
 
     blocks: tuple[RematBlock, ...]

@@ -42,7 +42,7 @@ def make_backend(
         on_plan: called with each plan that is made.
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
-        compile_state: how the first graph of the step at hand was cut.
+        compile_state: how the first graph of the current step was cut.
         gathered: bytes that FSDP2 allocates beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations()
@@ -83,7 +83,7 @@ def _backend_by_name(
         parsed = Options.parse(options or {})
     except (TypeError, ValueError) as error:
         raise torch_private.passed_through(error) from None
-    edited_passes(parsed.passes)  # what is wrong with the list is told before anything is traced
+    edited_passes(parsed.passes)  # an invalid list raises before anything is traced
     learned = _learned_of(options or {})
     modules = torch_private.modules_being_compiled()
 
@@ -99,9 +99,9 @@ _shared: dict[int, tuple[Mapping[str, Any], Learned]] = {}
 
 
 def _learned_of(options: Mapping[str, Any]) -> Learned:
-    """One for all graphs of a ``torch.compile``: it gives each the very same options.
+    """One backend for all graphs of a ``torch.compile``, which passes the same options object for each.
 
-    Nothing is planned anew there. But who compiles is told where the graphs of a step hold more than the budget.
+    There is no replanning there, but a warning says if the graphs of a step hold more than the budget together.
     """
     if id(options) not in _shared:
         while len(_shared) >= _MOST:

@@ -1,6 +1,6 @@
 """Compilation of one graph: AOTAutograd's callbacks, from a joint graph to programs and back to a callable.
 
-What AOTAutograd gets back are graphs of stage calls.
+AOTAutograd gets graphs of stage calls back.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ T = TypeVar("T")
 
 @dataclass(kw_only=True)
 class _Compilation:
-    """What AOTAutograd's callbacks for one graph share."""
+    """The state that AOTAutograd's callbacks for one graph share."""
 
     options: Options
     registered_syncs: Collection[Any]
@@ -95,7 +95,7 @@ class _Compilation:
         return self.lowered.forward.module, self.lowered.backward.module
 
     def _noted(self, lowered: Lowered, differentiated: Sequence[int]) -> NotedGraph | None:
-        """What the steps' calls of this graph are noted as; ``None`` where that would change no plan."""
+        """The name under which steps record calls of this graph; ``None`` if that would not change any plan."""
         if self.options.rotor is not None:
             return None
         training = lowered.backward is not None
@@ -166,7 +166,7 @@ class _Compilation:
         if self.profiled is not None:
             run = self.profiled.forward(run)
         see = size_observer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
-        # Of a single output a backward always reads the gradient.
+        # A backward always reads the gradient of a single output.
         return observed(run, plan.outputs if plan.static and plan.outputs > 1 else 0, see)
 
     def _see_size(self, symbol: str, size: int) -> None:
@@ -182,17 +182,17 @@ class _Compilation:
         if self.profiled is not None:
             run = self.profiled.backward(run)
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
-        # Where sizes are symbols autograd makes zeros for outputs that nobody used, and nothing tells them apart.
+        # With symbolic sizes autograd passes zeros for unused outputs, which look like any other gradient.
         if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
         return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.name))
 
     def _watch(self, lowered: Lowered) -> ProfiledStep | None:
-        """Have a step show whether compiled stages exceed the budget; ``None`` if that would change nothing.
+        """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
 
-        Eager stages hold what was planned. What all plans hold alike beyond it decides nothing between them, unless the
-        budget is bytes.
+        Eager stages hold what was planned. Memory beyond the plan is about the same for all plans, so it matters only
+        if the budget is given in bytes.
         """
         if lowered.stage_compiler == "eager" or not bounded_in_bytes(lowered.joint, self.options):
             return None
@@ -267,10 +267,10 @@ def compile_graph(
         options: the user's.
         registered_syncs: operators that the user declared to force a host sync.
         on_plan: called with each plan that is made.
-        warned: lines of graph breaks that the user was told of already; extended.
+        warned: lines of graph breaks that the user has been warned of; extended.
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
-        compile_state: how the first graph of the step at hand was cut.
+        compile_state: how the first graph of the current step was cut.
     """
     learned = learned or Learned()
     warn_of_graph_break(module, warned, options.memory_budget is not None, learned.steps.runs_eagerly)
@@ -298,7 +298,7 @@ def compile_graph(
 
 
 def _shapes(inputs: Sequence[Any]) -> str:
-    """Tells graphs apart that differ in their inputs' sizes alone."""
+    """A text that distinguishes graphs which differ only in the sizes of their inputs."""
     kinds = [(str(tuple(value.shape)), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
     modes = torch.is_grad_enabled()
     return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
@@ -306,7 +306,7 @@ def _shapes(inputs: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def _without_gc() -> Iterator[None]:
-    """No garbage collection inside: passes make many objects that live on, and scanning them each time is slow."""
+    """No garbage collection inside: passes create many objects that stay alive, and scanning them each time is slow."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -317,7 +317,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def _stand_in(node: Any) -> Any:
-    """What autograd gets for a value that the pipeline keeps itself."""
+    """Passed to autograd in place of a value that the pipeline keeps itself."""
     return torch.empty(0) if isinstance(node, fx.Node) and is_tensor(node) else 0
 
 

@@ -61,17 +61,17 @@ def compile(
             times the heaviest segment; or the names of the modules (as in ``model.named_modules()``) at which stages
             begin.
         recompute: ``"none"``: everything that the backward reads is saved. ``"full"``: each stage saves only what
-            enters it and what must not be asked twice (``nonzero``, ``item``, routing), the rest is computed again.
-            ``None``: as ``memory_budget`` says; without one as ``"none"``.
+            enters it and the results of host synchronizations (``nonzero``, ``item``, routing); the rest is recomputed.
+            ``None``: as ``memory_budget`` requires; without one, ``"none"``.
         memory_budget: the most bytes that a step may allocate at one time beyond what was allocated when it began, from
             the forward's beginning to the backward's end, new gradients included: an ``int``, a size like ``"6GiB"``,
             or a share in [0, 1] of the way from the least that can be reached to nothing recomputed. ``None``: on CUDA
             90 % of the memory that is free at the first step, unless ``recompute`` is given; on the CPU no limit.
         tiling: whether operations whose intermediate values are wide (the logits of a loss head, the inner width of an
             MLP, attention scores) may be carried out on one tile of rows after another. Sums over tiles round
-            otherwise, so bits are promised only without. ``None``: where a budget in bytes cannot be met otherwise;
-            the plan says so. ``"auto"``: also where a step within the budget is then modelled to be shorter.
-            ``"never"``.
+            differently, so bitwise equality is promised only without tiles. ``None``: where a budget in bytes cannot be
+            met otherwise; the plan says so. ``"auto"``: also where a step within the budget is then modelled to be
+            shorter. ``"never"``.
         cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
             device once, kept on disk).
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
@@ -85,27 +85,29 @@ def compile(
             parameters themselves.
         devices: run pipelined, one worker on each; a device may be named several times (``["cpu", "cpu"]`` are two
             workers that divide the cores). The model stays where it is. On a GPU: stages on other devices get copies
-            of their parameters for each step. On the CPU, with GPUs here: stages get what they read when they run and
-            while they do, gradients go back, and inputs and outputs are moved; a budget counts all that.
+            of their parameters for each step. On the CPU, with GPUs here: stages get copies of what they read while
+            they run, gradients are copied back, and inputs and outputs are moved; a budget counts all of that.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
         schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
-            default where the model lies on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step
-            is shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
+            default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
+            shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
         checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
-            last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget is then a device's.
-        split_input: how inputs are split into microbatches: ``None`` (along dimension 0 tensors that have the batch's
-            size, which is the first input's; all else is the same for each), (specs of args, specs of kwargs) as of
-            ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args, list of kwargs)``.
+            last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget then applies per
+            device.
+        split_input: how inputs are split into microbatches: ``None`` (tensors that have the batch's size, which is the
+            first input's, along dimension 0; everything else is the same for each), (specs of args, specs of kwargs) as
+            of ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args, list of
+            kwargs)``.
         split_label: the same for labels: a spec or a callable ``(labels, count) -> list``.
-        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses put
-            together as ``loss_reduction`` says), specs, or a callable that gets the list.
+        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses
+            combined as ``loss_reduction`` says), specs, or a callable that gets the list.
         loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
             batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
             microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that
             count differently. Where the model is given ``num_items_in_batch``, as by Hugging Face's Trainer, its losses
             are parts of one mean, and added in any case.
-        deferred_batch_norm: update the running statistics of batch norm once a step, from all microbatches, and not
-            once a microbatch.
+        deferred_batch_norm: update the running statistics of batch norm once per step, from all microbatches, instead
+            of once per microbatch.
 
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
@@ -125,7 +127,7 @@ def compile(
             "passes": passes,
         }
     )
-    edited_passes(options.passes)  # what is wrong with the list is told now, not at the first call
+    edited_passes(options.passes)  # an invalid list raises now, not at the first call
     pipelining = parse_pipelining(
         devices,
         num_microbatches,
@@ -157,14 +159,14 @@ def compile(
 class CompiledModule(nn.Module):
     """A model compiled by :func:`compile`: an instance of the model's own class, whose ``forward`` is compiled.
 
-    All attributes are the model's. Where the model has one that is called like one of those below, it stays the
-    model's; ``CompiledModule.step(model, …)`` and :func:`roundpipe_fx.plans` reach those all the same.
+    All attributes are the model's. If the model has an attribute with the name of one of those below, it stays the
+    model's; ``CompiledModule.step(model, …)`` and :func:`roundpipe_fx.plans` work all the same.
     """
 
     _state_of_roundpipe_fx: CompiledState
 
     def __init_subclass__(cls, **_arguments: Any) -> None:
-        """A generated subclass is not announced to the model's class, which may keep a register of its subclasses."""
+        """Does not announce a generated subclass to the model's class, which may keep a registry of its subclasses."""
 
     def forward_backward(
         self,
@@ -181,14 +183,14 @@ class CompiledModule(nn.Module):
             loss = model.forward_backward(x, labels=y, loss_fn=loss_fn)
             optimizer.step()
 
-        Of a model that DistributedDataParallel wraps (``ddp.module.forward_backward``) the step goes through DDP, which
-        averages gradients as it does in a backward, and does not inside ``ddp.no_sync()``.
+        If DistributedDataParallel wraps the model (``ddp.module.forward_backward``), the step goes through DDP, which
+        averages gradients as in a backward, except inside ``ddp.no_sync()``.
 
         Args:
             *args: for the model; split into microbatches.
             labels: for ``loss_fn``; split likewise. Without ``loss_fn`` they go to the model as its own ``labels``.
-            loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor of one number. Without
-                it the model's output is its loss, or has it as ``.loss`` or as its first item.
+            loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor with one element.
+                Without it, the loss is the model's output, its attribute ``.loss``, or its first item.
             return_outputs: whether to return the model's outputs too, merged and detached.
             **kwargs: for the model; split into microbatches.
 
@@ -207,7 +209,7 @@ class CompiledModule(nn.Module):
 
     @property
     def plan(self) -> Plan:
-        """The latest plan; of training where there is one.
+        """The latest plan; one for training if there is one.
 
         Raises:
             RuntimeError: nothing has been compiled: there was no call yet, or the model ran eagerly; the message says
@@ -221,7 +223,7 @@ class CompiledModule(nn.Module):
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """All plans made so far: one a graph (several where the graph breaks), shape and mode."""
+        """All plans so far: one per graph (several where the graph breaks), shape and mode."""
         return tuple(self._state_of_roundpipe_fx.plans)
 
     def trace(self, *args: Any, **kwargs: Any) -> Plan:
@@ -236,12 +238,13 @@ class CompiledModule(nn.Module):
         return CompiledModule.plan.__get__(self)
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises: the model is compiled already."""
+        """Raises an error: the model is compiled already."""
         raise RuntimeError(_COMPILED.format("roundpipe_fx.compile"))
 
     @property
     def _compiled_call_impl(self) -> None:  # type: ignore[override]
-        """What ``compile()`` of the model makes, which would go before ``forward``, is the model's alone."""
+        """Always ``None``: what ``compile()`` of the model creates, which takes precedence over ``forward``, is not
+        shared."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "plan" and not self._state_of_roundpipe_fx.plans:
@@ -297,14 +300,14 @@ class CompiledModule(nn.Module):
 
             model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 
-        The model's gradients are moved to the optimizer's parameters (added to what is there), ``step_fn`` is called,
-        and the results are copied back into the model. Without ``optim_dtype`` it is only called.
+        The model's gradients are moved to the optimizer's parameters (added to existing ones), ``step_fn`` is called,
+        and the results are copied back into the model. Without ``optim_dtype``, ``step_fn`` is only called.
 
         Args:
             step_fn: called with the arguments that follow.
             is_async: call it in a thread of its own and return at once. The model then has the parameters of one step
                 before, until the next ``step`` or :meth:`synchronize`, which also raise what ``step_fn`` raised.
-                RoundPipe does so unless told otherwise.
+                In RoundPipe this is the default.
             *args: for ``step_fn``.
             **kwargs: for ``step_fn``.
 
@@ -331,7 +334,8 @@ class CompiledModule(nn.Module):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the model's own. The optimizer's parameters are loaded too, or copied anew if ``state_dict`` has none."""
+        """As the model's own. The optimizer's parameters are loaded too, or copied from the model's if ``state_dict``
+        has none."""
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
         self._state_of_roundpipe_fx.optimizer.load(saved)
@@ -343,7 +347,7 @@ class NoPlanError(AttributeError, RuntimeError):
 
 
 _OPTIMIZER = "roundpipe_fx.optim_parameters"
-"""Where a state dict's metadata has the optimizer's parameters."""
+"""The key of the optimizer's parameters in a state dict's metadata."""
 
 _OWN = (
     "forward_backward",
@@ -355,7 +359,7 @@ _OWN = (
     "step",
     "synchronize",
 )
-"""Attributes of a compiled module beside the model's."""
+"""Attributes that a compiled module has in addition to the model's."""
 
 _COMPILED = (
     "the model is compiled already, by {}; compile a model once, with all options. The model that it was made from "
@@ -378,7 +382,7 @@ def compiled_module(model: nn.Module, options: Options, **settings: Any) -> Comp
 
 
 def _check(model: Any) -> None:
-    """Raise where a model cannot be compiled, or is compiled already."""
+    """Raise if a model cannot be compiled, or is compiled already."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
@@ -386,7 +390,7 @@ def _check(model: Any) -> None:
         )
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(
-            "roundpipe_fx.compile takes no ScriptModule: what torch.jit has compiled cannot be traced any more. "
+            "roundpipe_fx.compile takes no ScriptModule: code that torch.jit has compiled cannot be traced. "
             "Compile the model that it was made from."
         )
     if isinstance(model, CompiledModule):

@@ -1,4 +1,4 @@
-"""What a compiled module has beside the model: how it is compiled, its plans, and what runs."""
+"""The state of a compiled module besides the model: how it is compiled, its plans, and the compiled forward."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class CompiledState:
         }
 
     def compile(self) -> None:
-        """Compile anew at the next call."""
+        """Recompile at the next call."""
         torch_private.try_again()
         if self._unused is not None:
             self._unused()
@@ -155,7 +155,7 @@ class CompiledState:
         self._called = True
         with outputs_of_programs() as returned:
             outputs = self._call(args, kwargs)
-        # A language model returns logits beside the loss, and nobody differentiates them: autograd would make zeros of
+        # A language model returns logits beside the loss, which are not differentiated: autograd would create zeros of
         # their size and keep them until the backward has read them.
         for output in tree_leaves(outputs) if returned and torch.is_grad_enabled() else ():
             if output in returned:
@@ -186,7 +186,7 @@ class CompiledState:
         refuse_sharded_step(model)
 
         def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
-            assert self._pipeline is not None  # made anew where it is planned anew
+            assert self._pipeline is not None  # recreated when it is replanned
             return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
 
         parallel = data_parallel_around(model, self)

@@ -1,7 +1,7 @@
-"""Unused compilations: what was compiled for a model goes with the model.
+"""Eviction from Dynamo's cache: what was compiled for a model is dropped with the model.
 
-Dynamo keeps what it has compiled for all models of a class as long as the process lives, and from some number on it
-compiles no more of that class.
+Dynamo keeps everything that it has compiled for models of a class for the life of the process, and stops compiling that
+class at a limit.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from roundpipe_fx.api.backend import Backend
 __all__ = ["Unused", "evict_unused", "evict_when_unused"]
 
 Unused = weakref.finalize
-"""Called, it says that nothing uses a backend any more; called again it does nothing."""
+"""When called, it notes that nothing uses a backend any more; further calls do nothing."""
 
 _unused: list[Backend] = []
-"""Garbage collection may come in the midst of anything, so it only notes backends; :func:`evict_unused` acts."""
+"""Garbage collection may run at any point, so it only notes backends; :func:`evict_unused` acts."""
 
 
 def evict_when_unused(compiled: object, backend: Backend) -> Unused:
-    """Note that something is compiled with a backend of its own, which ends with it or when the result is called."""
+    """Note that an object is compiled with its own backend, which is unused once the object dies or the result is
+    called."""
     unused = weakref.finalize(compiled, _unused.append, backend)
     unused.atexit = False
     return unused
 
 
 def evict_unused() -> None:
-    """Have Dynamo drop what it compiled with backends that nothing uses any more."""
+    """Have Dynamo drop what it compiled with unused backends."""
     backends = []
     with contextlib.suppress(IndexError):  # other threads take some, garbage collection adds some
         while True:

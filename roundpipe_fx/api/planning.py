@@ -1,4 +1,4 @@
-"""Planning without the memory: whether and how a model would fit a device, before there is one."""
+"""Planning without a device: whether and how a model would fit one."""
 
 from __future__ import annotations
 
@@ -45,29 +45,29 @@ def plan(
         tokens = torch.empty(1, 4096, dtype=torch.long, device="meta")
         print(roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H200"))
 
-    The model may lie on any device, the meta device included; its parameters are replaced by ones without storage.
+    The model may be on any device, including the meta device; its parameters are replaced by ones without storage.
     Stages are planned as run eagerly, with the operations that PyTorch chooses on the CPU: where a GPU has a fused
-    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. What kernels
-    allocate for themselves is measured when a model is compiled on its device, and is not in a plan from here.
+    kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. The workspaces
+    of kernels are measured when a model is compiled on its device, and are not part of a plan from here.
 
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
-        *args: its inputs; of tensors only shapes and dtypes matter.
+        *args: its inputs; only shapes and dtypes of tensors matter.
         memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
             parameters and buffers, unless it is offloaded; no limit for ``"cpu"``.
-        device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: the GPU at hand
-            if its name is among them, else the CPU.
+        device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: this machine's
+            GPU if its name is among them, else the CPU.
         stages: as for :func:`roundpipe_fx.compile`.
-        offloaded: whether the model is to stay on the CPU, while the device has what the stage at hand reads, as with
+        offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
-        num_microbatches: as for :func:`roundpipe_fx.compile`; offloaded 2 if it is not given.
+        num_microbatches: as for :func:`roundpipe_fx.compile`; by default 2 if the model is offloaded.
         **kwargs: more inputs.
 
     Returns:
-        the plan: it fits, at ``recompute_seconds``. It has the emitted code too.
+        the plan, which fits at the cost of ``recompute_seconds``, including the emitted code.
 
     Raises:
-        InfeasibleBudgetError: it does not fit; the message says what binds and how many bytes it takes.
+        InfeasibleBudgetError: it does not fit; the message says which limit is exceeded and how many bytes are needed.
         ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value.
         TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
@@ -82,7 +82,7 @@ def plan(
         if budget <= 0:
             raise InfeasibleBudgetError(
                 f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
-                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the stage at hand "
+                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the current stage "
                 "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
                 weights,
             )
@@ -91,7 +91,7 @@ def plan(
     # loss would be missing in the graph.
     stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
-    # For these sizes, whatever others were planned or compiled for before.
+    # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
     if offloaded or num_microbatches is not None:
         count = 2 if num_microbatches is None else num_microbatches
@@ -134,7 +134,7 @@ def _device_name(device: str | None) -> str:
 
 
 def _stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
-    """By ``id``, tensors without memory for all of a model and its inputs: the same for what is given twice."""
+    """By ``id``, a tensor without memory for each tensor of a model and its inputs."""
     found: dict[int, Any] = {}
     for parameter in model.parameters():
         found[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)

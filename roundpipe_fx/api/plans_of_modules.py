@@ -15,7 +15,7 @@ _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictio
 
 
 def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
-    """Note a plan as that of modules; it is kept as long as they are."""
+    """Record a plan as that of modules; it lives as long as they do."""
     for module in modules:
         _plans.setdefault(module, []).append(plan)
 
@@ -23,8 +23,8 @@ def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """All plans of a model and of its submodules, in the order in which they were made for each.
 
-    Compiled in place or by ``torch.compile``, a second model of the same class may run what Dynamo has compiled for the
-    first one; the plans are then the first one's alone.
+    If models of the same class are compiled in place or by ``torch.compile``, the second one may run what Dynamo has
+    compiled for the first one; only the first one then has plans.
 
     ::
 
@@ -38,7 +38,7 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
             wrappers for distributed training have.
 
     Returns:
-        one plan a graph (several where the graph breaks), shape and mode; none before the first call.
+        one plan per graph (several where the graph breaks), shape and mode; none before the first call.
     """
     found: list[Plan] = []
     for module in model.modules():

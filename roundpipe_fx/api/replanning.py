@@ -1,8 +1,7 @@
-"""Planning anew: what a step shows that its plan did not know makes the next plan.
+"""Replanning: the next plan takes into account what a step has shown and its plan did not know.
 
-Data-dependent sizes, memory that operators take for themselves, and calls that are alive at once are seen as steps run;
-that there is less memory
-than the budget says is seen where it runs out.
+Data-dependent sizes, memory that operators allocate internally, and calls that are alive at once are observed as steps
+run; that there is less memory than the budget says is observed when it runs out.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ __all__ = ["replanning"]
 log = logging.getLogger(__name__)
 
 _SMALLER = 0.8
-"""What is left of the budget after running out of memory."""
+"""The share of the budget that remains after running out of memory."""
 _CLOSER = 0.98
-"""What is left beside that of a budget in which microbatches do not fit together."""
+"""The further share that remains of a budget in which microbatches do not fit together."""
 _TRIES = 5
-"""So often is a step planned anew because its microbatches do not fit together."""
+"""Maximum number of times that a step is replanned because its microbatches do not fit together."""
 
 
 def replanning(
@@ -38,25 +37,25 @@ def replanning(
     devices: Sequence[torch.device],
     budgeted: bool,
 ) -> Any:
-    """Run a step; compile it anew before if its plan is out of date, and once more if memory runs out.
+    """Run a step; recompile it first if its plan is stale, and once more if memory runs out.
 
     Args:
         run: the step, or its forward.
-        compile_anew: have the next ``run`` compile and plan again.
-        learned: what plans take for granted, and steps extend.
-        devices: whose random number generators the step draws from, beside the CPU's.
+        compile_anew: makes the next ``run`` recompile and replan.
+        learned: what plans assume; steps extend it.
+        devices: whose random number generators the step draws from, besides the CPU's.
         budgeted: whether the step has a memory budget, which can be made smaller.
 
     Raises:
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
-        torch.OutOfMemoryError: memory ran out, and with a smaller budget too, or there is no smaller one.
+        torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
     if learned.steps.stale and torch.is_grad_enabled():
         learned.steps.plan_together(learned.share)
         learned.stale = True
     if learned.stale:
         learned.renew()
-        log.info("planning anew with what steps have shown: %s", learned.assumed)
+        log.info("replanning with what steps have shown: %s", learned.assumed)
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
         return run()
@@ -69,7 +68,7 @@ def replanning(
     restore()
     learned.share *= _SMALLER
     warnings.warn(
-        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Planning anew with "
+        f"roundpipe_fx: the step ran out of memory ({str(failure).splitlines()[0]}). Replanning with "
         f"{learned.share:.0%} of the budget and running the step again.",
         stacklevel=4,
     )
@@ -81,12 +80,12 @@ def replanning(
 
 
 def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: Learned) -> Any:
-    """Run a step; compile it anew for less where its microbatches do not fit together."""
+    """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
     for _ in range(_TRIES):
         try:
             return run()
         except UnequalMicrobatchesError as error:
             learned.share *= _CLOSER * error.allowed / error.needed
-            log.info("%s Planning anew with %.0f%% of the budget.", error, 100 * learned.share)
+            log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             compile_anew()
     return run()

@@ -28,12 +28,12 @@ _SLOT = "_state_of_roundpipe_fx"
 
 
 class State(Protocol):
-    """What an object of a generated class has beside the model.
+    """What an object of a generated class has besides the model's attributes.
 
     Attributes:
         original: the model.
-        forward: takes the object and what the model's takes.
-        replaced: what the user has replaced ``forward`` by.
+        forward: takes the object and the arguments of the model's ``forward``.
+        replaced: the user's replacement of ``forward``.
     """
 
     original: nn.Module
@@ -41,17 +41,17 @@ class State(Protocol):
     replaced: Callable[..., Any] | None
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what is compiled."""
+        """Run the compiled forward."""
 
 
 def instance_beside(model: nn.Module, mixin: type[T], state: State, names: Iterable[str]) -> T:
-    """An object that is the model in all but its class and what ``forward`` does.
+    """An object that equals the model except for its class and its ``forward``.
 
     Args:
         model: whose attributes it shares.
-        mixin: what the class derives from beside the model's.
-        state: what it has in a slot.
-        names: of the mixin's attributes; where the model has such a one, it is the model's.
+        mixin: what the class derives from in addition to the model's.
+        state: stored in its slot.
+        names: of the mixin's attributes; if the model has an attribute of that name, it stays the model's.
 
     Raises:
         TypeError: the model's class cannot be derived from, or has another memory layout than a Python object.
@@ -112,7 +112,7 @@ def _slots(base: type) -> list[str]:
 
 
 def _of_model(name: str) -> property:
-    """An attribute that does not lie in ``__dict__``, or for which the mixin has another meaning."""
+    """An attribute that is not in ``__dict__``, or to which the mixin gives another meaning."""
 
     def original(self: Any) -> Any:
         return self._state_of_roundpipe_fx.original
@@ -125,9 +125,10 @@ def _of_model(name: str) -> property:
 
 
 class _Forward:
-    """``forward``: of the class the model's own function; of an object the compiled one, or what replaces it.
+    """``forward``: on the class, the model's own function; on an object, the compiled one or its replacement.
 
-    It goes before ``__dict__``, where the model may have another ``forward``; what replaces it is not the model's.
+    It takes precedence over ``__dict__``, where the model may have another ``forward``; a replacement is not shared
+    with the model.
     """
 
     def __init__(self, base: type) -> None:
@@ -141,7 +142,7 @@ class _Forward:
             return state.replaced
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
             return functools.partial(self.base.forward, instance)  # type: ignore[attr-defined]
-        # Bound when asked for: kept, it would be a cycle, which only garbage collection ends.
+        # Bound on access: if it were stored, it would be a cycle, which only garbage collection ends.
         return types.MethodType(state.forward, instance)
 
     def __set__(self, instance: Any, value: Callable[..., Any]) -> None:
@@ -152,7 +153,7 @@ class _Forward:
 
 
 def forward_like(model: nn.Module) -> Callable[..., Any]:
-    """A ``forward`` with the signature of the model's, which runs what the state of its object does.
+    """A ``forward`` with the signature of the model's, which runs the one in the state of its object.
 
     Where ``torch.compile``, ``torch.export``, ``torch.jit.trace`` or FX trace it, it is the model's own.
     """

@@ -21,7 +21,7 @@ def loops_of(graph: fx.Graph) -> list[TileLoop]:
 def loop_text(loop: TileLoop) -> str:
     """A loop as a function of its operands.
 
-    Where the tiles do not divide the rows, the operations are shown again for the rows that are left.
+    If the tiles do not divide the rows, the operations are shown once more for the remaining rows.
     """
     whole = loop.bodies[loop.size]
     given = [node.name for node in whole.graph.find_nodes(op="placeholder")]

@@ -186,4 +186,4 @@ def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 def _origin(node: fx.Node) -> str:
     path = module_path(node, module_path_text)
     origin = node.meta.get(Mark.ORIGIN)
-    return f"{path or 'model'} (again)" if origin else path
+    return f"{path or 'model'} (recomputed)" if origin else path

@@ -1,7 +1,7 @@
 """Marks of a graph that has been annotated and cut, as plain data for the plan cache.
 
 From ``annotate`` to ``stages`` most passes only write marks on nodes. On a graph where none of them has moved, added or
-removed a node, all that they did is told by the marks, the segments and the stages, and need not be worked out again.
+removed a node, their whole result is the marks, the segments and the stages, and need not be computed again.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ def mark_as_cached(joint: JointGraph, data: Any) -> JointGraph:
         data: of :func:`marks_as_data`.
 
     Raises:
-        ValueError: it is not of such a graph.
-        TypeError: it is no such data.
+        ValueError: the data belong to another graph.
+        TypeError: the data have another form.
     """
     nodes = list(joint.computed())
     columns, segments, cuts = data
@@ -91,7 +91,7 @@ def mark_as_cached(joint: JointGraph, data: Any) -> JointGraph:
 
 
 def remove_marks(joint: JointGraph) -> None:
-    """Take the marks off again."""
+    """Remove the marks."""
     for node in joint.computed():
         for key in _PLAIN:
             node.meta.pop(key, None)

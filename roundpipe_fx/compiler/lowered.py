@@ -1,4 +1,4 @@
-"""A joint graph made into programs, with what is read off them: the plan, its peak, what a call does to memory."""
+"""A joint graph that was lowered to programs, and what is derived from them: the plan, its peak, a call's footprint."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = ["Lowered"]
 
 @dataclass(frozen=True, kw_only=True)
 class Lowered:
-    """A joint graph made into programs.
+    """A joint graph that was lowered to programs.
 
     Attributes:
         joint: the graph, with every decision explicit.
-        setting: what emission knew beside it.
-        chosen: the plan that was chosen; ``None``: there was nothing to choose from.
+        setting: what emission knew besides the graph.
+        chosen: the planner's result; ``None``: a save policy decided.
         modules: the stage modules.
         forward: the program that runs the forward.
         backward: the program that runs the backward; ``None`` for an inference graph.
         seconds: modelled, by stage and phase.
-        recompute_seconds: modelled; of what the backward repeats.
-        tangents: the incoming gradients that a step is expected to bring; others are a single zero.
+        recompute_seconds: modelled seconds of recomputation.
+        tangents: the incoming gradients that a step is expected to pass; others are an expanded scalar zero.
     """
 
     joint: JointGraph
@@ -54,7 +54,7 @@ class Lowered:
 
     @property
     def stage_compiler(self) -> StageCompiler:
-        """What the stage modules were emitted for."""
+        """What runs the stage modules."""
         return self.setting.compiler
 
     @property
@@ -74,7 +74,8 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The decisions, for people: read off when first asked for, since most of what is tried is not taken."""
+        """The report of all decisions. It is made on first access, since most graphs that are lowered are only
+        tried."""
         joint, setting = self.joint, self.setting
         peak, step = self._peak, setting.step
         if step is not None:
@@ -108,7 +109,7 @@ class Lowered:
 
     @functools.cached_property
     def footprint(self) -> Footprint:
-        """What one call does to memory."""
+        """The memory footprint of one call."""
         counted_more = allocator_of(self.setting.device) is not None
         beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
         return footprint_of_course(self._course, self.gradient_owners, beyond)

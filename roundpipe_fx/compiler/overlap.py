@@ -15,7 +15,7 @@ __all__ = ["Unfilled", "modules_to_overlap", "stages_to_overlap"]
 
 
 class Unfilled:
-    """How much of the modelled seconds of parts of a graph are of kernels too small to fill the device.
+    """The share of the modelled seconds of parts of a graph that kernels take which do not fill the device.
 
     Args:
         full: elements of a result from which on a kernel fills the device.
@@ -57,7 +57,7 @@ def stages_to_overlap(joint: JointGraph, full: int) -> set[int]:
 
 
 def modules_to_overlap(joint: JointGraph, backward: Program, unfilled: Unfilled) -> set[str]:
-    """Names of the modules that recompute and gain by running beside what is called before them."""
+    """Names of the recompute modules that gain by running beside the module that is called before them."""
     recomputing = {node.meta[Mark.STAGE] for node in joint.in_phase(Phase.RECOMPUTE) if Mark.ORIGIN in node.meta}
     return {
         call.name

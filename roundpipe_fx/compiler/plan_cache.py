@@ -1,17 +1,17 @@
-"""The plan cache: what was decided for a graph within a budget, on disk for the next process that compiles it.
+"""The plan cache: decisions for a graph within a budget, on disk for the next process that compiles it.
 
 A plan is stored as plain data: the rematerialization schedule by names of nodes, the budget in bytes, the trade-off and
-the simulated peak. Its key is a digest of the captured graph with all that a decision depends on
+the simulated peak. Its key is a digest of the captured graph and everything else that a decision depends on
 (:mod:`roundpipe_fx.compiler.plan_key`): options, device, the model of costs, and settings of kernels. The passes that
 rewrite the graph run as without a cache, the schedule is written into it by the same pass, and the emitted programs are
-simulated anew; what is skipped is the search, and the passes that only mark nodes
+simulated as usual; only the search is skipped, and the passes that only mark nodes
 (:mod:`roundpipe_fx.compiler.cached_marks`). So a plan from the cache gives the programs that the search would have
-given, or is not used: a file of other versions, one that has been changed, or whose schedule does not fit the graph is
-ignored with a line in the log.
+given, or is not used: a file that was written by other versions, was changed, or has a schedule that does not fit the
+graph is ignored with a line in the log.
 
-Planned anew each time are graphs with symbolic sizes, and those in which passes that mark nodes also move some (a host
-synchronization in the backward); plans with tiles; steps of several calls; pipelines; and what has measured costs,
-passes of the user's or a stage compiler of the user's.
+Not cached are graphs with symbolic sizes, graphs in which passes that mark nodes also move some (a host synchronization
+in the backward), plans with tiles, steps of several calls, pipelines, and compilations with measured costs, with passes
+of the user's, or with a stage compiler of the user's.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _ADDRESS = " at 0x"
 
 @dataclass(frozen=True, kw_only=True)
 class CachedPlan:
-    """What was decided for a graph.
+    """The decisions for a graph.
 
     Attributes:
         limit: the budget in bytes.
         peak: simulated, of the emitted programs.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
-        shared: whether the schedule is for the graph in which equal values are one.
+        shared: whether the schedule is for the graph after common subexpressions were eliminated.
         schedule: as data: see :mod:`roundpipe_fx.compiler.schedule_data`.
         marks: as data: see :mod:`roundpipe_fx.compiler.cached_marks`.
     """
@@ -65,7 +65,7 @@ class CachedPlan:
 
 @dataclass(frozen=True)
 class Recalled:
-    """A plan that was not searched for: what is told of it.
+    """A plan from the cache, as far as it is reported.
 
     Attributes:
         limit: the budget in bytes.
@@ -106,11 +106,11 @@ class PlanFile:
         return plan
 
     def ignore(self, why: object) -> None:
-        """Tell the log that the file is not used."""
-        log.warning("the cached plan %s is ignored, and planned anew: %s", self.path, why)
+        """Log that the file is not used."""
+        log.warning("the cached plan %s is ignored, and the graph is planned: %s", self.path, why)
 
     def write(self, plan: CachedPlan) -> None:
-        """Store a plan; where that fails, the log is told."""
+        """Store a plan; a failure is logged."""
         data = {
             "limit": plan.limit,
             "peak": plan.peak,
@@ -145,13 +145,13 @@ def plan_file(
         joint: the graph, before any pass.
         device: to compile for.
         costs: seconds of operations.
-        options: what else decisions depend on, in plain values.
+        options: everything else that decisions depend on, as plain values.
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: assumed bytes that operators allocate for themselves, by name.
 
     Returns:
-        ``None`` if the cache is switched off (``ROUNDPIPE_FX_PLAN_CACHE=0``), or what the graph computes, or how, is
-        not told by values alone.
+        ``None`` if the cache is switched off (``ROUNDPIPE_FX_PLAN_CACHE=0``), or if plain values do not determine what
+        the graph computes, and how.
     """
     if not is_on() or os.environ.get("ROUNDPIPE_FX_DUMP"):
         return None
@@ -168,13 +168,13 @@ def plan_file(
 
 def _number(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes")
+        raise ValueError(f"{value!r} is not a number of bytes")
     return value
 
 
 def _seconds(value: Any) -> float:
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{value!r} is no number of seconds")
+        raise ValueError(f"{value!r} is not a number of seconds")
     return float(value)
 
 

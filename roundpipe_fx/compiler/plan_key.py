@@ -1,4 +1,4 @@
-"""What tells captured graphs, and devices, apart for the plan cache: lines of text that are equal in every process."""
+"""Keys of captured graphs and devices for the plan cache: lines of text that are equal in every process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["NotPlainError", "describe_device", "describe_graph"]
 
 
 class NotPlainError(Exception):
-    """Something in a graph is not told by values."""
+    """Plain values do not determine something in a graph."""
 
 
 _DESCRIBED = ("partitioner_tag", "recompute", "custom", "autograd_backward", *MARK_USES)
@@ -24,7 +24,7 @@ _MODULES = ("nn_module_stack", "fwd_nn_module_stack")
 
 
 def describe_graph(joint: JointGraph) -> Iterator[str]:
-    """Lines that are equal for graphs of which everything is decided alike, node names included.
+    """Lines that are equal for graphs with the same decisions, node names included.
 
     Args:
         joint: a captured graph.

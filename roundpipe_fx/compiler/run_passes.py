@@ -1,4 +1,4 @@
-"""Passes being run, one level at a time: the user's edit of the list, the check and the text after each pass.
+"""Running passes, one level at a time: the user's edit of the list, and the check and the text after each pass.
 
 ``ROUNDPIPE_FX_VERIFY=1`` checks the graph after each pass (:mod:`roundpipe_fx.ir.verifier`).
 ``ROUNDPIPE_FX_DUMP=folder`` writes it after each pass: a folder for each captured graph, a file for each pass with its
@@ -44,8 +44,8 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
         edit: the user's: gets the list, returns the one to run; ``None``: the list as it is.
 
     Raises:
-        InvalidPassesError: what it returned is no list of passes, a pass is missing or stands behind one that needs
-            it, or passes are not in the order of their levels.
+        InvalidPassesError: it did not return a list of passes, a pass is missing or comes after one that needs it, or
+            passes are not in the order of their levels.
     """
     if edit is None:
         return tuple(default_passes())
@@ -63,13 +63,13 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     for before, item in itertools.pairwise(found):
         if levels.index(item.level) < levels.index(before.level):
             raise InvalidPassesError(
-                f"passes: {item.name!r} works on a {item.level}, and stands behind {before.name!r}, which works on a "
+                f"passes: {item.name!r} works on a {item.level}, and comes after {before.name!r}, which works on a "
                 f"{before.level}. Levels run in this order: {', '.join(levels)}."
             )
     for place, item in enumerate(found):
         for need in item.needs:
             if need not in names[:place]:
-                where = f"which stands behind it; put {need!r} first" if need in names else "which is missing"
+                where = f"which comes after it; put {need!r} first" if need in names else "which is missing"
                 raise InvalidPassesError(f"passes: {item.name!r} needs {need!r}, {where}.")
     lacking = [name for name in _EMISSION_NEEDS if name not in names]
     if lacking:
@@ -89,12 +89,12 @@ def run_passes(
         graph: it is rewritten.
         passes: the whole list.
         level: which of them run.
-        context: what they may know.
+        context: what passes may know.
         start: position of the first one that may run.
         stop: position of the first one after it that may not; ``None``: there is none.
 
     Raises:
-        InvalidGraphError: with ``ROUNDPIPE_FX_VERIFY=1``, if a pass left a graph that breaks what all rely on.
+        InvalidGraphError: with ``ROUNDPIPE_FX_VERIFY=1``, if a pass left a graph that breaks an invariant.
         InvalidPassesError: a pass did not return a graph.
     """
     verifies = os.environ.get("ROUNDPIPE_FX_VERIFY") == "1"
@@ -106,7 +106,7 @@ def run_passes(
         made = item.run(graph, context)
         log.debug("%s: %.3f ms", item.name, (time.perf_counter() - began) * 1e3)
         if not (isinstance(made, JointGraph) if isinstance(graph, JointGraph) else made is graph):
-            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it was given"
+            wanted = "a JointGraph" if isinstance(graph, JointGraph) else "the torch.fx.Graph that it got"
             raise InvalidPassesError(f"pass {item.name!r} must return {wanted}, and returned {type(made).__name__}.")
         graph = made
         if verifies:
@@ -145,7 +145,7 @@ def dump_folder(captured: JointGraph) -> Path | None:
 
 
 def _dump(graph: JointGraph | fx.Graph, folder: Path, name: str) -> None:
-    """Write a graph; what a pass makes of further stage modules, programs or plans is numbered."""
+    """Write a graph; the results of one pass for several stage modules, programs or plans are numbered."""
     text = joint_text(graph) if isinstance(graph, JointGraph) else graph_text(graph)
     path, times = folder / f"{name}.py", 1
     while path.exists():

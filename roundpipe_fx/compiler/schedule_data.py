@@ -72,7 +72,7 @@ def schedule_from_data(data: Any, joint: JointGraph) -> RematSchedule:
 
 
 def _check_backward(blocks: Sequence[RematBlock], joint: JointGraph) -> None:
-    """Raise where an operation of the backward does not run exactly once, or runs before what it reads."""
+    """Raise if an operation of the backward does not run exactly once, or runs before one that it reads."""
     run = [op.node for block in blocks for op in block.ops if op.form is None]
     places = {node: place for place, node in enumerate(run)}
     if len(places) != len(run):
@@ -83,4 +83,4 @@ def _check_backward(blocks: Sequence[RematBlock], joint: JointGraph) -> None:
             raise ValueError(f"{node.name} does not run")
     for node, place in places.items():
         if any(places.get(source, -1) > place for source in node.all_input_nodes):
-            raise ValueError(f"{node.name} runs before what it reads")
+            raise ValueError(f"{node.name} runs before an operation that it reads")

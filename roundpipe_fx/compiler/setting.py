@@ -1,4 +1,4 @@
-"""What lowering knows beside the graph."""
+"""What lowering knows besides the graph."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Setting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What there is to know beside the graph.
+    """What lowering knows besides the graph.
 
     Attributes:
         passes: the whole list.
         context: what passes may know.
         share: of the budget that may be used.
-        beyond_plan: bytes that compiled stages are taken to hold beyond what the graph says.
-        step: what else the step holds, where it makes several calls.
+        beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says.
+        step: what the step holds besides this call, if it makes several.
     """
 
     passes: Sequence[Pass]
@@ -62,5 +62,5 @@ class Setting:
         return run_passes(joint, self.passes, level, self.context, start, stop)
 
     def knowing(self, **decided: Any) -> Setting:
-        """The same, with what has been decided in the context."""
+        """The same, with decisions added to the context."""
         return dataclasses.replace(self, context=dataclasses.replace(self.context, **decided))

@@ -44,7 +44,7 @@ def _warn_of_reason(
 ) -> None:
     line = torch_private.line_of_break(reason)
     outside(line, reason.reason)
-    parts = "Each part is compiled on its own, and nothing is decided across the break."
+    parts = "Each part is compiled separately, and no decision reaches across the break."
     _warn(line, parts, reason.reason, warned, budgeted)
 
 
@@ -64,7 +64,7 @@ def around_compilations(
         yield  # an error that is raised here says enough
     for line, reason in untraced:
         outside(line, reason)
-        parts = f"{line.function} runs eagerly; what it calls is compiled on its own."
+        parts = f"{line.function} runs eagerly; the functions that it calls are compiled separately."
         what, _, why = reason.partition("\n")
         explained = why.strip().removeprefix("Explanation: ").partition("\n")[0]
         _warn(line, parts, f"{what}. {explained}", warned, budgeted)

@@ -1,7 +1,8 @@
 """Resolved random branches: random numbers of branches whose outcome is known without them.
 
 Such a number has no users, but later random numbers depend on its having been drawn. AOTAutograd drops values without
-users, so in Dynamo's graph an operator without a result reads the number until the passes begin.
+users, so in Dynamo's graph an operator without a result reads the number until the passes begin. Models with layer drop
+need it (:mod:`roundpipe_fx.passes.resolved_random_branches`).
 """
 
 from __future__ import annotations

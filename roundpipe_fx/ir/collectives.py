@@ -1,7 +1,7 @@
 """Collectives: operations that all processes of a group run, in the same order, or all of them wait for ever.
 
-Processes plan on their own, and plans may differ: shards are uneven, devices have different memory. So what is
-recomputed, and when, must not decide about communication. A collective of the forward runs once, in the forward.
+Processes plan on their own, and plans may differ: shards are uneven, devices have different memory. So communication
+must not depend on what is recomputed, and when. A collective of the forward runs once, in the forward.
 """
 
 from __future__ import annotations
@@ -19,5 +19,5 @@ _NAMESPACES = frozenset(
 
 
 def is_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
-    """Whether a node's target communicates with other processes, or waits for what does."""
+    """Whether a node's target communicates with other processes, or waits for communication."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES

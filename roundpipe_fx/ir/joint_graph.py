@@ -88,10 +88,10 @@ class Mark:
     BROUGHT = "rpfx_brought"
     """True on an incoming gradient that a step has passed although the model also returns a scalar."""
     LOSS_TIMES = "rpfx_loss_times"
-    """On an incoming gradient, as multiples of the output's bytes: the peak of a loss outside the model, and what of it
-    stays allocated until the backward is over."""
+    """On an incoming gradient, as multiples of the output's bytes: the peak of a loss outside the model, and the part
+    of it that stays allocated until the backward is over."""
     REPLAYED = "rpfx_replayed"
-    """True on a seeded operation that runs again from its saved generator state."""
+    """True on a seeded operation that is recomputed from its saved generator state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +151,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "stages rounds",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler"),
-    Mark.STRIDED: _use("layouts", "pipeline runtime"),
+    Mark.STRIDED: _use("strided_gradients", "pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
     Mark.REPLAYED: _use("rng", "compiler"),
@@ -341,7 +341,7 @@ def is_mask(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether all values of ``node`` share storages of its inputs, so that running it again costs nothing.
+    """Whether all values of ``node`` share storages of its inputs, so that recomputing it costs nothing.
 
     An item of a tuple (``getitem``) is a view only if the tuple is one (``split``).
     """

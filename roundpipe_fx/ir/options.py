@@ -54,18 +54,18 @@ class Options:
         stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
             times the heaviest segment; or a list of module names (as in ``named_modules()``) at which stages begin.
         recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
-            it, and what is hoisted. ``None``: as the budget says; without one, ``"none"``.
+            it, and hoisted values. ``None``: as the budget requires; without one, ``"none"``.
         memory_budget: bytes that a step may allocate at most at one time, or a share in [0, 1] of the way from the
             least that can be reached to nothing recomputed. ``None``: on CUDA 90 % of the memory that is free at the
             first step, unless ``recompute`` is given; on the CPU no limit.
-        tiling: whether operations may be carried out in tiles, which rounds sums otherwise. ``None``: where a budget in
-            bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
+        tiling: whether operations may be carried out in tiles, which rounds sums differently. ``None``: where a budget
+            in bytes cannot be met otherwise. ``"auto"``: wherever it pays. ``"never"``.
         cost: ``"roofline"``: modelled, always the same for the same graph. ``"measured"``: every distinct operation is
             timed on the device once and kept on disk.
         stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
             ``None``: eager on the CPU, Inductor on CUDA.
         passes: gets the list of passes, and returns the one that is run; ``None``: the list as it is.
-        device_name: name of a device to plan for, instead of the one that the model is on; internal.
+        device_name: name of a device to plan for instead of the model's; internal.
         rotor: options for following a checkpointing sequence; internal.
         following: by name of a module, the names of the modules that run after it, as far as known; internal.
     """

@@ -1,7 +1,8 @@
-"""Ordered gather: values of a selection again, lying in memory as the selection's own kernel lets them lie.
+"""Ordered gather: recomputes the values of a selection, in the memory order that the selection's own kernel gives them.
 
-``sort`` returns values that lie in memory like its operand; the result of ``gather`` is always contiguous. How an
-operand lies decides how the next kernel goes through it, and so how a sum is rounded. Emitted programs call this.
+``sort`` returns values with the strides of its operand; the result of ``gather`` is always contiguous. The strides of
+an operand determine the order in which the next kernel traverses it, and thereby how a sum is rounded. Emitted programs
+call this.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ def gather_in_order(source: torch.Tensor, dim: int, indices: torch.Tensor, order
     """``gather`` with a result that is dense in memory in an order of its dimensions.
 
     Args:
-        source: what is gathered from.
+        source: the tensor to gather from.
         dim: the dimension along which.
         indices: of the result's shape.
         order: the result's dimensions from the outermost in memory to the innermost.

@@ -1,4 +1,4 @@
-"""The operator that keeps random numbers alive which nothing reads, from Dynamo's graph to the first passes."""
+"""An operator that keeps random numbers without users alive from Dynamo's graph to the first passes."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
         body = checkpoint_body(module, node)
         if body is not None:
             preserve = bool(node.kwargs.get("preserve_rng_state", True))
-            # Debugging records what runs again, which does not work while tracing.
+            # Debugging records recomputed operations, which does not work while tracing.
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "debug"}
             _mark(body, (*inside, (next(numbers), preserve)), numbers)
         elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
@@ -119,8 +119,8 @@ def _check_saved(node: fx.Node) -> None:
         if isinstance(value, torch.Tensor) and value.requires_grad:
             raise RecomputeDataError(
                 f"save_for_recompute in layer {_layer(node)}: {source.name} of shape {tuple(value.shape)} requires "
-                "grad. What is saved is not differentiated through; save tensor.detach(), or leave it to be computed "
-                f"again.\n{source_of(node)}"
+                "grad. What is saved is not differentiated through; save tensor.detach(), or let it be recomputed."
+                f"\n{source_of(node)}"
             )
 
 

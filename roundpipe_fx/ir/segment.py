@@ -1,4 +1,4 @@
-"""Segments and stages as plain data: what the passes that cut the graph hand on."""
+"""Segments and stages as plain data, as the passes that cut the graph return them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Graphs as text: operations as Python, and a whole joint graph as one function with its phases and stages as comments.
 
-The text of a graph is for reading, and for comparing what a pass got with what it made: node names are kept, and bytes,
-flops and seconds are left out, so a line differs only where a pass changed what is computed, or where and when.
+The text is for reading, and for comparing the graphs before and after a pass: node names are kept, and bytes, flops and
+seconds are left out, so a line differs only if a pass changed what is computed, or where and when.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def expression_text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:
 
     Args:
         node: a computing node.
-        names: what its operands are called.
+        names: names of its operands.
     """
     if node.target is operator.getitem:
         return f"{argument_text(node.args[0], names)}[{argument_text(node.args[1], names)}]"
@@ -82,7 +82,7 @@ def _callable_text(target: Any) -> str:
 def joint_text(joint: JointGraph) -> str:
     """A joint graph as a Python function: inputs with their types, operations, forward outputs and gradients.
 
-    A comment says where the phase, the segment or the stage changes; one behind a line has what else is marked.
+    A comment says where the phase, the segment or the stage changes; one at the end of a line shows other marks.
     """
     names = {node: node.name for node in joint.graph.nodes}
     lines = ["def joint(", *(_input_line(node, node in joint.parameters) for node in joint.inputs), "):"]
@@ -131,7 +131,7 @@ def _annotation(node: fx.Node) -> str:
 def _is_plain(value: torch.Tensor) -> bool:
     expected: Any = 1
     for size, stride in zip(reversed(value.shape), reversed(value.stride()), strict=True):
-        if str(stride) != str(expected):  # as text: symbols are not to be asked
+        if str(stride) != str(expected):  # as text: comparing symbols would add guards
             return False
         expected = expected * size
     return True
@@ -148,7 +148,7 @@ def _section(node: fx.Node) -> str:
 _PLACES = {"stage": Mark.STAGE, "segment": Mark.SEGMENT}
 SHOWN_MARKS = {
     "must run once": Mark.MUST_SAVE,
-    "must not be kept": Mark.MUST_RECOMPUTE,
+    "must not be saved": Mark.MUST_RECOMPUTE,
     "repeats": Mark.ORIGIN,
     "workspace": Mark.WORKSPACE,
     "replayed": Mark.REPLAYED,

@@ -1,7 +1,7 @@
 """Tile loops: a run of operations that is carried out on one tile of rows after another.
 
-In a joint graph a loop is one node: it reads what the run reads, and makes what others need of it. What is wide inside
-exists for one tile at a time.
+In a joint graph a loop is one node: it reads the operands of the run, and returns the results that others read. Wide
+values inside exist for one tile at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["TileLoop", "TileResult", "WidestValue"]
 
 @dataclass(frozen=True, kw_only=True)
 class TileResult:
-    """What a loop makes.
+    """A result of a loop.
 
     Attributes:
         shape: sizes.
@@ -69,15 +69,15 @@ class TileLoop:
 
     Args:
         name: of the loop, in emitted text.
-        bodies: by number of rows, the operations on a tile of so many. Each takes one list: the tile's part of every
-            operand, then the sums so far; and returns the parts of the results that are put together. Sums are added
-            to in place.
+        bodies: by number of rows, the operations on a tile with that number. Each takes one list: the tile's part of
+            every operand, then the sums so far; and returns the parts of the results that are put together. Sums are
+            added to in place.
         rows: of the whole.
         tiles: number of tiles; the last one has fewer rows if they do not divide the rows.
         dims: by operand, the dimension that it is divided along; ``None``: each tile reads all of it.
-        results: what it makes.
+        results: its results.
         widest: the widest value inside, which never exists as a whole.
-        digest: the same for loops that do the same.
+        digest: equal for loops that compute the same.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class TileLoop:
         """The same loop with other bodies.
 
         Args:
-            change: makes a body of a body.
+            change: returns a body for a body.
         """
         return TileLoop(
             name=self.__name__,

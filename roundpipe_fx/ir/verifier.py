@@ -1,13 +1,13 @@
-"""The verifier: what holds for a graph after every pass.
+"""The verifier: invariants of a graph that hold after every pass.
 
 - Each node comes after what it reads; what it reads is in the graph; every node has a value (``meta["val"]``).
-- Inputs stay what they were, but for the sums that accumulate_gradients adds; the forward returns as
-  much as before, and no gradient gets lost (in a pipeline it may be returned in parts).
-- No node reads one that runs later in a step: the forward none of the backward, what recomputes early nothing that
-  waits for a gradient, nobody a module that a schedule may put off. The forward reads earlier segments and stages, the
-  backward later ones.
-- Marks are written by the passes that :data:`roundpipe_fx.ir.joint_graph.MARK_USES` names, and are on every node where
-  they have to be.
+- Inputs do not change, except that accumulate_gradients adds sums; the forward has as many outputs as before, and no
+  gradient is lost (in a pipeline it may be returned in parts).
+- No node reads one that runs later in a step: the forward reads none of the backward, early recomputation reads none
+  that waits for a gradient, and no node reads one of a module that a schedule may delay. The forward reads earlier
+  segments and stages, the backward later ones.
+- Marks are written by the passes that :data:`roundpipe_fx.ir.joint_graph.MARK_USES` names, and are on every node that
+  needs them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["InvalidGraphError", "Snapshot", "snapshot", "verify", "verify_graph"
 
 
 class InvalidGraphError(PassedThrough, ValueError):
-    """A pass left a graph that breaks what all passes rely on. Raised before anything runs."""
+    """A pass left a graph that breaks an invariant. Raised before anything runs."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a graph was before a pass.
+    """The state of a graph before a pass.
 
     Attributes:
         marks: by node its marks.
@@ -61,7 +61,8 @@ def verify(joint: JointGraph, name: str, before: Snapshot, known: Collection[str
         known: passes whose marks are declared; others may write any.
 
     Raises:
-        InvalidGraphError: what does not hold, with the pass, the node, its module and the line it was traced from.
+        InvalidGraphError: an invariant does not hold; the message names it, the pass, the node, its module and the line
+            it was traced from.
     """
     verify_graph(joint.graph, name)
     _verify_ends(joint, name, before)
@@ -146,7 +147,7 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
         if own is None or other is None:
             continue
         if what == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
-            continue  # what is recomputed runs in the order of the forward
+            continue  # recomputed operations run in the order of the forward
         if (other > own) if phase is Phase.FORWARD else (other < own):
             return f"it is {phase} of {what} {own} and reads {source.name!r} of {what} {other}, which runs later"
     return None

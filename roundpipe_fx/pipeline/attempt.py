@@ -1,4 +1,4 @@
-"""Attempts: pipelines that were lowered to find out what they take, of which one is chosen."""
+"""Attempts: pipelines that were lowered to simulate their time and memory, of which one is chosen."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Calls alive: pipelined calls that wait for their backward while another one runs.
 
-A pipeline's plan knows the microbatches of one call. Where a step makes several before a backward, each device holds
-what all of them keep, which no plan has counted. The user is told so, once.
+A pipeline's plan knows the microbatches of one call. If a step makes several calls before a backward, each device holds
+the saved values of all of them, which no plan has counted. The user is warned once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class CallsAlive:
         self._warned = False
 
     def add(self, call: Any, budget: int | None) -> None:
-        """Note a call.
+        """Record a call.
 
         Args:
-            call: alive until its backward has begun (``call.values`` is ``None``) or nobody holds it.
+            call: alive until its backward has begun (``call.values`` is ``None``) or nothing refers to it.
             budget: bytes that each device may take for one; ``None``: there is no limit.
         """
         self._calls.add(call)

@@ -1,4 +1,4 @@
-"""The microbatches of a step, taken from the compiled model."""
+"""The microbatches of a step, captured from calls of the compiled model."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class CapturedCalls:
 def capture_calls(
     calls: Sequence[Callable[[], Any]], compile_state: StepCompileState, forwards_before_backwards: bool
 ) -> CapturedCalls:
-    """Take each microbatch; those of other shapes are cut like the first.
+    """Capture each microbatch; those of other shapes are cut like the first.
 
     Args:
-        calls: call the compiled model, one a microbatch.
-        compile_state: shared with what compiles it.
+        calls: call the compiled model, one per microbatch.
+        compile_state: shared with the compilations of the step.
         forwards_before_backwards: whether all forwards are to run before all backwards.
 
     Raises:
@@ -61,24 +61,24 @@ def capture_calls(
 
 
 def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:
-    """All microbatches are taken before the first one runs: none may change in Python what a later one computes.
+    """All microbatches are captured before the first one runs: none may change Python state that a later one reads.
 
     Args:
         captured: the microbatches.
         index: of one of them.
-        graph: what it is compiled to now that those before it have been answered.
-        arguments: what it is given now.
+        graph: what it is compiled to now that the results of those before it were returned.
+        arguments: its arguments now.
 
     Raises:
         RuntimeError: it would compute something else.
     """
     before, own = captured.graphs[index], captured.primals[index]
-    # Of graphs for different sizes several may do for a microbatch, and Dynamo takes any of them.
+    # Several graphs for different sizes may fit a microbatch, and Dynamo may use any of them.
     known = any(graph is other for other in captured.graphs)
     same = known or any(_work(graph) == _work(other) for other in captured.graphs)
     inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
     for places, others, alike in inputs:
-        if len(places) == len(others):  # where one graph is for one size alone, it has no inputs for sizes
+        if len(places) == len(others):  # a graph for a single size has no inputs for sizes
             same = same and all(map(alike, [arguments[p] for p in places], [own[p] for p in others]))
     if not same:
         raise RuntimeError(
@@ -90,7 +90,7 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
 
 
 def _same_tensor(now: torch.Tensor, then: torch.Tensor) -> bool:
-    """What is updated in place stays the same tensor; what is assigned anew does not."""
+    """Whether two tensors are the same: one that is updated in place stays the same, a newly assigned one does not."""
     return now is then or now.is_set_to(then)
 
 
@@ -101,7 +101,7 @@ def _same_number(now: Any, then: Any) -> bool:
 
 
 def _work(graph: PipelinedGraph) -> list[Any]:
-    """What a graph does, equal for graphs that do the same; one may have inputs more, which it does not read."""
+    """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
     primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
     found = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
@@ -131,7 +131,7 @@ def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:
     """Microbatches of different shapes must have the same stages, since one schedule runs them all."""
     if other is first:
         return
-    # In a backward a stage may have nothing to do for one shape: a sum over a single row is none.
+    # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
     own, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
     if own != others:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What a pipeline compiles: the model; the model with its loss; and that with its outputs beside the loss."""
+"""The functions that a pipeline compiles: the model; the model with its loss; and the latter with its outputs too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["detached", "functions_of", "loss_output"]
 
 
 def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
-    """What is compiled: the model; the model with its loss; and that with its outputs beside the loss.
+    """The functions to compile: the model; the model with its loss; and the latter with its outputs too.
 
-    The model's hooks run with its loss for each microbatch; around the model alone they run for the batch, where it is
+    With a loss, the model's hooks run for each microbatch; without one, they run for the batch, where the model is
     called.
     """
 
@@ -36,7 +36,7 @@ def functions_of(model: nn.Module) -> dict[str, Callable[..., Any]]:
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with a code object of its own: Dynamo keeps what it compiled by code object, and at most eight of it."""
+    """A copy with its own code object: Dynamo caches by code object, at most eight entries each."""
     return types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, None, function.__closure__
     )

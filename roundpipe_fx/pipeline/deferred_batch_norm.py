@@ -1,8 +1,8 @@
 """Deferred batch norm: running statistics of whole batches, though a step sees them as microbatches.
 
 As in torchgpipe (``DeferredBatchNorm``; Kim et al., "torchgpipe", 2020), each microbatch is normalized by its own
-statistics, but the running ones are updated once a step, from sums over all microbatches: they become what a step
-without microbatches makes them.
+statistics, but the running ones are updated once per step, from sums over all microbatches, to the values that a step
+without microbatches would give them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["deferred", "tensors_of_sums"]
 
 
 class _Sums:
-    """What a batch norm layer has seen in the step that runs."""
+    """The sums of a batch norm layer in the current step."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         assert layer.running_mean is not None and layer.running_var is not None
@@ -47,7 +47,8 @@ def _forward(layer: _BatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def deferred(model: nn.Module) -> Iterator[None]:
-    """While entered, batch norm layers of ``model`` gather sums; left without an error, they update statistics."""
+    """Context manager in which batch norm layers of ``model`` accumulate sums; on exit without an error they update
+    statistics."""
     layers = [
         m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
     ]
@@ -70,7 +71,7 @@ def deferred(model: nn.Module) -> Iterator[None]:
 
 
 def tensors_of_sums(model: nn.Module) -> list[torch.Tensor]:
-    """What the batch norm layers of ``model`` gather, which lies where their statistics lie."""
+    """The sums of the batch norm layers of ``model``, on the devices of their statistics."""
     found = [_sums[layer] for layer in model.modules() if layer in _sums]
     return [value for sums in found for value in (sums.total, sums.squares, sums.count)]
 

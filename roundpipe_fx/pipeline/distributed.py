@@ -1,7 +1,7 @@
 """Models that are distributed over processes, which a pipeline of threads in each process cannot run.
 
-A pipeline goes past the part of AOTAutograd that takes distributed tensors apart, and its threads would start
-collectives in an order of their own in each process.
+A pipeline bypasses the part of AOTAutograd that unwraps distributed tensors, and its threads would start collectives in
+a different order in each process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["DistributedTensorError", "refuse_distributed", "refuse_sharded_parts
 
 
 class DistributedTensorError(PassedThrough, ValueError):
-    """A model that is distributed over processes is to be pipelined by threads of each of them."""
+    """A model that is distributed over processes cannot be pipelined by threads."""
 
 
 def refuse_sharded_parts(model: nn.Module) -> None:
@@ -52,7 +52,7 @@ def refuse_sharded_step(model: nn.Module) -> None:
 
 
 def refuse_distributed(joint: JointGraph, workers: int) -> None:
-    """Refuse what a pipeline cannot run.
+    """Refuse graphs that a pipeline cannot run.
 
     Args:
         joint: the captured graph.

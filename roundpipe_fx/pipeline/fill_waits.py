@@ -21,7 +21,7 @@ __all__ = ["with_waits_filled"]
 _LONGER = 1e-9
 """Share of a makespan by which rounding may change it."""
 _MOST_FILLED = 3
-"""For so many plans it is worked out how much may be early."""
+"""Number of plans for which early recomputation is tried."""
 _GRADIENTS = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 
 
@@ -35,14 +35,14 @@ def with_waits_filled(
 ) -> Attempt:
     """The quickest step where devices recompute while they wait for gradients; ``best`` if that takes as long.
 
-    What recomputes more may be quicker then: of the plans that fit, those are looked at whose step would be the
-    shortest if all that can be early were.
+    A plan that recomputes more may then be quicker: of the plans that fit, those are tried whose step would be the
+    shortest if everything that can be early were.
 
     Args:
         best: the quickest attempt so far.
         fitting: all that fit.
         attempt: lowers a schedule.
-        split: whether gradients of parameters are made in modules of their own.
+        split: whether gradients of parameters are computed in modules of their own.
         microbatches: into how many a batch is split.
         limit: bytes per device.
     """
@@ -58,7 +58,8 @@ def with_waits_filled(
 
 
 def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int) -> list[Attempt]:
-    """An attempt with as much early as fits: each device halves what its stages have early until it is within."""
+    """An attempt with as much early as fits: each device halves the early part of its stages until it is within the
+    limit."""
     assert own.chosen is not None
     candidate = own.chosen.candidate
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
@@ -77,7 +78,7 @@ def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], 
 
 
 def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -> float:
-    """The makespan if each stage ran all that may be early in its recompute module, whatever it holds."""
+    """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
     assert own.chosen is not None
     steps = [step for _, block in own.chosen.candidate.schedule.backward for step in block]
     main = own.pipeline.main

@@ -1,4 +1,4 @@
-"""Gradients of a step, handed to whom they are for."""
+"""Gradients of a step: adding them to ``.grad`` and passing them on to autograd."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Receiver:
 
     Attributes:
         tensor: it.
-        edge: where its gradient goes: to what it was before the step has updated it, if it has.
+        edge: where its gradient goes: to its version before the step, if the step updates it.
     """
 
     tensor: torch.Tensor
@@ -29,11 +29,11 @@ class Receiver:
 
 
 def receivers_of(primals: Sequence[Sequence[Any]], splits: Sequence[SplitTensor]) -> dict[int, Receiver]:
-    """Who gets gradients of a step, by identity; instead of the parts of a tensor it itself.
+    """The tensors that get gradients of a step, by identity; a whole tensor in place of its parts.
 
     Args:
         primals: inputs of the compiled graph, for each microbatch.
-        splits: what was split.
+        splits: the tensors that were split.
     """
     parts = {id(part) for split in splits for part in split.parts}
     tensors = [value for own in primals for value in own if isinstance(value, torch.Tensor) and id(value) not in parts]
@@ -42,9 +42,9 @@ def receivers_of(primals: Sequence[Sequence[Any]], splits: Sequence[SplitTensor]
 
 
 def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:
-    """Put the gradients of tensors together from those of their parts, which are taken away.
+    """Concatenate the gradients of tensors from those of their parts, which are removed.
 
-    Autograd would make one of the whole batch's size for each part, and add them up.
+    Autograd would allocate one of the whole batch's size for each part, and add them up.
     """
     for split in splits:
         own = [gradients.pop(id(part), None) for part in split.parts]
@@ -65,10 +65,10 @@ def hand_to_autograd(
     outputs: Sequence[Sequence[Any]],
     gradients: dict[int, torch.Tensor],
 ) -> None:
-    """Add gradients to ``.grad`` and to what inputs were made from. ``gradients`` is emptied.
+    """Add gradients to ``.grad`` and pass on those of inputs that were computed. ``gradients`` is emptied.
 
-    Autograd copies the gradient that it is given for a leaf without one, so what is the step's own becomes ``.grad`` as
-    it is, unless somebody listens.
+    Autograd copies the gradient that it is given for a leaf without one, so a gradient that only the step refers to
+    becomes ``.grad`` directly, unless there are hooks.
     """
     unshared = _unshared(primals, outputs, gradients)
     edges, rest = [], []
@@ -95,19 +95,19 @@ def loss_with_gradients(
     outputs: Sequence[Sequence[Any]],
     gradients: dict[int, torch.Tensor],
 ) -> torch.Tensor:
-    """A loss whose ``backward()`` hands over gradients that are there already; it scales nothing.
+    """A loss whose ``backward()`` passes on gradients that are computed already, without scaling them.
 
-    ``gradients`` is emptied. Parameters that get none are no part of the loss's graph.
+    ``gradients`` is emptied. Parameters without a gradient are not part of the loss's graph.
     """
     unshared = _unshared(primals, outputs, gradients)
-    # Autograd makes what nobody else refers to ``.grad``, whoever else has its memory.
+    # Autograd stores a gradient without other references as ``.grad``, even if its memory is shared.
     found = [(own.tensor, gradients.pop(key), key in unshared) for key, own in receivers.items() if key in gradients]
     values = [gradient if own else gradient.clone() for _, gradient, own in found]
     return _Ready.apply(values, loss, *(tensor for tensor, _, _ in found))
 
 
 class _Ready(torch.autograd.Function):
-    """A loss as a function of what its gradients are for, when they are there already."""
+    """A loss as a function of the tensors that its gradients belong to, with the gradients computed already."""
 
     @staticmethod
     def forward(ctx: Any, gradients: list[torch.Tensor], loss: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ class _Ready(torch.autograd.Function):
 def _unshared(
     primals: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], gradients: Mapping[int, torch.Tensor]
 ) -> Collection[int]:
-    """The gradients that have their memory alone, and all of it."""
+    """The gradients that do not share their memory and use all of it."""
     others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
     shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
     shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})

@@ -1,4 +1,4 @@
-"""A pipelined graph: what was lowered and compiled for microbatches of one shape."""
+"""A pipelined graph: lowered and compiled for microbatches of one shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
-from roundpipe_fx.report.plan import Plan, PlannedPipeline
+from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_parts import PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
@@ -33,18 +34,18 @@ __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "pri
 
 @dataclass(frozen=True, kw_only=True)
 class PipelinedGraph:
-    """What there is to run for microbatches of one shape.
+    """The compiled programs for microbatches of one shape.
 
     Attributes:
-        pipeline: what was decided.
+        pipeline: the lowered pipeline.
         main: what most microbatches run.
         last: what the last one runs.
         outputs: fake values of the forward's results, by number.
         tangents: fake values of the incoming gradients.
-        strided: by incoming gradient, whether its strides matter even if it is zeros that nobody made.
+        strided: by incoming gradient, whether its strides matter even if it is missing and replaced by zeros.
         numbers: inputs that Python's numbers may have become, of those that are read, by number.
         tensors: the other inputs that are read, by number.
-        measured: when the actions of the latest run of them ran, for each device; empty before the first.
+        measured: when the actions of the latest step ran, for each device; empty before the first.
     """
 
     pipeline: LoweredPipeline
@@ -59,7 +60,7 @@ class PipelinedGraph:
 
 
 def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
-    """The plan of one microbatch, with what there is to say about the pipeline."""
+    """The plan of one microbatch, with the part about the pipeline."""
     pipeline = graph.pipeline
     timing = pipeline.predict(pipelining.microbatches)
     order = with_transfers(timing.schedule, pipeline.main.steps.graph)
@@ -86,11 +87,11 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
 
 
 class Seen(NamedTuple):
-    """Who is told what steps show.
+    """Callbacks for what steps show.
 
     Attributes:
-        size: told a symbol's name and a size that depends on data.
-        workspace: told an operator's name and the bytes that it allocated for itself.
+        size: called with a symbol's name and a size that depends on data.
+        workspace: called with an operator's name and the bytes that it allocated internally.
     """
 
     size: ObserveSize
@@ -103,9 +104,9 @@ def pipelined_graph(
     """Compile the stage modules of a lowered pipeline.
 
     Args:
-        pipeline: what was lowered.
+        pipeline: the lowered pipeline.
         differentiated: the output that each tangent is the gradient of.
-        seen: told what steps show; ``None``: nobody wants to know.
+        seen: callbacks for what steps show; ``None``: there are none.
     """
     cache: dict[str, _Compiled] = {}
     lowered = pipeline.main.lowered
@@ -129,7 +130,7 @@ def pipelined_graph(
 
 
 def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
-    """Inputs that programs compute with, update or have gradients of."""
+    """Inputs that programs read, update or return gradients of."""
     found: set[int] = set()
     for program in programs:
         found.update(program.mutations.values())
@@ -140,7 +141,7 @@ def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
 
 
 def _numbers(lowered: Lowered) -> set[int]:
-    """Inputs that Python's numbers may have become: Dynamo passes them as such, or as tensors on the CPU."""
+    """Inputs that may stand for Python numbers: Dynamo passes these as they are, or as tensors on the CPU."""
     own = lowered.parameters.union(lowered.updates.values())
     values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in own}
     return {
@@ -151,7 +152,7 @@ def _numbers(lowered: Lowered) -> set[int]:
 
 
 def _tangents(lowered: Lowered) -> list[fx.Node]:
-    """Incoming gradients: what the backward gets that the forward does not return, but for tokens of effects."""
+    """Incoming gradients: inputs of the backward that the forward does not return, except tokens of effects."""
     if lowered.backward is None:
         return []
     returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
@@ -221,7 +222,7 @@ def _sum_before(node: fx.Node) -> fx.Node:
 
 
 class _Compiled:
-    """A stage module, compiled where it was traced and, when asked for, for other devices."""
+    """A stage module, compiled for the device that it was traced for and, on request, for others."""
 
     def __init__(self, module: fx.GraphModule, compiler: StageCompiler, see_workspace: ObserveSize | None) -> None:
         self._module = module
@@ -250,7 +251,7 @@ class _Compiled:
 
 
 def union(graphs: Sequence[StageGraph]) -> StageGraph:
-    """All steps of several graphs, each reading what it reads in any of them."""
+    """All steps of several graphs, each reading everything that it reads in any of them."""
     reads: dict[StageAction, tuple[StageAction, ...]] = {}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for graph in graphs:

@@ -1,7 +1,7 @@
-"""Incoming gradients: what a backward begins with, in the memory layout that it was traced with.
+"""Incoming gradients of a step, in the memory layout that the backward was traced with.
 
-The outputs of a graph that are differentiated are the model's own, and parameters that it has updated: autograd would
-go on from these, so the graph has a gradient for them, which is zero.
+The differentiated outputs of a graph are the model's own, and parameters that it has updated: autograd could continue
+from these, so the graph has an incoming gradient for them, which is zero.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
     """The incoming gradients of a microbatch: its loss's weight, and zeros for parameters that it updates.
 
     Args:
-        graph: what there is to run for it.
+        graph: its compiled programs.
         loss: number of the output that is the loss.
         primals: its inputs.
         weight: of its loss in that of the batch.
@@ -41,7 +41,7 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
 
 @dataclass(frozen=True)
 class Like:
-    """What an incoming gradient must look like."""
+    """The expected properties of an incoming gradient."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -50,7 +50,8 @@ class Like:
 
     @classmethod
     def of(cls, output: torch.Tensor, traced: torch.Tensor) -> Like:
-        """Of the output's shape; its dimensions in memory in the order with which the gradient was traced."""
+        """A tensor of the output's shape, with its dimensions in memory in the order that the gradient was traced
+        with."""
         stride = traced.stride()
         if not all(isinstance(step, int) for step in stride):
             hints = [size_hint(step) for step in stride]
@@ -63,7 +64,7 @@ class Like:
 
 
 def incoming_gradient(gradient: torch.Tensor | None, like: Like, strided: bool) -> torch.Tensor:
-    """An incoming gradient with the strides that it was traced with; zeros where nobody used its output."""
+    """An incoming gradient with the strides that it was traced with; zeros if its output was not used."""
     if gradient is None and not strided:
         return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
     if gradient is not None and gradient.stride() == like.stride:

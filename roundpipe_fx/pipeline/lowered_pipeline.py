@@ -66,14 +66,14 @@ class LoweredPipeline:
         main: what most microbatches run.
         last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
         structure: how the graph was cut, and for which schedule.
-        given: the user's schedule, if he gave one.
+        given: the user's own schedule; ``None``: it is one of those known by name.
         devices: how many.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
-        allowed: bytes that the user allows a device, of which a plan may have been told to leave some; ``None``: he
-            said no number.
-        trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of what was
-            looked at for a budget.
+        allowed: bytes that the user allows per device, of which a plan may have to leave some; ``None``: no number was
+            given.
+        trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
+            plans that were simulated for a budget.
     """
 
     main: Variant
@@ -87,10 +87,10 @@ class LoweredPipeline:
     trade_off: tuple[tuple[int, float], ...] = ()
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
-        """The schedule for so many microbatches.
+        """The schedule for a number of microbatches.
 
         Args:
-            graph: what there is to do for a microbatch; that of ``main`` unless microbatches differ.
+            graph: the steps of a microbatch; that of ``main`` unless microbatches differ.
             microbatches: how many.
 
         Raises:

@@ -2,7 +2,17 @@
 
 The passes are those of every other compilation. What differs is how a graph is cut (one stage a device, several, or
 RoundPipe's slots), that the backward may be split, and that plans are judged by simulating the schedule: how long a
-step takes, and how many bytes each device holds with the microbatches that are in flight.
+step takes, and how many bytes each device holds with the microbatches in flight. ::
+
+    for the graph, then with more and more of it in tiles               _within_budget_or_in_tiles
+        for each schedule that was asked for (one; with "auto" all)     _best_of
+            for each limit on an offloaded model's weights                  until one fits
+                cut the graph for the schedule                          cut_for_schedule
+                choose what is recomputed:
+                    inference                                           nothing
+                    checkpoint="always", "except_last", "never"         a save policy
+                    a budget                                            within_budget
+                simulate the schedule
 """
 
 from __future__ import annotations
@@ -12,8 +22,8 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from roundpipe_fx.analysis.cost import MeasuredCosts, tensor_bytes
-from roundpipe_fx.budget import InfeasibleBudgetError, available_memory
+from roundpipe_fx.analysis.cost import MeasuredCosts
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
     asked_budget,
@@ -26,28 +36,22 @@ from roundpipe_fx.compiler.lower import (
 )
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import tile_sequence
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
-from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
+from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.pipeline.distributed import refuse_distributed
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
-from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
-from roundpipe_fx.remat.save_policy import save_slot_inputs
-from roundpipe_fx.schedules import (
-    ActionKind,
-    Schedule,
-)
-from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
-from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
+from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
+from roundpipe_fx.schedules import ActionKind, Schedule
 
 __all__ = ["lower_pipeline"]
 
 log = logging.getLogger(__name__)
 
-_WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
-"""Of the budget, for an offloaded model's weights and their gradients: the rest is for what is computed."""
+_VARIANTS = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
+"""Save policies of all microbatches but the last, and of the last one, by the option ``checkpoint``."""
 
 
 def lower_pipeline(
@@ -72,7 +76,7 @@ def lower_pipeline(
         share: of the budget that may be used.
         like: how the graph of another microbatch of the same step was cut.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
-        workspaces: what operators whose needs depend on data have been seen to allocate for themselves, by name.
+        workspaces: bytes that operators with data-dependent needs have been seen to allocate internally, by name.
 
     Raises:
         DistributedTensorError: the model is distributed over processes.
@@ -83,14 +87,7 @@ def lower_pipeline(
     refuse_distributed(joint, pipelining.workers)
     joint, setting = prepare(joint, options, registered_syncs, workspaces, training, pipelining.microbatches)
     setting = dataclasses.replace(setting, share=share)
-    usual = "roundpipe" if pipelining.offloaded else "1f1b"
-    names = ["given"] if isinstance(pipelining.schedule, Schedule) else [pipelining.schedule or usual]
-    if like is not None:
-        names = [like.name]
-    elif names == ["auto"]:
-        names = (
-            [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"] if training else ["gpipe"]
-        )
+    names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
 
     def planned(graph: JointGraph) -> LoweredPipeline:
         return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
@@ -100,6 +97,17 @@ def lower_pipeline(
         setting.costs.save()
     log.info("%s", best.main.lowered.plan)
     return best
+
+
+def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) -> Sequence[str]:
+    """Names of schedules; ``"given"`` is the user's own."""
+    if isinstance(pipelining.schedule, Schedule):
+        return ["given"]
+    if pipelining.schedule != "auto":
+        return [pipelining.schedule or ("roundpipe" if pipelining.offloaded else "1f1b")]
+    if not training:
+        return ["gpipe"]
+    return [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"]
 
 
 def _within_budget_or_in_tiles(
@@ -113,7 +121,7 @@ def _within_budget_or_in_tiles(
     No schedule is searched for where one operation alone needs more than the budget, unless that is so in any tiles.
 
     Raises:
-        InfeasibleBudgetError: there is none; of all that was tried the one that needs least.
+        InfeasibleBudgetError: there is none; the error is that of the attempt that needs least.
     """
     budget = asked_budget(joint, setting.options, setting.device)
     bounded = setting.context.training and pipelining.checkpoint is None and isinstance(budget, int)
@@ -158,15 +166,15 @@ def _best_of(
     """
     best: tuple[float, LoweredPipeline] | None = None
     refused: InfeasibleBudgetError | None = None
-    limits = _weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
-    ways = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
+    limits = weight_limits(joint, setting) if pipelining.offloaded and like is None else [None]
+    candidates = [(name, limit) for name in names for limit in (limits if name == "roundpipe" else [None])]
     fits: set[str] = set()
-    for name, limit in ways:
+    for name, limit in candidates:
         if name in fits:
             continue
-        spare = joint.copy() if len(ways) > 1 else joint
+        spare = joint.copy() if len(candidates) > 1 else joint
         try:
-            tried = _lower_named(spare, setting, pipelining, name, like, forwards_before_backwards, limit)
+            tried = _lower_for_schedule(spare, setting, pipelining, name, like, forwards_before_backwards, limit)
         except InfeasibleBudgetError as error:
             # Limits on weights are shares of the budget: the least that can be met must not depend on what was asked.
             if limit is None:
@@ -183,7 +191,7 @@ def _best_of(
     return best[1]
 
 
-def _lower_named(
+def _lower_for_schedule(
     joint: JointGraph,
     setting: Setting,
     pipelining: Pipelining,
@@ -192,115 +200,65 @@ def _lower_named(
     forwards_before_backwards: bool,
     weight_limit: int | None,
 ) -> LoweredPipeline:
-    options, training = setting.options, setting.context.training
-    given = pipelining.schedule if isinstance(pipelining.schedule, Schedule) else None
-    if given is not None and training:
-        stages: int | str | tuple[str, ...] = options.stages
-        if stages == "auto":
-            forwards = [order[order[:, 0] == 0, 1] for order in given.orders]
-            stages = 1 + max((int(own.max()) for own in forwards if len(own)), default=0)
-    elif options.stages == "auto":
-        stages = pipelining.workers * (2 if name == "interleaved" else 1)
-    else:
-        stages = options.stages
-    asked = dataclasses.replace(options, stages=stages)
-    devices = pipelining.workers
-    if not training:
-        name = "roundpipe" if pipelining.offloaded else "gpipe"
-    policies = SAVE_POLICIES
-    known = starts_like(joint, like.starts) if like is not None else None
-    cut: RoundPipePartition | tuple[int, ...]
-    if name == "roundpipe":
-        policies = {**SAVE_POLICIES, "full": save_slot_inputs}
-        # Slots begin at stages of the user's choice only where the model is offloaded.
-        own = options if pipelining.offloaded else dataclasses.replace(options, stages="auto")
-        setting = setting.knowing(options=own, updates_whole=True, segment_starts=known)
-        joint = setting.run(joint, PassLevel.ANNOTATED)
-        cut = _rounds_of(joint, setting, pipelining, like, weight_limit)
-        setting = setting.knowing(options=asked, rounds=cut)
-        joint = setting.run(joint, PassLevel.SEGMENTED)
-    else:
-        whole = name in ("interleaved", "given")
-        setting = setting.knowing(options=asked, updates_whole=whole, segment_starts=known)
-        joint = setting.run(joint, PassLevel.ANNOTATED)
-        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, RoundPipePartition):
-            setting = setting.knowing(stage_starts=like.cut)
-        joint = setting.run(joint, PassLevel.SEGMENTED)
-        cut = tuple(stage.first for stage in joint.cuts)
-    joint = setting.run(joint, PassLevel.STAGED)
-    structure = Structure(name, len(joint.segments), cut, segment_starts(joint))
-    split = name == "zero_bubble" or (given is not None and _splits(given))
-    if not training:
-        only = variant_of(emit(joint, setting), setting, pipelining)
+    """The pipeline for one schedule.
+
+    Args:
+        joint: the graph of a microbatch; it is rewritten.
+        setting: what lowering knows besides the graph.
+        pipelining: the user's.
+        name: of the schedule.
+        like: how the graph of another microbatch of the same step was cut.
+        forwards_before_backwards: whether all forwards run before all backwards.
+        weight_limit: bytes that an offloaded model's weights may take on a device.
+
+    Raises:
+        InfeasibleBudgetError: some device needs more than the budget at the least.
+    """
+    cut = cut_for_schedule(joint, setting, pipelining, name, like, weight_limit)
+    if not setting.context.training:
+        only = variant_of(emit(cut.joint, cut.setting), cut.setting, pipelining)
         return LoweredPipeline(
-            main=only, last=only, structure=structure, given=None, devices=devices, forwards_before_backwards=False
+            main=only,
+            last=only,
+            structure=cut.structure,
+            given=None,
+            devices=pipelining.workers,
+            forwards_before_backwards=False,
         )
+    split = name == "zero_bubble" or _splits_backward(pipelining.schedule)
+    stage_inputs = save_slot_inputs if name == "roundpipe" else SAVE_POLICIES["full"]
     if pipelining.checkpoint is None:
-        budget = asked_budget(joint, options, setting.device)
+        budget = asked_budget(cut.joint, setting.options, setting.device)
         if budget is not None:
-            full = policies["full"]
-            return within_budget(
-                joint, setting, split, structure, given, pipelining, forwards_before_backwards, budget, full
-            )
-    kinds = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
-    main, last = kinds[pipelining.checkpoint or "never"]
-    setting = setting.knowing(options=dataclasses.replace(asked, recompute=main))
+            return within_budget(cut, pipelining, split, forwards_before_backwards, budget, stage_inputs)
+    return _by_policy(cut, pipelining, split, forwards_before_backwards, {**SAVE_POLICIES, "full": stage_inputs})
+
+
+def _by_policy(
+    cut: CutGraph,
+    pipelining: Pipelining,
+    split: bool,
+    forwards_before_backwards: bool,
+    policies: Mapping[str, SavePolicy],
+) -> LoweredPipeline:
+    """The pipeline that saves what the option ``checkpoint`` says."""
+    main, last = _VARIANTS[pipelining.checkpoint or "never"]
+    setting = cut.setting.knowing(options=dataclasses.replace(cut.setting.options, recompute=main))
 
     def variant(recompute: str) -> Variant:
-        lowered = emit_by_policy(joint.copy(), setting, policies[recompute], split=split, sums=True)
+        lowered = emit_by_policy(cut.joint.copy(), setting, policies[recompute], split=split, sums=True)
         return variant_of(lowered, setting, pipelining)
 
     first = variant(main)
     return LoweredPipeline(
         main=first,
         last=first if last == main else variant(last),
-        structure=structure,
-        given=given,
-        devices=devices,
+        structure=cut.structure,
+        given=pipelining.given_schedule,
+        devices=pipelining.workers,
         forwards_before_backwards=forwards_before_backwards,
     )
 
 
-def _splits(schedule: Schedule) -> bool:
-    return schedule.only(ActionKind.BACKWARD_INPUT).size > 0
-
-
-def _weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
-    """Bytes that an offloaded model's weights may take on a device, to be tried in turn; ``None``: as few as can be."""
-    budget = asked_budget(joint, setting.options, setting.device)
-    if isinstance(budget, float):
-        return [None]
-    if budget is None:
-        budget = available_memory(setting.device)
-    return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
-
-
-def _rounds_of(
-    joint: JointGraph, setting: Setting, pipelining: Pipelining, like: Structure | None, weight_limit: int | None
-) -> RoundPipePartition:
-    """The segments of each slot; those of an offloaded model begin where stages are asked to."""
-    training, segments = setting.context.training, joint.segments
-    recompute = pipelining.checkpoint in ("always", "except_last")
-    devices, microbatches = pipelining.workers, pipelining.microbatches
-    if like is not None and like.segments == len(segments) and isinstance(like.cut, RoundPipePartition):
-        return like.cut
-    if setting.options.stages != "auto":
-        runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
-        return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
-    forward = [segment.forward_seconds for segment in segments]
-    backward = [segment.backward_seconds for segment in segments]
-    if pipelining.offloaded:
-        weights = _weights_of(joint, len(segments), setting.costs.host)
-        seconds = backward if training else [0.0] * len(segments)
-        return balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
-    return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
-
-
-def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:
-    """What segments read of the model's tensors."""
-    numbers = {node: number for number, node in enumerate(joint.primals) if node in joint.parameters}
-    reads: list[set[int]] = [set() for _ in range(segments)]
-    for node in joint.computed():
-        reads[node.meta[Mark.SEGMENT]].update(numbers[own] for own in node.all_input_nodes if own in numbers)
-    sizes = {number: tensor_bytes(tensor_values(node)) for node, number in numbers.items()}
-    return Weights([frozenset(own) for own in reads], sizes, bandwidth)
+def _splits_backward(schedule: Schedule | str | None) -> bool:
+    return isinstance(schedule, Schedule) and schedule.only(ActionKind.BACKWARD_INPUT).size > 0

@@ -1,4 +1,4 @@
-"""Making a schedule of a name for the steps that there are."""
+"""Makes the schedule of a name for the steps of a graph."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _BOUND: dict[str, Callable[[int, int, int], Schedule]] = {
 
 
 def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, microbatches: int) -> Schedule:
-    """A schedule that does all steps of a graph, each stage's recomputation ahead of the wait for its gradient.
+    """A schedule that runs all steps of a graph, each stage's recomputation before the wait for its gradient.
 
     Args:
         name: of :data:`roundpipe_fx.pipeline.settings.SCHEDULES`.
-        graph: what there is to do; steps that the schedule knows and the graph does not (a stage without parameters has
-            no gradients of them) are left out.
-        costs: of the steps; RoundPipe's dispatch goes by them.
+        graph: the steps; those that the schedule knows and the graph does not (a stage without parameters has no
+            gradients of them) are left out.
+        costs: of the steps; RoundPipe's dispatch depends on them.
         devices: how many.
         microbatches: how many.
     """

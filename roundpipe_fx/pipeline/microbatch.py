@@ -1,11 +1,10 @@
-"""Microbatches: a batch split along its batch dimension, and outputs put together again.
+"""Microbatches: splits a batch along its batch dimension, and merges outputs.
 
-Without a specification every tensor of the batch's size is split along dimension 0; numbers, ``None``,
-zero-dimensional tensors and all else are the same for every microbatch. Specifications are those of
-``torch.distributed.pipelining``: a tree like the value's, or a part of it that stands for all below it, of
-``TensorChunkSpec(dim)`` (or just the ``int``) and
-``_Replicate`` (or just ``None``); in outputs also a reducer like ``sum_reducer``. A callable does it all itself, as
-in RoundPipe.
+Without a specification every tensor of the batch's size is split along dimension 0; numbers, ``None``, zero-dimensional
+tensors and everything else are the same for every microbatch. Specifications are those of
+``torch.distributed.pipelining``: a tree like the value's, or a prefix of it, of ``TensorChunkSpec(dim)`` (or just the
+``int``) and ``_Replicate`` (or just ``None``); in outputs also a reducer like ``sum_reducer``. A callable does
+everything itself, as in RoundPipe.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ def split_inputs(
             ``(args, kwargs, count) -> (list of args, list of kwargs)``.
 
     Raises:
-        ValueError: inputs have different batch sizes (the message names two), or none has one. Where the spec says of
-            both how they are split, one may be a multiple of the other: rows of tokens, flattened.
-        TypeError: the callable's result is no pair of lists.
+        ValueError: inputs have different batch sizes (the message names two), or none has one. If the spec gives a
+            dimension for both, one may be a multiple of the other: rows of tokens, flattened.
+        TypeError: the callable's result is not a pair of lists.
     """
     if callable(spec):
         try:
@@ -97,7 +96,7 @@ def split_labels(labels: Any, count: int, spec: Any = None) -> list[Any]:
 
 @dataclass(frozen=True)
 class SplitTensor:
-    """A tensor that gets a gradient, and what it was split into.
+    """A tensor that gets a gradient, and its parts.
 
     Attributes:
         whole: it.
@@ -116,7 +115,7 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
     Args:
         value: any tree.
         pieces: that of each microbatch.
-        spec: by which it was split. What a callable has split knows autograd alone.
+        spec: by which it was split. Only autograd knows how a callable splits.
     """
     if callable(spec) or len(pieces) < 2:
         return []
@@ -131,7 +130,8 @@ def split_tensors(value: Any, pieces: Sequence[Any], spec: Any = None) -> list[S
 def row_counts(
     args: tuple[Any, ...], kwargs: dict[str, Any], pieces: Sequence[tuple[Any, Any]], spec: Any = None
 ) -> list[int]:
-    """How many rows each microbatch has: of the first tensor that was split, of a callable's the first one.
+    """Number of rows of each microbatch: those of the first tensor that was split; with a callable, of the first
+    tensor.
 
     Args:
         args: positional inputs.
@@ -153,7 +153,7 @@ def row_counts(
 def check_batch_sizes(
     args: Any, kwargs: Any, labels: Any, count: int, inputs_spec: Any = None, labels_spec: Any = None
 ) -> None:
-    """Check that inputs and labels agree where both follow the convention, or both a specification.
+    """Check that inputs and labels have the same batch size, if both follow the convention or both a specification.
 
     Raises:
         ValueError: they do not.
@@ -171,8 +171,8 @@ def merge(outputs: Sequence[Any], spec: Any = None, weights: Sequence[float] | N
 
     Args:
         outputs: trees of the same structure, in order.
-        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones summed, and all else is the
-            first microbatch's; a spec; or a callable that gets the list.
+        spec: ``None``: tensors are concatenated along dimension 0, zero-dimensional ones summed, and everything else is
+            the first microbatch's; a spec; or a callable that gets the list.
         weights: of each microbatch's losses, the zero-dimensional tensors of floating-point numbers; ``None``: one.
 
     Raises:
@@ -231,10 +231,10 @@ def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float] | None
 
 
 class _Leaf(NamedTuple):
-    """A part of what is split.
+    """A leaf of the tree that is split.
 
     Attributes:
-        label: what the user calls it.
+        label: its name for the user.
         value: it.
         dim: dimension to split along; ``None``: the same for all.
         specified: whether a specification says so.
@@ -268,14 +268,14 @@ def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
 
 
 def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
-    """By convention an input of another size than the batch's, which no other input has, is the same for each.
+    """By convention an input whose size differs from the batch's, and that no other input shares, is the same for each.
 
     The batch's size is that of the inputs that are specified to be split, or of the first input that has more than one
-    row. Inputs of a size that several have stay: they are a mistake, and :func:`_size` tells.
+    row. Sizes that several inputs share are a mistake, which :func:`_size` reports.
 
     Args:
         leaves: the inputs.
-        warn: tell where nothing but the order of the inputs says which one is the batch.
+        warn: whether to warn if only the order of the inputs determines which one is the batch.
     """
     split = [leaf for leaf in leaves if leaf.dim is not None]
     sizes = Counter(leaf.value.shape[leaf.dim] for leaf in split)
@@ -301,7 +301,7 @@ def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
 
 
 def _spread(spec: Any, value: Any) -> dict[Any, Any]:
-    """A spec for every leaf below the places that it names."""
+    """The spec expanded to every leaf."""
     if spec is None:
         return {}
     is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
@@ -339,9 +339,9 @@ def _size(leaves: Sequence[_Leaf], count: int, option: str) -> int:
     """The batch size, the least where they may differ.
 
     Args:
-        leaves: what is split.
+        leaves: the inputs.
         count: into how many microbatches.
-        option: by which a user says how.
+        option: name of the option by which a user says how.
     """
     split = [leaf for leaf in leaves if leaf.dim is not None]
     if not split:

@@ -1,11 +1,11 @@
-"""Offloaded models: the model lies on the host, accelerators train it.
+"""Offloaded models: the model is on the host, accelerators train it.
 
-Parameters, their gradients and the optimizer's state need no memory of an accelerator then but for the stage at hand,
-as with RoundPipe (thustorage/RoundPipe) and with DeepSpeed's ZeRO-Offload (Ren et al., 2021).
+Parameters, their gradients and the optimizer's state then need memory of an accelerator only for the current stage, as
+with RoundPipe (thustorage/RoundPipe) and with DeepSpeed's ZeRO-Offload (Ren et al., 2021).
 
-A graph is traced for the device that runs it, since PyTorch and models choose their operations by it. So while a
-microbatch is taken or answered, the model's own tensors look as if they lay on the device: their data is exchanged for
-data of the same shape that has no memory. Guards, hooks and identities stay as they are.
+A graph is traced for the device that runs it, since PyTorch and models choose their operations by the device. So while
+a microbatch is captured or its results are returned, the model's own tensors appear to be on the device: their data is
+exchanged for data of the same shape without memory. Guards, hooks and identities do not change.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def offloaded(
     known: Offloaded | None,
     beside: Iterable[torch.Tensor] = (),
 ) -> Offloaded | None:
-    """What there is to know of a model that lies on the host while its workers do not; ``None``: it does not.
+    """The offloaded model, if a model is on the host while its workers are not; else ``None``.
 
     Args:
         devices: of the workers.
-        modules: the model, and what else has parameters and buffers.
-        known: what was found before.
-        beside: more tensors that go where the model goes.
+        modules: the model, and other modules with parameters and buffers.
+        known: the result for the step before.
+        beside: more tensors that move with the model.
 
     Raises:
-        ValueError: part of the model lies on the host and part of it elsewhere, or the workers are the host and the
-            model lies on an accelerator.
+        ValueError: part of the model is on the host and part of it elsewhere, or the workers are the host and the model
+            is on an accelerator.
     """
     if not devices:
         return None
@@ -76,8 +76,8 @@ class Offloaded:
     """An offloaded model.
 
     Attributes:
-        device: where it seems to be.
-        tensors: its parameters and buffers, and what goes with them, by identity.
+        device: where it appears to be.
+        tensors: its parameters and buffers, and those that move with them, by identity.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -95,7 +95,7 @@ class Offloaded:
         return tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
 
     def pin(self) -> None:
-        """Pin the memory of what is the whole of its memory: copies from there run beside the device's work."""
+        """Pin the memory of tensors that use all of it: copies from there overlap with the device's work."""
         new = [key for key, value in self.tensors.items() if self._seen.get(key) != value.data_ptr()]
         if not new:
             return
@@ -110,10 +110,10 @@ class Offloaded:
 
     @contextlib.contextmanager
     def looking_moved(self, updated: Collection[int] = ()) -> Iterator[None]:
-        """While entered, the model's tensors look as if they lay on the device.
+        """Context manager in which the model's tensors appear to be on the device.
 
         Args:
-            updated: identities of those that will be written to; what is written is theirs after.
+            updated: identities of those that will be written to; they keep what is written.
         """
         moved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
         try:
@@ -125,7 +125,7 @@ class Offloaded:
                 gradient = value.grad if value.is_leaf else None
                 moved.append((value, value.data, gradient, stand_in))
                 if gradient is not None:
-                    value.grad = None  # it lies on the host
+                    value.grad = None  # it is on the host
                 value.data = stand_in
             yield
         finally:

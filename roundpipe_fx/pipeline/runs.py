@@ -1,4 +1,4 @@
-"""Runs of segments whose kept values lie on the same devices, and how many microbatches are in flight there."""
+"""Runs of segments whose saved values are on the same devices, and the number of microbatches in flight there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
 
     Args:
         timing: of the schedule.
-        cuts: the stages that it knows; where backwards have others than forwards (RoundPipe's dispatch), every device
+        cuts: the stages of the schedule; if backwards have others than forwards (RoundPipe's dispatch), every device
             runs them all.
     """
     orders = timing.schedule.orders
@@ -39,7 +39,7 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
 
 
 def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
-    """The most microbatches that have begun some stages and not yet been backward through them, for each device."""
+    """The most microbatches that have begun some stages and not yet run their backward, per device."""
     begun = np.full(max(timing.schedule.microbatches, 1), np.inf)
     over = np.full(len(begun), -np.inf)
     for order, starts, ends in zip(timing.schedule.orders, timing.starts, timing.ends, strict=True):

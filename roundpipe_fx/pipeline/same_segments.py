@@ -1,8 +1,8 @@
 """The same segments in another graph of the same model: microbatches of another shape are cut where the first were.
 
-Where a graph is narrow depends on its shapes, and how many segments a graph has on where it is narrow. So what is
-remembered of a cut is the operation behind it: which one, and how many of its kind come before it. That is the same
-operation in the graph for another shape, also where one of the two has symbols for sizes and computes with them.
+Where a graph is narrow depends on its shapes, and the number of segments depends on where it is narrow. So a cut is
+remembered by the operation after it: its kind, and how many of that kind come before it. This finds the same operation
+in the graph for another shape, even if one of the two has symbolic sizes and computes with them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roundpipe_fx.passes.segments import inside_tuple
 __all__ = ["OperationKey", "segment_starts", "starts_like"]
 
 OperationKey = tuple[str, int]
-"""What an operation is, and how many like it come before it in the forward."""
+"""The kind of an operation, and how many of its kind come before it in the forward."""
 
 
 def segment_starts(joint: JointGraph) -> tuple[OperationKey, ...]:
@@ -40,11 +40,11 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] 
 
     Args:
         joint: a graph without segments.
-        starts: as :func:`segment_starts` says of another graph.
+        starts: returned by :func:`segment_starts` for another graph.
 
     Returns:
-        the positions; ``None`` where this graph has not all of the operations. Where it has them in another order there
-        are as many segments all the same, since a schedule asks for that.
+        the positions; ``None`` if this graph does not have all of the operations. If it has them in another order, the
+        number of segments is the same, since a schedule requires that.
     """
     forward = joint.in_phase(Phase.FORWARD)
     positions = {operation: position for operation, _, position in _operations(forward)}
@@ -53,7 +53,7 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] 
         return None
     found = [0]
     for own in sorted(positions[start] for start in starts):
-        # What only looks at memory, or computes sizes, belongs to what follows, unless nothing else comes before.
+        # Views and computations of sizes belong to what follows, unless nothing else comes before.
         position = own
         while position > found[-1] and not _makes_memory(forward[position - 1]):
             position -= 1
@@ -67,7 +67,7 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] 
 
 
 def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.Node, int]]:
-    """Those that make memory, with their positions: views are dropped or added for some shapes."""
+    """Operations that allocate, with their positions: views are dropped or added for some shapes."""
     before: Counter[str] = Counter()
     for position, node in enumerate(forward):
         if _makes_memory(node) and node.target is not operator.getitem:

@@ -1,4 +1,4 @@
-"""What a user decides about pipelining, checked before anything is traced."""
+"""The user's options for pipelining, checked before anything is traced."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS_REDUCTIONS = ("mean", "sum")
 
 @dataclass
 class StepCompileState:
-    """What the compilations of one step share.
+    """State that the compilations of one step share.
 
     Attributes:
         structure: how its first graph was cut (a ``Structure``), once there is one.
@@ -44,9 +44,9 @@ class Pipelining:
         schedule: a name of :data:`SCHEDULES`, ``"auto"``, or a schedule; ``None``: the usual one, 1F1B, and
             RoundPipe's dispatch for an offloaded model.
         checkpoint: which microbatches are recomputed: ``"always"`` all, ``"except_last"`` all but the last,
-            ``"never"`` none; ``None``: as a byte budget says, without one none.
-        offloaded: whether the model lies on the host, and devices have of it what they need at the time. Where it is
-            not said it is seen when a step is traced.
+            ``"never"`` none; ``None``: as a byte budget requires, without one none.
+        offloaded: whether the model is on the host, and devices hold what they currently need of it. If it is not
+            given, it is determined when a step is traced.
         loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
     """
 
@@ -62,6 +62,11 @@ class Pipelining:
         """How many workers there are: one, on the model's own device, where no devices were given."""
         return max(1, len(self.devices))
 
+    @property
+    def given_schedule(self) -> Schedule | None:
+        """The user's own schedule; ``None`` if it is one of those that are known by name."""
+        return self.schedule if isinstance(self.schedule, Schedule) else None
+
 
 def parse_pipelining(
     devices: Sequence[torch.device | str] | None,
@@ -73,7 +78,7 @@ def parse_pipelining(
     memory_budget: int | float | None,
     loss_reduction: str = "mean",
 ) -> Pipelining | None:
-    """Check what a user gave; ``None`` where nothing asks for pipelining.
+    """Check the user's options; ``None`` if none of them asks for pipelining.
 
     Raises:
         ValueError: a device that does not exist, fewer stages than devices, an unknown name, or options that contradict
@@ -139,7 +144,7 @@ def _device(given: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"devices: {given!r} is no device: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"devices: {given!r} is not a device: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         if device.index not in (None, 0):
             raise ValueError(f"devices: {given!r} does not exist; the CPU is 'cpu', named once for each worker.")

@@ -1,9 +1,9 @@
-"""A pipelined step: a batch as microbatches, through a schedule, and back as one loss or one output.
+"""A pipelined step: splits a batch into microbatches, runs them by a schedule, and merges their losses or outputs.
 
-Each microbatch is first taken from the compiled model as a graph and its arguments; all are run by the workers; then
-each is answered, so that buffers are updated and the model's own outputs are put together. Gradients reach the
-parameters and inputs through autograd, so hooks run and ``.grad`` is added to as ever: after the whole step, so a step
-that fails leaves no gradient behind.
+First each microbatch is captured from a call of the compiled model, as a graph and its arguments; then the workers run
+all of them; then the results are returned to each call, so that buffers are updated and the model builds its own
+outputs. Gradients reach the parameters and inputs through autograd, so hooks run and ``.grad`` accumulates as usual;
+this happens after the whole step, so a step that fails leaves no gradients behind.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ _BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPU
 
 @dataclass(frozen=True)
 class Splitting:
-    """How batches are split and outputs put together; ``None``: by convention.
+    """How batches are split and outputs merged; ``None``: by convention.
 
-    What specifications there are says :mod:`roundpipe_fx.pipeline.microbatch`.
+    For specifications see :mod:`roundpipe_fx.pipeline.microbatch`.
 
     Attributes:
         inputs: ``split_input``.
@@ -121,7 +121,7 @@ class Pipeline:
             labels: for ``loss_fn``.
             loss_fn: computes the loss.
             return_outputs: whether to return the model's outputs too.
-            hand_over: whether gradients reach parameters and inputs now, or when the loss that is returned is
+            hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
                 differentiated.
         """
         if not torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class Pipeline:
             gather(finished.gradients, splits)
             total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
             ready = receivers, captured.primals, finished.outputs, finished.gradients
-            if not hand_over:  # to what inputs are before the step has updated them
+            if not hand_over:  # to the inputs as they were before the step updated them
                 total = loss_with_gradients(total, *ready)
             outputs = self._answer(captured, finished.outputs)
             hand_to_autograd(*ready)
@@ -170,7 +170,8 @@ class Pipeline:
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compile without running anything: with ``labels`` or ``loss_fn`` what forward_backward runs, else a call."""
+        """Compile without running anything: for forward_backward if there are ``labels`` or a ``loss_fn``, else for a
+        call."""
         loss_fn = kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs), loss_fn)
@@ -207,7 +208,7 @@ class Pipeline:
         return calls, splits, self._weights(args, kwargs, pieces)
 
     def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
-        """What the loss of each microbatch counts in that of the batch; notes how they are put together."""
+        """The weight of each microbatch's loss in that of the batch; notes how the losses are put together."""
         self._compile_state.loss_reduction = _reduction(self.settings, kwargs)
         if self._compile_state.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
@@ -223,7 +224,7 @@ class Pipeline:
         ]
 
     def close(self) -> None:
-        """End the workers, once the step that they are at is done."""
+        """End the workers once their current step is done."""
         with self._lock:
             if self._workers is not None:
                 self._workers.close()
@@ -236,7 +237,7 @@ class Pipeline:
         before = self._offloaded
         self._offloaded = offloaded(self.settings.devices, modules, before, beside)
         if (before is None) != (self._offloaded is None):
-            self.compiled = self._compiled()  # guards do not tell where the model lies
+            self.compiled = self._compiled()  # guards do not check where the model is
         return inputs if self._offloaded is None else self._offloaded.to_device(inputs)
 
     def _returned(self, outputs: Any) -> Any:
@@ -263,9 +264,10 @@ class Pipeline:
         results: Sequence[Sequence[Any]],
         differentiated: Sequence[Mapping[int, torch.Tensor]] | None = None,
     ) -> list[Any]:
-        """The model's own outputs for each microbatch, from the compiled graphs' results.
+        """The model's own outputs for each microbatch, from the results of the compiled graphs.
 
-        Autograd's view of an answer is of a graph that was never run: what is differentiated is replaced.
+        Autograd would differentiate returned results through a graph that was never run, so those that are
+        differentiated are replaced.
         """
         answers = []
         updated = {
@@ -287,7 +289,7 @@ class Pipeline:
     def _run_part(
         self, captured: CapturedCalls, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None
     ) -> Finished:
-        """All forwards, or with what they have left all backwards."""
+        """All forwards, or all backwards with what the forwards have saved."""
         with self._lock:
             return self._run(captured, tangents, (ActionKind.FORWARD,) if left is None else _BACKWARD, left or [])
 
@@ -326,7 +328,7 @@ class Pipeline:
             if pipeline.allowed is not None:
                 check_together(whole, graph, [own.pipeline for own in captured.graphs])
             schedule = whole if kinds is None else whole.only(*kinds)
-            # The programs are held, so that their identities stay theirs.
+            # The programs are referred to, so that their identities are not reused.
             left = kinds == (ActionKind.FORWARD,)
             self._schedules[key] = instructions_of(schedule, captured.programs, left), captured.programs
         return self._schedules[key][0]
@@ -351,10 +353,11 @@ def _reduction(settings: Pipelining, kwargs: Mapping[str, Any]) -> str:
 
 
 def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
-    """The step's own result for what AOTAutograd has made of an answer: it itself, or a view of its memory.
+    """The step's own result for a tensor that AOTAutograd has derived from it: the result itself, or a view of its
+    memory.
 
     Args:
-        pairs: answers that are differentiated, and the step's own results.
+        pairs: returned results that are differentiated, and the step's own.
         value: part of the model's output.
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -363,7 +366,7 @@ def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
         if _shares(alias, value):
             if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
                 return own
-            # One of several views of an intermediate result, which is the graph's output for them.
+            # One of several views of an intermediate result, which the graph returns in their place.
             return own.as_strided(value.shape, value.stride(), value.storage_offset())
     return value
 

@@ -1,4 +1,4 @@
-"""Steps: a lowered graph seen as what there is to do for one microbatch, with its order, seconds and bytes."""
+"""Steps: the stage modules of a lowered graph as the steps of a microbatch, with their order, seconds and bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Steps:
     Attributes:
         modules: the stage module of each step, in an order in which they can run.
         graph: who reads whom.
-        maker: the step that makes a value of the joint graph.
+        maker: the step that computes a value of the joint graph.
     """
 
     modules: Mapping[StageAction, StageModule]
@@ -62,7 +62,7 @@ def steps_of(lowered: Lowered) -> Steps:
 def _carried(
     lowered: Lowered, modules: Mapping[StageAction, StageModule], maker: Mapping[fx.Node, StageAction]
 ) -> dict[StageAction, tuple[StageAction, ...]]:
-    """For each step those that have made, for the microbatch before, what an input is updated to."""
+    """For each step, those that computed, for the previous microbatch, the new value of an input that it reads."""
     writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
     found: dict[StageAction, tuple[StageAction, ...]] = {}
     for step, module in modules.items():
@@ -73,7 +73,7 @@ def _carried(
 
 
 def _draws(call: StageModule) -> bool:
-    """Whether a stage module draws new random numbers; drawing the same again changes no generator."""
+    """Whether a stage module draws new random numbers; replaying saved states does not change a generator."""
     return any(is_seeded(node) or node.target is run_and_save_rng_state for node in call.module.graph.nodes)
 
 
@@ -87,10 +87,10 @@ def step_costs(
     """Modelled seconds and bytes of each step, for one microbatch.
 
     Args:
-        lowered: what was lowered.
+        lowered: the lowered graph.
         steps: its steps.
-        transfer_seconds: of sending so many bytes to another device.
-        granularity: what the device's allocator rounds sizes up to, in bytes.
+        transfer_seconds: returns the seconds of sending a number of bytes to another device.
+        granularity: bytes that the device's allocator rounds sizes up to.
         away: numbers of the devices that get copies of the caller's tensors.
     """
     places = {node: place for place, node in enumerate(lowered.forward.inputs)}
@@ -140,6 +140,6 @@ def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]
 
 
 def _copied_bytes(node: fx.Node, granularity: int, kind: str) -> int:
-    """Bytes of a copy on another device; what an accelerator's graph has on the CPU stays there."""
+    """Bytes of a copy on another device; tensors on the CPU in an accelerator's graph stay there."""
     size = tensor_bytes([value for value in tensor_values(node) if value.device.type == kind])
     return -(-size // granularity) * granularity

@@ -1,7 +1,7 @@
 """A pipelined step as one function of autograd: all forwards when called, all backwards when differentiated.
 
-What autograd sees is a single node, from the parameters and inputs to every microbatch's outputs. When it is reached,
-all incoming gradients are there, and the backwards of all microbatches run as scheduled.
+What autograd sees is a single node, from the parameters and inputs to every microbatch's outputs. When autograd reaches
+it, all incoming gradients are known, and the backwards of all microbatches run as scheduled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from roundpipe_fx.runtime.pipeline_run import Finished
 __all__ = ["through_autograd"]
 
 RunActions = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Finished]
-"""Runs all forwards, or with what they have left, all backwards; gets the incoming gradients of each microbatch."""
+"""Runs all forwards, or all backwards with what the forwards have saved; takes each microbatch's incoming gradients."""
 
 
 def through_autograd(
@@ -31,9 +31,9 @@ def through_autograd(
 
     Args:
         captured: the microbatches.
-        splits: tensors that were split into what they are given.
+        splits: tensors that were split into their inputs.
         run: runs them.
-        alive: notes the call.
+        alive: records the call.
     """
     step = _StepFunction(captured, splits, run)
     flat = _PipelinedStep.apply(step, *(own.tensor for own in receivers_of(captured.primals, splits).values()))
@@ -78,7 +78,7 @@ class _StepFunction:
             raise RuntimeError(
                 "the backward of this pipelined step has run already, and what it needs is freed: call the model again."
             )
-        while self.versions:  # what was looked at is not held any more
+        while self.versions:  # do not hold what was checked
             value, version = self.versions.pop()
             if value._version != version:
                 raise RuntimeError(
@@ -129,10 +129,10 @@ class _PipelinedStep(torch.autograd.Function):
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """Gradients that depend on what a step was given, but whose own gradients nobody knows.
+    """Gradients that depend on the inputs of a step, but cannot be differentiated themselves.
 
-    ``torch.autograd.function.once_differentiable`` looks at incoming gradients alone: the gradient of a sum, which is
-    ones, would have no graph at all, and what is differentiated again would be lost without a word.
+    ``torch.autograd.function.once_differentiable`` considers only incoming gradients: the gradient of a sum, which is
+    ones, would have no graph at all, and second derivatives would silently lose terms.
     """
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Unequal microbatches: whether those of different sizes, each planned for itself, fit together.
+"""Unequal microbatches: whether microbatches of different sizes, planned separately, fit together.
 
-A batch that is not divisible leaves microbatches of two sizes. A plan is made for a step whose microbatches are all of
-one size, so the smaller ones may keep more than the larger ones leave room for.
+A batch that is not divisible leaves microbatches of two sizes. A plan assumes a step whose microbatches all have one
+size, so the smaller ones may save more than fits beside the larger ones.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["UnequalMicrobatchesError", "check_together"]
 
 
 class UnequalMicrobatchesError(InfeasibleBudgetError):
-    """Microbatches that were planned for themselves do not fit together.
+    """Microbatches that were planned separately do not fit together.
 
     Attributes:
-        needed: bytes that the device needs which needs most.
+        needed: bytes of the device that needs most.
         allowed: bytes that the user allows it.
     """
 
@@ -35,12 +35,12 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
 
 
 def check_together(schedule: Schedule, graph: StageGraph, pipelines: Sequence[LoweredPipeline]) -> None:
-    """Simulate what microbatches need together, if they differ.
+    """Simulate the memory of all microbatches together, if they differ.
 
     Args:
         schedule: of all of them.
-        graph: all steps that there are.
-        pipelines: what each microbatch was lowered to.
+        graph: all steps.
+        pipelines: each microbatch's lowered pipeline.
 
     Raises:
         UnequalMicrobatchesError: it is more than a device is allowed.

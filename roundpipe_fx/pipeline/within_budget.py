@@ -1,26 +1,28 @@
 """Within a budget: a pipeline that recomputes little, with no device above its bytes.
 
-What a device holds depends on how many microbatches are in flight there, so each run of segments whose values lie on
-the same devices has its own ways of saving less (:mod:`roundpipe_fx.remat.in_flight`). How many bytes devices need
-is not known before modules are emitted and the schedule is simulated. A *level* says how little a device saves: 0 is
-everything. Bytes fall as levels rise, so plans are found by bisection: first with one level for all devices, then with
-one for each::
+How many bytes a device holds depends on how many microbatches are in flight there, so each run of segments whose values
+lie on the same devices has its own frontier of save options (:mod:`roundpipe_fx.remat.in_flight`). How many bytes
+devices need is not known before modules are emitted and the schedule is simulated. A *level* says how little a device
+saves: 0 is everything. Bytes fall as levels rise, so plans are found by bisection: first with one level for all
+devices, then with one for each::
 
     level      0 ─────────── 4 ─────────── 8          all devices alike: the least level that fits is 5
     device 0   ├─────────── 4 fits                    then each for itself: device 0 has more in flight
     device 1   ├── 1 fits
+
+Of all plans that were simulated and fit, the one with the shortest step is taken; then recomputation is moved into the
+time in which devices wait (:mod:`roundpipe_fx.pipeline.fill_waits`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.compiler.lower import emit, emit_by_policy, operations_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.attempt import Attempt
+from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.runs import runs_of
@@ -32,112 +34,200 @@ from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
-from roundpipe_fx.schedules import Schedule
 
 __all__ = ["within_budget"]
 
 
 def within_budget(
-    joint: JointGraph,
-    setting: Setting,
-    split: bool,
-    structure: Structure,
-    given: Schedule | None,
+    cut: CutGraph,
     pipelining: Pipelining,
+    split: bool,
     forwards_before_backwards: bool,
     budget: int | float,
     stage_inputs: SavePolicy,
 ) -> LoweredPipeline:
-    """The quickest step that is found with every device within the budget.
+    """The shortest step that is found with every device within the budget.
 
     Args:
-        joint: a graph with stages.
-        setting: what emission knows beside it.
-        split: whether gradients of parameters are made in modules of their own.
-        structure: how the graph was cut.
-        given: the user's schedule.
+        cut: a graph with stages.
         pipelining: the user's.
+        split: whether gradients of parameters are computed in modules of their own.
         forwards_before_backwards: whether all forwards run before all backwards.
-        budget: bytes a device, or a share of the way from the least that can be reached to keeping everything.
-        stage_inputs: says what enters stages: keeping that alone is always one of the possibilities.
+        budget: bytes per device, or a share of the way from the least that can be reached to saving everything.
+        stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
     """
-    blocks = Blocks(operations_of(joint, setting, sums=pipelining.microbatches > 1))
+    attempts = _Attempts(cut, pipelining, split, forwards_before_backwards)
+    blocks, share = attempts.blocks, cut.setting.share
+    chain, save_options = chain_of(blocks)
+    most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
+    first = attempts.with_choice(most.schedule.choice)
+    allowed = budget if isinstance(budget, int) else None
+    limit = int((first.peak if allowed is None else allowed) * share)
+    if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
+        return first.within(limit, allowed, [first])
+    runs = runs_of(first.timing, cut.joint.cuts)
+    levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
+    others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
+    level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
+    if level is None:
+        lowest = levels.lowest()
+        if isinstance(budget, float):
+            low = min(attempt.peak for attempt in (*attempts.of_choices, *others))
+            limit = int(limit_of(budget, low, first.peak) * share)
+        level = levels.alike(lowest, limit)
+    if level is not None and len(runs) > 1:  # with one, all devices have its level
+        levels.each(level, limit)
+    tried = [*attempts.of_choices, *others]
+    if isinstance(budget, float) and budget == 0.0:
+        limit = min(attempt.peak for attempt in tried)
+    fitting = [attempt for attempt in tried if attempt.peak <= limit]
+    if not fitting:
+        least = min(tried, key=lambda attempt: attempt.peak)
+        if allowed is not None and least.peak > allowed:
+            raise _refusal(allowed, least.peak, cut.structure, pipelining)
+        fitting = [least]
+    best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
+    if pipelining.workers > 1:
+        best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
+    return best.within(max(limit, best.peak), allowed, tried)
 
-    def attempted(lowered: Lowered, chosen: Chosen | None = None) -> Attempt:
-        only = variant_of(lowered, setting, pipelining)
+
+class _Attempts:
+    """Plans that are emitted to simulate their schedule: each copies the graph, and none is emitted twice.
+
+    Attributes:
+        blocks: the graph's operations as the planner sees them.
+        devices: how many devices there are.
+    """
+
+    def __init__(self, cut: CutGraph, pipelining: Pipelining, split: bool, forwards_before_backwards: bool) -> None:
+        self.blocks = Blocks(operations_of(cut.joint, cut.setting, sums=pipelining.microbatches > 1))
+        self.devices = pipelining.workers
+        self._cut = cut
+        self._pipelining = pipelining
+        self._split = split
+        self._forwards_before_backwards = forwards_before_backwards
+        self._by_choice: list[tuple[RematChoice, Attempt]] = []
+
+    @property
+    def of_choices(self) -> list[Attempt]:
+        """The attempts so far that were made by a choice, in order."""
+        return [attempt for _, attempt in self._by_choice]
+
+    def with_choice(self, choice: RematChoice) -> Attempt:
+        """The attempt that saves what a choice says. Levels that differ often make the same choice."""
+        known = [attempt for other, attempt in self._by_choice if other == choice]
+        if not known:
+            known = [self.with_candidate(work_out(self.blocks, choice))]
+            self._by_choice.append((choice, known[0]))
+        return known[0]
+
+    def with_candidate(self, candidate: Candidate) -> Attempt:
+        """The attempt that follows a schedule of the planner."""
+        graph = self.blocks.graph
+        joint = self._cut.joint.copy()
+        remat = remat_schedule(graph, candidate.schedule).on(joint.graph)
+        chosen = Chosen(candidate=candidate, limit=candidate.peak.bytes, graph=graph, frontier=(), followed=graph)
+        setting = self._cut.setting.knowing(schedule=remat)
+        return self._simulated(emit(joint, setting, chosen=chosen, split=self._split, sums=True), chosen)
+
+    def with_policy(self, policy: SavePolicy) -> Attempt:
+        """The attempt that saves what a policy says."""
+        joint = self._cut.joint.copy()
+        return self._simulated(emit_by_policy(joint, self._cut.setting, policy, split=self._split, sums=True))
+
+    def _simulated(self, lowered: Lowered, chosen: Chosen | None = None) -> Attempt:
+        only = variant_of(lowered, self._cut.setting, self._pipelining)
         pipeline = LoweredPipeline(
             main=only,
             last=only,
-            structure=structure,
-            given=given,
-            devices=pipelining.workers,
-            forwards_before_backwards=forwards_before_backwards,
+            structure=self._cut.structure,
+            given=self._pipelining.given_schedule,
+            devices=self._pipelining.workers,
+            forwards_before_backwards=self._forwards_before_backwards,
         )
-        return Attempt(pipeline, pipeline.predict(pipelining.microbatches), chosen)
+        return Attempt(pipeline, pipeline.predict(self._pipelining.microbatches), chosen)
 
-    def with_schedule(candidate: Candidate) -> Attempt:
-        own = joint.copy()
-        remat = remat_schedule(blocks.graph, candidate.schedule).on(own.graph)
-        chosen = Chosen(
-            candidate=candidate, limit=candidate.peak.bytes, graph=blocks.graph, frontier=(), followed=blocks.graph
-        )
-        known = setting.knowing(schedule=remat)
-        return attempted(emit(own, known, chosen=chosen, split=split, sums=True), chosen)
 
-    made: list[tuple[RematChoice, Attempt]] = []
+class _Levels:
+    """Attempts by the level of each device.
 
-    def attempt(choice: RematChoice) -> Attempt:
-        same = [own for other, own in made if other == choice]  # levels that differ often keep the same
-        if not same:
-            same = [with_schedule(work_out(blocks, choice))]
-            made.append((choice, same[0]))
-        return same[0]
+    Attributes:
+        last: the highest level.
+    """
 
-    chain, save_options = chain_of(blocks)
-    kept = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
-    first = attempt(kept.schedule.choice)
-    allowed = budget if isinstance(budget, int) else None
-    limit = int((first.peak if allowed is None else allowed) * setting.share)
-    if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
-        return first.within(limit, allowed, [first])
-    runs = runs_of(first.timing, joint.cuts)
-    points = [points_of_run(blocks.graph, chain, save_options, run) for run in runs]
-    tried = {(0,) * pipelining.workers: first}
+    def __init__(
+        self,
+        attempts: _Attempts,
+        first: Attempt,
+        runs: Sequence[SegmentRun],
+        points: Sequence[Sequence[ParetoPoint]],
+    ) -> None:
+        self.last = max(len(of_run) for of_run in points)
+        self._attempts = attempts
+        self._runs = runs
+        self._points = points
+        """The frontier of each run, from saving most to saving least."""
+        self._devices = attempts.devices
+        self._known = {(0,) * self._devices: first}
 
-    def at(levels: Sequence[int]) -> Attempt:
-        if tuple(levels) not in tried:
-            tried[tuple(levels)] = attempt(_choice(levels, runs, points))
-        return tried[tuple(levels)]
+    def alike(self, last: int, limit: int) -> int | None:
+        """The least level up to ``last`` with which every device fits if all have it; ``None``: there is none."""
+        low, high = 0, last
+        while low < high:
+            middle = (low + high) // 2
+            if self._all_at(middle).peak <= limit:
+                high = middle
+            else:
+                low = middle + 1
+        return low if self._all_at(low).peak <= limit else None
 
-    lowest = max(len(own) for own in points)
-    others = []
-    if not blocks.graph.regions:
-        others = [attempted(emit_by_policy(joint.copy(), setting, stage_inputs, split=split, sums=True))]
-    level = _alike(at, lowest, pipelining.workers, limit) if isinstance(budget, int) else None
-    if level is None:
-        lowest = _lowest(at, lowest, pipelining.workers)
-        if isinstance(budget, float):
-            low = min(own.peak for own in (*(own for _, own in made), *others))
-            limit = int(limit_of(budget, low, first.peak) * setting.share)
-        level = _alike(at, lowest, pipelining.workers, limit)
-    if level is not None and len(runs) > 1:  # with one, all devices have its level
-        _each(at, level, pipelining.workers, limit)
-    attempts = [*(own for _, own in made), *others]
-    if isinstance(budget, float) and budget == 0.0:
-        limit = min(own.peak for own in attempts)
-    fitting = [own for own in attempts if own.peak <= limit]
-    if not fitting:
-        least = min(attempts, key=lambda own: own.peak)
-        if allowed is not None and least.peak > allowed:
-            raise _refusal(allowed, least.peak, structure, pipelining)
-        fitting = [least]
-    best = min(fitting, key=lambda own: (own.timing.makespan, own.seconds, own.peak))
-    if pipelining.workers > 1:
-        best = with_waits_filled(best, fitting, with_schedule, split, pipelining.microbatches, limit)
-    return best.within(max(limit, best.peak), allowed, attempts)
+    def each(self, level: int, limit: int) -> None:
+        """Try for each device the least level with which it fits, up to ``level``."""
+        low, high = [0] * self._devices, [level] * self._devices
+        while low != high:
+            middle = [(below + above) // 2 for below, above in zip(low, high, strict=True)]
+            for device, peak in enumerate(self._at(middle).timing.peak_bytes):
+                if low[device] == high[device]:
+                    continue
+                if peak <= limit:
+                    high[device] = middle[device]
+                else:
+                    low[device] = middle[device] + 1
+        self._at(high)
+
+    def lowest(self) -> int:
+        """The level at which the device that needs most needs least, among those that are sampled.
+
+        The last levels may save too little: recomputed values, and those recomputed for them, are alive together.
+        """
+
+        def peak(level: int) -> int:
+            return self._all_at(level).peak
+
+        last = self.last
+        best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
+        return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
+
+    def _all_at(self, level: int) -> Attempt:
+        return self._at([level] * self._devices)
+
+    def _at(self, levels: Sequence[int]) -> Attempt:
+        if tuple(levels) not in self._known:
+            self._known[tuple(levels)] = self._attempts.with_choice(self._choice(levels))
+        return self._known[tuple(levels)]
+
+    def _choice(self, levels: Sequence[int]) -> RematChoice:
+        """What all runs save, given each device's level; the last points of all runs are at the same level."""
+        choices = []
+        for run, points in zip(self._runs, self._points, strict=True):
+            level = max(levels[device] for device in run.devices)
+            point = round((level - 1) * (len(points) - 1) / max(self.last - 1, 1)) if level else 0
+            choices.append(points[point].choice())
+        return together(choices)
 
 
 def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipelining) -> InfeasibleBudgetError:
@@ -149,53 +239,3 @@ def _refusal(allowed: int, minimum: int, structure: Structure, pipelining: Pipel
         f"{share_hint(allowed)}",
         minimum,
     )
-
-
-def _choice(levels: Sequence[int], runs: Sequence[SegmentRun], points: Sequence[Sequence[ParetoPoint]]) -> RematChoice:
-    """What all runs keep, given each device's level; the last points of all runs are at the same level."""
-    lowest = max(len(own) for own in points)
-    choices = []
-    for run, own in zip(runs, points, strict=True):
-        level = max(levels[device] for device in run.devices)
-        choices.append(own[round((level - 1) * (len(own) - 1) / max(lowest - 1, 1)) if level else 0].choice())
-    return together(choices)
-
-
-def _lowest(at: Callable[[Sequence[int]], Attempt], last: int, devices: int) -> int:
-    """The level at which the device that needs most needs least, as far as a few tell.
-
-    The last ones may save too little: what they recompute, and again for that, is there at the same time.
-    """
-
-    def peak(level: int) -> int:
-        return at([level] * devices).peak
-
-    best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
-    return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
-
-
-def _alike(at: Callable[[Sequence[int]], Attempt], lowest: int, devices: int, limit: int) -> int | None:
-    """The least level with which every device fits if all have it; ``None``: there is none."""
-    low, high = 0, lowest
-    while low < high:
-        middle = (low + high) // 2
-        if at([middle] * devices).peak <= limit:
-            high = middle
-        else:
-            low = middle + 1
-    return low if at([low] * devices).peak <= limit else None
-
-
-def _each(at: Callable[[Sequence[int]], Attempt], level: int, devices: int, limit: int) -> None:
-    """Try for each device the least level with which it fits."""
-    low, high = [0] * devices, [level] * devices
-    while low != high:
-        middle = [(own + other) // 2 for own, other in zip(low, high, strict=True)]
-        for device, peak in enumerate(at(middle).timing.peak_bytes):
-            if low[device] == high[device]:
-                continue
-            if peak <= limit:
-                high[device] = middle[device]
-            else:
-                low[device] = middle[device] + 1
-    at(high)

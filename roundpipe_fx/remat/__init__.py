@@ -7,8 +7,8 @@ blocks             the backward of one segment, in variants that take ever less 
 reduce_peak        these variants, from one to the next
 order              an order in which little lives at one time
 recompute_per_use  as little as possible kept from one reader to the next
-alike              what makes two segments equal, so that layers that repeat are worked out once
-chain              across segments: what there is to decide
+alike              what makes two segments equal, so that repeated layers are solved once
+chain              decisions across segments, and what they cost
 solve_chain        the best decisions, by dynamic programming over memory, with nested recomputation
 segment_chain      the segments as the stages of that chain
 search             candidates on the trade-off of peak and recomputation

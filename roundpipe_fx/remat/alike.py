@@ -1,6 +1,6 @@
 """alike: what the backward of a segment looks like, but for the numbers of its storages.
 
-Layers repeat; what was worked out for the backward of one holds for all that have the same shape.
+Layers repeat: a result for the backward of one holds for all that have the same shape.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["shape_of_backward"]
 def shape_of_backward(
     graph: OperationGraph, segment: int, entering: Collection[int], lasting: Collection[int]
 ) -> tuple[Any, dict[int, int]]:
-    """The shape of a segment's backward with all that it may make again.
+    """The shape of a segment's backward with everything that it may recompute.
 
     Args:
         graph: the operations.
@@ -25,8 +25,7 @@ def shape_of_backward(
         lasting: storages of the backward that live when it ends.
 
     Returns:
-        something that is equal, and hashes equally, for backwards that are alike; and storages by number, as they are
-        numbered there.
+        a key that is equal, and hashes equally, for backwards that are alike; and the storages by their number in it.
     """
     numbers: dict[int, int] = {}
     pending: list[int] = []
@@ -62,7 +61,7 @@ def shape_of_backward(
             numbered(operation.inplace_candidates),
         )
         shape.append((reads, makes, inplace_candidates, numbered(mask_only), operation.workspace))
-    for storage in pending:  # grows while what they are made from is numbered
+    for storage in pending:  # grows while their sources are numbered
         always_live = storage in graph.always_live
         own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
         made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if own else None

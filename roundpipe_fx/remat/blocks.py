@@ -1,7 +1,7 @@
 """Blocks: the backward of one segment, arranged so that few bytes live at one time.
 
-Just-in-time recomputation gives the steps, :mod:`roundpipe_fx.remat.reduce_peak` sequences of them that take ever less
-memory and ever more seconds. Blocks that are alike but for the numbers of their storages are arranged once.
+Just-in-time recomputation gives the steps; :mod:`roundpipe_fx.remat.reduce_peak` gives sequences of them that take ever
+less memory and ever more seconds. Blocks that differ only in the numbers of their storages are arranged once.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Block:
 
     Attributes:
         steps: what runs, in order.
-        peak: bytes at most alive meanwhile, where of what lives from before only the segment's own forward storages
+        peak: the most bytes alive meanwhile. Of storages that live from before, only the segment's own forward storages
             count.
-        seconds: modelled seconds of what runs again.
+        seconds: modelled seconds of recomputation.
     """
 
     steps: tuple[PlannedOp, ...]
@@ -47,7 +47,7 @@ class Blocks:
     def __init__(self, graph: OperationGraph, arrange: bool = True) -> None:
         self.graph = graph
         self._arrange = arrange
-        self.entering, self.lasting = _crossing_backward(graph)
+        self.entering, self.lasting = _live_across_backward(graph)
         self._arrangements: dict[Any, list[tuple[list[int], int]]] = {}
         self._blocks: dict[Any, list[Block]] = {}
         self._shapes: dict[Any, int] = {}
@@ -58,8 +58,8 @@ class Blocks:
 
         Args:
             segment: whose.
-            available: forward storages that need not be made again.
-            remat_level: how far to go in dropping what was made again; the most there is, if that is less.
+            available: forward storages that need not be recomputed.
+            remat_level: how far to go in dropping recomputed storages; at most the highest level there is.
         """
         variants = self.variants(segment, available, MAX_REMAT_LEVEL if remat_level else 0)
         return variants[min(remat_level, len(variants) - 1)]
@@ -80,12 +80,12 @@ class Blocks:
     def costs(
         self, segment: int, saved: AbstractSet[int], earlier: AbstractSet[int], most: int
     ) -> list[tuple[int, float]]:
-        """Peak bytes and seconds of the variants of a segment's backward; asked once for segments that are alike.
+        """Peak bytes and seconds of the variants of a segment's backward; computed once for segments that are alike.
 
         Args:
             segment: whose backward.
-            saved: storages of the segment that need not be made again.
-            earlier: all storages of earlier segments, and those that are at hand in any case.
+            saved: storages of the segment that need not be recomputed.
+            earlier: all storages of earlier segments, and those that are always available.
             most: the highest rematerialization level.
         """
         kind, numbers = self._kind(segment)
@@ -103,7 +103,7 @@ class Blocks:
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
-        """Forward storages that a segment's backward may need made again, and what of earlier segments they need."""
+        """Forward storages that a segment's backward may recompute, and those of earlier segments that this reads."""
         graph = self.graph
         found: set[int] = set()
         entering: set[int] = set()
@@ -144,7 +144,7 @@ class Blocks:
 
 
 def make_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
-    """Work a choice out: what runs in the backward, in order."""
+    """Turn a choice into a schedule: what runs in the backward, in order."""
     graph = blocks.graph
     available = choice.kept | graph.always_live
     backward = []
@@ -163,7 +163,7 @@ def make_schedule(blocks: Blocks, choice: RematChoice) -> PlannedSchedule:
 def _without_unread(
     backward: Sequence[tuple[int, Sequence[PlannedOp]]],
 ) -> tuple[tuple[int, tuple[PlannedOp, ...]], ...]:
-    """The steps without those that make again what nobody reads before it is made once more, if at all."""
+    """The steps without recomputations whose result is not read before it is recomputed once more, if ever."""
     read: set[int] = set()
     found = []
     for segment, steps in reversed(backward):
@@ -178,8 +178,8 @@ def _without_unread(
     return tuple(reversed(found))
 
 
-def _crossing_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
-    """By segment, storages of the backward that live when its backward begins; and what of all lives when it ends."""
+def _live_across_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:
+    """By segment, storages of the backward that live when its backward begins; and those that live when it ends."""
     born: dict[int, int] = dict.fromkeys(graph.tangents, graph.segments)
     dies: dict[int, int] = {}
     for segment in range(graph.segments - 1, -1, -1):

@@ -1,8 +1,8 @@
-"""The chain of segments: what there is to decide across segments, and what decisions come to.
+"""The chain of segments: the decisions that can be made across segments, and what they cost.
 
-A stage of the chain is a segment, with the ways to keep its values that its frontier gives. Coming to a stage with so
-much memory left, either keep one of its options and go on, or run on to some later stage and come back. The optimum
-over all decisions, for every amount of memory, is found in :mod:`roundpipe_fx.remat.solve_chain`.
+A stage of the chain is a segment, whose frontier gives the options for keeping its values. On reaching a stage with
+some memory left, either keep one of its options and go on, or run on to some later stage and come back. The optimum
+over all decisions, for every amount of memory, is computed in :mod:`roundpipe_fx.remat.solve_chain`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ __all__ = ["ChainStage", "ChainStageOption", "Decision", "SegmentChain"]
 
 @dataclass(frozen=True)
 class ChainStageOption:
-    """One way to keep a stage's values.
+    """One option for keeping a stage's values.
 
     Attributes:
-        held: bytes that it holds while later stages run: what it keeps, with what crosses into the next stage.
+        held: bytes that it holds while later stages run: the values it keeps, and those live across into the next
+            stage.
         seconds: of recomputation in its backward.
         forward: peak bytes while its forward runs, its input not counted.
-        backward: peak bytes while its backward runs, its input not counted, what it kept included.
+        backward: peak bytes while its backward runs, kept values included, its input not counted.
     """
 
     held: int
@@ -38,11 +39,11 @@ class ChainStage:
     """A segment as the chain sees it.
 
     Attributes:
-        seconds: of running its forward again, as far as later stages need it.
+        seconds: of rerunning its forward, as far as later stages need it.
         forward: peak bytes while its forward runs with nothing kept, its input not counted.
-        options: ways to keep its values.
-        unsaved_options: ways of its backward with nothing kept but its input: ``held`` does not count.
-        resident: bytes that lie there in its backward whatever is chosen (gradients so far, hoisted values).
+        options: for keeping its values.
+        unsaved_options: for its backward with only its input kept: ``held`` does not count.
+        resident: bytes that are allocated in its backward whatever is chosen (gradients so far, hoisted values).
         resident_forward: the same in its first forward.
     """
 
@@ -56,13 +57,13 @@ class ChainStage:
 
 @dataclass(frozen=True)
 class SegmentChain:
-    """Links in order, and what crosses.
+    """Stages in order, and the bytes that are live across them.
 
     Attributes:
         stages: first to last.
         live_across: ``live_across[i][k]``, for i < k: bytes made by stages i to k - 1 that stage k or a later one
             reads.
-        times: so often is there what the first forward keeps: for each microbatch in flight.
+        times: number of live copies of values saved in the first forward: one for each microbatch in flight.
         price: seconds a byte that the first forward keeps, added to the cost.
         alone: whether nothing runs between the end of the forward and the beginning of the backward.
     """
@@ -113,15 +114,15 @@ class SegmentChain:
 
 @dataclass(frozen=True)
 class Decision:
-    """One decision, in the order in which a program meets them.
+    """One decision; decisions come in the order in which a program makes them.
 
     Attributes:
-        before: the stage whose backward follows at once; ``None``: taken in the first forward.
-        stage: where it is taken.
+        before: the stage whose backward follows at once; ``None``: the decision is made in the first forward.
+        stage: where it is made.
         option: the option that is kept there, if one is.
-        until: the stage that is run on to; only what crosses into it is kept. The stage itself: nothing is run, its
-            backward follows.
-        unsaved_option: the way of its backward then.
+        until: the stage that is run on to; only values live across into it are kept. The stage itself: nothing is run,
+            its backward follows.
+        unsaved_option: the option for its backward then.
     """
 
     before: int | None

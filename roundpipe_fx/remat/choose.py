@@ -19,16 +19,16 @@ __all__ = ["Chosen", "choose", "refusal"]
 
 @dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """What was chosen, and from what.
+    """The chosen schedule, and the candidates that it was chosen from.
 
     Attributes:
         candidate: the schedule, with its peak.
         limit: the budget in bytes.
         graph: the operations that plans are searched for.
         frontier: (peak bytes, modelled seconds of recomputation) of all candidates, highest peak first.
-        followed: the operations of the schedule: the same, or those with equal values shared.
-        fits: whether it is taken to stay within the limit. Else it is the candidate with the lowest peak, and nothing
-            that was found stays within the limit.
+        followed: the operations of the schedule: those of ``graph``, or the same with equal values shared.
+        fits: whether it is expected to stay within the limit. Else no candidate does, and this is the one with the
+            lowest peak.
     """
 
     candidate: Candidate
@@ -58,8 +58,8 @@ def choose(
         budget: bytes, or a share of the way from the least peak that can be reached to that of keeping everything.
         share: of the budget that may be used, in (0, 1].
         margin: bytes that emitted programs were found to need beyond what was simulated here.
-        whole: the same with equal values shared, for where everything is kept.
-        emitted: candidates that were chosen before, with the peaks of the programs emitted for them.
+        whole: the same with equal values shared, for schedules that save everything.
+        emitted: candidates that were chosen before, with the peak bytes of the programs emitted for them.
     """
     blocks = Blocks(graph)
     kept, followed = everything_kept(blocks), graph
@@ -68,7 +68,7 @@ def choose(
         if shared.peak.bytes < kept.peak.bytes:
             kept, followed = shared, whole
     fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
-    # What fits as it is needs no search.
+    # A step that fits without recomputation needs no search.
     if fits and share == 1.0 and not graph.regions:
         found = SearchResult([kept], [])
     else:
@@ -99,7 +99,7 @@ def choose(
             return chosen(candidate, limit)
     if isinstance(budget, float):
         return chosen(lowest, max(limit, expected(lowest)))
-    # The margin is other candidates'; what this one's programs need is known when they are emitted.
+    # The margin comes from other candidates; what this one's programs need is known once they are emitted.
     tried = any((choice, size) == _key(lowest) for choice, size, _ in known)
     return chosen(lowest, limit, fits=not tried and lowest.peak.bytes <= limit)
 
@@ -112,7 +112,7 @@ def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudg
     """The error for a budget that nothing stays within.
 
     Args:
-        chosen: the lowest that was found.
+        chosen: the candidate with the lowest peak.
         minimum: peak of the programs that were emitted for it.
         budget: that was asked for.
     """
@@ -132,7 +132,7 @@ def refusal(chosen: Chosen, minimum: int, budget: int | float) -> InfeasibleBudg
     live = ", ".join(f"{name} {bytes_text(size)}" for name, size in peak.live)
     return InfeasibleBudgetError(
         f"memory_budget of {chosen.limit} bytes ({bytes_text(chosen.limit)}) cannot be met: a step of this model "
-        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). What binds is {where}, where "
-        f"these are alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
+        f"on this batch{calls} needs at least {minimum} bytes ({bytes_text(minimum)}). The peak is {where}, with "
+        f"these values alive: {live}. Use a smaller batch, or a budget of at least the minimum.{share_hint(budget)}",
         minimum,
     )

@@ -1,10 +1,10 @@
-"""Early recomputation: what of a schedule runs before the incoming gradients of its stage arrive.
+"""Early recomputation: the part of a schedule that runs before the incoming gradients of its stage arrive.
 
-The planner recomputes *just in time*, which is best for memory. What depends on no incoming gradient can also run
-*early*, in the stage's recompute module: beside the backward of the stage before it, or while a device of a pipeline
-waits. The operations of a stage's backward up to the first that depends on a gradient run in the same order either
-way, so they are early for free. Each further one is held longer. Candidates grow by whole segments, in the order of the
-schedule: stages that are alike so keep few different forms, and share their modules.
+The planner recomputes *just in time*, which is best for memory. Operations that depend on no incoming gradient can also
+run *early*, in the stage's recompute module: beside the backward of the stage before it, or while a device of a
+pipeline waits. The operations of a stage's backward up to the first that depends on a gradient run in the same order
+either way, so they are early for free. Each further one is held longer. Candidates grow by whole segments, in the order
+of the schedule, so stages that are alike take few different forms and share their modules.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, peaks_by_sta
 __all__ = ["EarlyChoices", "early_at", "early_choices", "early_within"]
 
 EarlyChoices = Mapping[int, list[frozenset[int]]]
-"""By stage, what may run early: ever more, as positions among the schedule's steps."""
+"""By stage, sets of steps that may run early, in increasing order, as positions among the schedule's steps."""
 
 
 def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool = False) -> EarlyChoices:
-    """By stage, what may run early: ever more, beginning with nothing, as positions among the schedule's steps.
+    """By stage, sets of steps that may run early, from none to all, as positions among the schedule's steps.
 
-    Each recomputes more than the one before; what else needs no incoming gradient goes with it.
+    Each recomputes more than the one before; other steps that need no incoming gradient go with it.
 
     Args:
         graph: the operations.
         schedule: in which nothing is early.
-        split: whether gradients of parameters are made in modules of their own. What only they need is not early: it
-            is recomputed there.
+        split: whether gradients of parameters are computed in modules of their own. Values that only these need are not
+            early: they are recomputed there.
     """
     steps = _steps(schedule)
     needed = _for_inputs(schedule) if split else range(len(steps))
@@ -72,15 +72,16 @@ def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[in
 
 
 def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Collection[int]) -> PlannedSchedule:
-    """As much of a schedule early as does not raise its peak, on one device.
+    """The schedule with as much early as does not raise its peak, on one device.
 
-    So a plan's peak, and that a smaller budget never gives a larger one, do not depend on what is early.
+    Therefore a plan's peak does not depend on what is early, nor does the rule that a smaller budget never gives a
+    larger peak.
 
     Args:
         graph: the operations.
         schedule: in which nothing is early.
-        beside: stages whose recompute module has something to run beside. In the others no more is early than is so
-            for free.
+        beside: stages whose recompute module can overlap with something. In the others, only steps that are early for
+            free are.
     """
     choices = early_choices(graph, schedule)
     level = {stage: len(own) - 1 if stage in beside else min(len(own) - 1, 1) for stage, own in choices.items()}

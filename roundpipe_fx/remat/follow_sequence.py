@@ -1,9 +1,9 @@
-"""Plans that follow a checkpointing sequence: segments as the links of rotor's chain.
+"""Plans that follow a checkpointing sequence: segments as the layers of rotor's chain.
 
-A sequence says for each segment whether all that its backward needs is kept, or its input, or nothing, in the forward
-and again each time it is run before some backward. That is a choice of what is kept and held, which is worked out and
-simulated like any other. Where the simulation exceeds the limit (values that skip over segments, gradients so far),
-the sequence is computed anew for less.
+A sequence says for each segment, in the forward and each time it is rerun before some backward, whether everything that
+its backward needs is kept, or its input, or nothing. That is a choice of kept and held values, which is simulated like
+any other. Where the simulation exceeds the limit (values that skip over segments, gradients so far), another sequence
+is computed for a lower limit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Fitted", "as_autograd_runs", "chain_of_segments", "fit_sequence"]
 
 @dataclass(frozen=True)
 class Fitted:
-    """A sequence, and what following it comes to.
+    """A sequence, and the schedule that follows it.
 
     Attributes:
         sequence: the operations.
@@ -48,7 +48,7 @@ def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
 
 
 def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]]:
-    """The chain, and by segment what keeping all of it means."""
+    """The chain, and by segment the option that keeps everything."""
     graph = blocks.graph
     chain, save_options = chain_of(blocks)
     count = graph.segments
@@ -76,7 +76,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
     Args:
         graph: the operations.
         limit: bytes.
-        slots: how finely memory is counted.
+        slots: number of equal parts in which memory is counted.
         algo: name of an algorithm (:data:`roundpipe_fx.remat.sequences.algorithms.ALGORITHMS`).
         loss_temporary: bytes that are allocated between forward and backward.
 
@@ -134,7 +134,7 @@ def _choice(graph: OperationGraph, save_options: list[SaveOption], sequence: Seq
 
 
 def as_autograd_runs(graph: OperationGraph) -> OperationGraph:
-    """The graph without what eager autograd does not do: writing over operands, drawing a dropout's mask alone."""
+    """The graph without what eager autograd does not do: writing over operands, drawing only a dropout's mask."""
     plain = {operation: replace(operation, inplace_candidates=()) for operation in graph.forward}
 
     def recipe(old: RecomputeRecipe) -> RecomputeRecipe:

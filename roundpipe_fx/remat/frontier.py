@@ -1,11 +1,12 @@
 """Frontier of a segment: what it can save, for how many seconds of recomputation, exactly.
 
-For a price of λ bytes a second, choosing which forward storages of a segment to save and which to make again is a
-minimum cut. Two binary variables: "storage v is needed in the backward", "operation o runs again". Needed and not made
-again pays bytes(v); running again pays λ·seconds(o) and needs all that o reads; what the backward reads is needed.
-All terms are submodular, so one maximum flow gives the optimum, and the breakpoints in λ are the vertices of the lower
-convex hull of (saved bytes, recompute seconds). They are found by intersecting neighbouring lines (Eisner and
-Severance, "Mathematical techniques for efficient record segmentation in large shared databases", 1976).
+For a price of λ bytes a second, choosing which forward storages of a segment to save and which to recompute is a
+minimum cut. Two binary variables: "storage v is needed in the backward", "operation o is recomputed". A storage that is
+needed and not recomputed pays bytes(v); recomputing o pays λ·seconds(o) and needs every storage that o reads; storages
+that the backward reads are needed. All terms are submodular, so one maximum flow gives the optimum, and the breakpoints
+in λ are the vertices of the lower convex hull of (saved bytes, recompute seconds). They are found by intersecting
+neighbouring lines (Eisner and Severance, "Mathematical techniques for efficient record segmentation in large shared
+databases", 1976).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Saving:
     Attributes:
         saved: storages kept from forward to backward.
         bytes: their bytes.
-        seconds: modelled seconds of making the rest again.
+        seconds: modelled seconds of recomputing the others.
     """
 
     saved: frozenset[int]
@@ -47,9 +48,9 @@ def frontier(
     Args:
         graph: the operations.
         needed: forward storages that a backward reads.
-        available: forward storages that are at hand anyway, at no price.
+        available: forward storages that are available anyway, at no cost.
         known: what was solved before; extended.
-        most: at most so many vertices.
+        most: maximum number of vertices.
     """
     cut = _Cut(graph, needed, available)
     structure = cut.structure()
@@ -71,7 +72,7 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
     if not cut.storages:
         return [Saving(frozenset(), 0, 0.0)]
     lowest, highest = cut.solve(0.0), cut.solve(None)
-    # lowest: bytes alone count, so nothing is saved that can be made again; highest: seconds alone.
+    # lowest: bytes alone count, so nothing is saved that can be recomputed; highest: seconds alone.
     found = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
     pending = [(highest, lowest)] if len(found) == 2 else []
     while pending and len(found) < most:
@@ -88,7 +89,7 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
 
 
 class _Cut:
-    """The network of one segment: on the source's side is what is needed, and what runs again."""
+    """The network of one segment: needed storages and recomputed operations are on the source's side."""
 
     def __init__(self, graph: OperationGraph, needed: Sequence[int], available: Collection[int]) -> None:
         self._graph = graph
@@ -119,7 +120,7 @@ class _Cut:
         return storages, runs, tuple(self._runs[self._recipe(storage)] for storage in self.storages)
 
     def _recipe(self, storage: int) -> RecomputeRecipe:
-        # The ways of all that one operation makes are equal, so they are one vertex.
+        # All results of one operation have the same recipe, so they are one vertex.
         return self._graph.mask_only.get(storage) or self._graph.recipes[storage]
 
     def solve(self, price: float | None) -> Saving:
@@ -140,7 +141,7 @@ class _Cut:
             barred = storage in self._graph.must_recompute
             arc(vertex, self._runs[self._recipe(storage)], UNCUTTABLE if barred else max(sizes[storage] * scale, 1))
         for recipe, vertex in self._runs.items():
-            # Of equal optima the one that runs less again is wanted, so nothing is quite free.
+            # Among equal optima the one that recomputes less is preferred, so nothing is entirely free.
             arc(vertex, SINK, price * recipe.seconds * scale + (1 if price else 0))
             for storage in recipe.reads:
                 if storage in self.storages:

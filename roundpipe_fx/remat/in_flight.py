@@ -1,14 +1,14 @@
-"""Microbatches in flight: what a run of segments may keep when what it keeps is there several times.
+"""Microbatches in flight: what a run of segments may save when a device holds saved values of several microbatches.
 
-A device of a pipeline holds what was kept for every microbatch that has been forward and not yet backward, and runs one
-of them at a time. So bytes that are kept count as often as microbatches are in flight, and what a recomputation makes
-again counts once: the more are in flight, the more it is worth to keep only what enters a stage.
+A device of a pipeline holds the saved values of every microbatch whose forward has run and whose backward has not, and
+runs one microbatch at a time. Saved bytes are therefore multiplied by the microbatches in flight; recomputed ones are
+not. The more microbatches are in flight, the more it pays to save only what enters a stage.
 
-The chain (:mod:`roundpipe_fx.remat.solve_chain`) is solved for every amount of memory: once with what is kept counted
-for each microbatch, which misses that of later stages when the backward has come back to earlier ones; and for several
-prices on what is kept, which finds no more than a convex hull. Of all solutions those are taken that no other betters
-in seconds and in bytes: those of one microbatch, and what the others keep. In the end the schedule's simulation
-judges.
+The chain (:mod:`roundpipe_fx.remat.solve_chain`) is solved for every amount of memory: once with saved bytes
+multiplied, which does not count those of later stages after the backward has come back to earlier ones; and for several
+prices of a saved byte, which finds no more than a convex hull. The solutions that no other one dominates in seconds and
+in bytes are taken, where bytes are those of one microbatch plus what the others save. The simulation of the schedule
+has the last word.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from roundpipe_fx.remat.solve_chain import Solution, solve_chain
 __all__ = ["SegmentRun", "points_of_run", "together"]
 
 _MOST = 32
-"""At most this many points of a run are there to choose from."""
+"""Maximum number of points of a run to choose from."""
 _LEVELS = 24
-"""So many solutions of a chain are looked at, spread over all amounts of memory."""
+"""Number of solutions of a chain that are considered, spread over all amounts of memory."""
 _PRICES = (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
-"""Of what is kept: a price of 1 makes keeping all as dear as making all again."""
+"""Prices of saved bytes: at a price of 1, saving everything costs as much as recomputing everything."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def points_of_run(
     Args:
         graph: the operations.
         chain: of all segments.
-        save_options: what stands behind its options.
+        save_options: what its options save.
         run: the segments.
     """
     part = chain.part(run.first, run.end, run.in_flight == 1)

@@ -1,4 +1,4 @@
-"""Learned steps: which calls steps were made of, and what the next plans have to leave for the others.
+"""Learned steps: the calls that steps consisted of, and what the next plans have to leave for the other calls.
 
 The first step is planned as if each call were alone. Where several were alive at once and hold together more than the
 budget, the user is told so, once, and the next plans are made for steps like that one.
@@ -36,10 +36,10 @@ class LearnedSteps:
     """What steps of one model were made of.
 
     Args:
-        again: whether plans can be made anew.
+        again: whether replanning is possible.
 
     Attributes:
-        stale: whether steps have shown what plans do not know.
+        stale: whether steps have shown something that the plans do not take into account.
         outside: lines that run eagerly, with the reasons.
     """
 
@@ -87,7 +87,7 @@ class LearnedSteps:
 
         Args:
             calls: how many it had.
-            noted: what it was made of; of the usual step with one call nobody asks.
+            noted: the calls it consisted of; not called for the usual step with one call.
         """
         outside = bool(self.outside) and not self._told_of_outside
         if calls == 1 and not outside:
@@ -118,11 +118,11 @@ class LearnedSteps:
             text += " Each was planned as if it were alone. The next step is planned for all of them."
         elif peak > budget:
             text += (
-                " Each was planned as if it were alone, and torch.compile plans nothing anew: use "
+                " Each was planned as if it were alone, and torch.compile does not replan: use "
                 "roundpipe_fx.compile, which plans the next step for all of them, or give a smaller budget."
             )
         if self.outside:
-            text += f" Not in any graph, and not counted, is what runs eagerly: {', '.join(self.outside)}."
+            text += f" Code that runs eagerly between graphs is not counted: {', '.join(self.outside)}."
         return text
 
     def needs(self, graph: str) -> StepNeeds | None:
@@ -134,7 +134,7 @@ class LearnedSteps:
         return StepNeeds(graph, steps, others, limit=self._limit)
 
     def plan_together(self, share: float) -> None:
-        """Decide what each graph may hold, where steps have several.
+        """Decide what each graph may hold, where steps consist of several.
 
         Args:
             share: of the budget that may be used.

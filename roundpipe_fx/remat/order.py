@@ -1,15 +1,15 @@
 """In which order the operations of a segment's backward run, so that few bytes live at one time.
 
 Ordering a graph of operations for least peak is NP-hard (Sethi, "Complete register allocation problems", 1975), so
-this is a beam search: partial orders grow step by step, and of those that have run equally many the few with the
-lowest peaks go on::
+this is a beam search: partial orders grow step by step, and of those of equal length the few with the lowest peaks are
+extended::
 
     beam                      next operations, cheapest first      of each, all that is free then
     [a b]     peak 5  ──▶     c: 5   d: 7                    ──▶   [a b c e]  [a b d]
     [a c]     peak 6  ──▶     b: 6   e: 9 (the known peak)   ──▶   [a c b e]       the best few are the next beam
 
-An operation that makes no more than it frees, at no new peak, is free: it is run at once, since waiting gains nothing.
-Partial orders that reach the peak of the order that is known are given up: it stands unless a better one is found.
+An operation that allocates no more than it frees, without a new peak, is free: it is run at once, since waiting gains
+nothing. Partial orders that reach the peak of the known order are dropped: it stands unless a better one is found.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ __all__ = ["order_events"]
 
 _WIDTH = 3
 _LOOKED_AT = 2
-"""Of so many times as many operations it is worked out what follows from them."""
+"""Expand at most this many candidates per partial order."""
 _MOST_WORK = 300
 """Events times partial orders: long blocks are ordered with fewer at a time."""
 
 
 class _Fact(NamedTuple):
-    """What running an event does to memory.
+    """The effect of an event on memory, in bytes.
 
     Attributes:
-        makes: bytes that it makes.
-        unread: those of them that nobody reads.
+        makes: bytes that it allocates.
+        unread: those of them that are never read.
         reads: storages that it reads and that can die, with their bytes.
         written: storages that its result may be written over.
         workspace: bytes while it runs.
@@ -62,7 +62,7 @@ class _Partial:
 
 
 class _Block:
-    """The events to be ordered, and what running one of them next comes to.
+    """The events to be ordered, and the effect of running one of them next.
 
     Args:
         events: in an order that is possible.
@@ -79,7 +79,7 @@ class _Block:
         counted = {*maker, *before}
         self._users: list[list[int]] = [[] for _ in events]
         self._waiting: list[int] = []
-        # A storage that lasts has one reader more than there are: it never dies.
+        # A storage that lasts has one reader more than really exists, so it never dies.
         self._readers: dict[int, int] = {storage: 1 if storage in lasting else 0 for storage in counted}
         for position, event in enumerate(events):
             sources = {maker[storage] for storage in event.reads if storage in maker}
@@ -104,7 +104,7 @@ class _Block:
         self._can_be_free = [fact.makes <= fact.unread + sum(size for _, size in fact.reads) for fact in self._facts]
 
     def start(self) -> _Partial:
-        """Nothing but what is free has run."""
+        """The partial order of the events that are free at the beginning."""
         partial = _Partial(
             peak=self._live,
             live=self._live,
@@ -132,7 +132,7 @@ class _Block:
         return partial.live + made - written + workspace, partial.live + made - freed - unread
 
     def then(self, partial: _Partial, position: int, high: int, after: int) -> _Partial:
-        """A partial order, an event after it, and what is free then; bytes as :meth:`during` says."""
+        """The partial order extended by an event and by the events that are free then; bytes as from :meth:`during`."""
         child = _Partial(
             peak=partial.peak,
             live=partial.live,
@@ -188,8 +188,8 @@ def order_events(
         sizes: bytes by storage.
         before: storages that live at the beginning and die when they are read for the last time.
         lasting: storages that live to the end.
-        below: bytes: a peak that is known; partial orders that reach it are given up.
-        width: how many partial orders go on.
+        below: bytes: a peak that is known; partial orders that reach it are dropped.
+        width: number of partial orders that are extended.
 
     Returns:
         the positions of the events in the order found; ``None``: none was found.
@@ -207,7 +207,7 @@ def order_events(
             for position in partial.ready:
                 high, after = block.during(partial, position)
                 steps.append((max(partial.peak, high), after, position, partial))
-        # What follows from a step is worked out for the most promising ones alone.
+        # Only the most promising candidates are expanded.
         steps = sorted((step for step in steps if step[0] < below), key=lambda step: step[:3])
         grown: dict[frozenset[int], _Partial] = {}
         for peak, after, position, partial in steps[: width * _LOOKED_AT]:

@@ -1,4 +1,4 @@
-"""Progress bars for what may take more than two seconds."""
+"""Progress bars for work that may take more than two seconds."""
 
 from __future__ import annotations
 

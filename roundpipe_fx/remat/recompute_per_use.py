@@ -1,8 +1,9 @@
 """Recompute per use: a segment's backward in which as little as possible is kept from one reader to the next.
 
-Dropping what lies idle at the peak, one storage at a time, stops where two have to go together. This comes from the
-other end: everything is recomputed for each of its readers, which no sequence of these steps goes below. Then what
-is recomputed more than once is recomputed less often, the costliest first, as long as the peak stays where it is.
+Dropping storages that are idle at the peak, one at a time, stops where two have to be dropped together. This module
+starts from the other end: every storage is recomputed for each of its readers, and no sequence of these steps has a
+lower peak. Then storages that are recomputed more than once are recomputed less often, the costliest first, as long as
+the peak does not rise.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ def recompute_per_use(
 
     Args:
         steps: of a segment's backward, each once.
-        orders: of those that do not run again, by position; the one that is leaner is taken.
-        peak: bytes at most alive in a sequence.
+        orders: of those that are not recomputed, by position; the one with the lower peak is taken.
+        peak: the most bytes alive in a sequence.
         below: bytes: a peak that is known.
 
     Returns:
@@ -47,7 +48,7 @@ def recompute_per_use(
 
 
 def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
-    """Everything made again for each of its readers; ``None``: that takes too many steps."""
+    """Every storage recomputed for each of its readers; ``None``: that takes too many steps."""
     found: list[int] = []
     for reader in readers:
         found += (*_made_for(steps, maker, reader), reader)
@@ -57,7 +58,7 @@ def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequen
 
 
 def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
-    """Positions of what is made again for one reader, in order."""
+    """Positions of the recomputations for one reader, in order."""
     found: list[int] = []
     pending = [(reader, False)]
     while pending:
@@ -84,7 +85,7 @@ def _at_most(sequence: Sequence[int], place: int, times: int) -> list[int]:
 
 
 def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
-    """The sequence without what is made and not read before it is made once more."""
+    """The sequence without results that are not read before they are recomputed."""
     wanted: set[int] = set()
     found = []
     for place in reversed(sequence):

@@ -1,9 +1,8 @@
 """Sequences of the operations of a segment's backward with ever lower peaks, for ever more seconds.
 
-:mod:`roundpipe_fx.remat.order` puts them into an order with a low peak. The next level has a lower one: what
+:mod:`roundpipe_fx.remat.order` puts them into an order with a low peak. The next level has a lower one: a storage that
 was recomputed and is alive at the peak without being read there is dropped, and recomputed once more before its next
-reader (as XLA's rematerialization pass does). The last level may come from
-:mod:`roundpipe_fx.remat.recompute_per_use`.
+reader (as XLA's rematerialization pass does). The last level may come from :mod:`roundpipe_fx.remat.recompute_per_use`.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ __all__ = ["MAX_REMAT_LEVEL", "PeakReducer"]
 MAX_REMAT_LEVEL = 4
 """How many levels there are beyond the first, and one more where everything is recomputed per use."""
 _TRIES = 8
-"""How many droppings are looked at for one that lowers the peak."""
+"""Maximum number of storages that are tried for one whose dropping lowers the peak."""
 _LONGEST = 12
-"""What takes more steps than this to make once more is not dropped."""
+"""A storage that takes more steps than this to recompute is not dropped."""
 
 
 class PeakReducer:
-    """Arranges the steps of one block. A sequence lists positions of steps; a step that runs twice is listed twice."""
+    """Arranges the steps of one block. A sequence lists positions of steps; one that runs twice is listed twice."""
 
     def __init__(
         self, graph: OperationGraph, steps: Sequence[PlannedOp], before: Collection[int], lasting: Collection[int]
@@ -72,13 +71,13 @@ class PeakReducer:
             next_level = self._next_level(sequence) if len(found) <= most else None
             if next_level is None:
                 break
-            # Not put into a better order each time: planning has to be quick.
+            # The order is not improved each time: planning has to be quick.
             sequence = next_level
             peak = self._peak(sequence)
             if peak < found[-1][1]:
                 found.append((sequence, peak))
-        leanest = self._recompute_per_use(found[-1][1]) if most else None
-        return found if leanest is None else [*found, (leanest, self._peak(leanest))]
+        lowest = self._recompute_per_use(found[-1][1]) if most else None
+        return found if lowest is None else [*found, (lowest, self._peak(lowest))]
 
     def _recompute_per_use(self, below: int) -> list[int] | None:
         """Everything recomputed per use, if that has a peak below one that is known."""
@@ -86,7 +85,7 @@ class PeakReducer:
         readers = [position for position, step in enumerate(steps) if step.recipe is None]
         again = {storage for step in steps if step.recipe is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
-        # What is made again for a reader is there only while it runs.
+        # A storage that is recomputed for a reader is alive only while the reader runs.
         events = [
             replace(
                 event,
@@ -128,7 +127,7 @@ class PeakReducer:
         return sequence if order is None else [sequence[position] for position in order]
 
     def _next_level(self, sequence: list[int]) -> list[int] | None:
-        """A sequence in which something that is alive at the peak is dropped before it and made again after it."""
+        """A sequence in which a storage that is alive at the peak is dropped before it and recomputed after it."""
         events, sizes, copied = self._events(sequence)
         peak = peak_of(events, sizes, self._before, self._lasting, list_live=True)
         at = peak.position
@@ -160,7 +159,7 @@ class PeakReducer:
         events: Sequence[Event],
         readers: dict[int, list[int]],
     ) -> list[int] | None:
-        """Steps that make a storage again at a position, from what is alive there; ``None``: it takes too many."""
+        """Steps that recompute a storage at a position, from storages alive there; ``None``: it takes too many."""
         makers: dict[int, tuple[int, int]] = {}
         for place in range(position):
             step = self._steps[sequence[place]]

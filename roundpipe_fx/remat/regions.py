@@ -9,14 +9,14 @@ __all__ = ["within_regions"]
 
 
 def within_regions(graph: OperationGraph, frontiers: list[list[Saving]]) -> list[list[Saving]]:
-    """Leave out savings that keep more of a region than its budget allows.
+    """Leave out options that save more of a region than its budget allows.
 
     A region's budget is divided among the segments that it spans, each getting the same share of the way from the
-    least it can keep of the region to the most. The saving that keeps least is always left.
+    least it can keep of the region to the most. The option that saves least always remains.
 
     Args:
         graph: the operations, with their regions.
-        frontiers: savings by segment, most saved first.
+        frontiers: options by segment, the one that saves most first.
     """
     for storages, budget in graph.regions:
         kept = [[_bytes(graph, saving.saved & storages) for saving in savings] for savings in frontiers]

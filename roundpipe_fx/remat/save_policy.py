@@ -1,14 +1,14 @@
 """Save policies: what is saved from forward to backward where no byte budget decides.
 
 A policy (:func:`save_all`, :func:`save_stage_inputs`, :func:`save_slot_inputs`) returns the set of forward values that
-may be saved; :func:`recompute_rest` makes the schedule of that: each stage recomputes all else that its backward reads
-at once, before its incoming gradients arrive. Three things hold whatever a policy says:
+may be saved; :func:`recompute_rest` turns that into a schedule: each stage recomputes all other values that its
+backward reads at once, before its incoming gradients arrive. Three rules hold under every policy:
 
-- what is hoisted is saved, so its operation never runs twice; of ``sort`` and ``topk`` only the indices, by which the
-  values are gathered again;
+- hoisted values are saved, so their operations never run twice; of ``sort`` and ``topk`` only the indices are, by which
+  the values are gathered when recomputed;
 - graph inputs cost nothing to save, except those that the caller updates in place after the forward: their value is
   copied before that;
-- a view is never saved for itself: it is made again from what it views.
+- a view is never saved itself: it is recomputed from its base.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ def save_stage_inputs(joint: JointGraph) -> set[fx.Node]:
 
 
 def save_slot_inputs(joint: JointGraph) -> set[fx.Node]:
-    """Policy where forward and backward are cut independently: each slot of the backward saves what enters it.
+    """Policy for forward and backward that are cut independently: what enters a slot of the backward is saved.
 
-    The slot that runs the forward's end and the backward's beginning saves all, since it runs both at once.
+    The slot that runs the forward's end and the backward's beginning saves everything, since it runs both at once.
     """
     forward = joint.in_phase(Phase.FORWARD)
     slot_of = _backward_slots(joint)
@@ -65,7 +65,7 @@ def save_slot_inputs(joint: JointGraph) -> set[fx.Node]:
 
 
 def _backward_slots(joint: JointGraph) -> dict[int, int]:
-    """For each segment the slot of its backward; one without gradients is counted to where that of the next one is."""
+    """For each segment the slot of its backward; one without gradients belongs to the slot of the next one."""
     ahead = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.FORWARD)}
     back = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.in_phase(Phase.BACKWARD)}
     fused = max(ahead.values(), default=0)
@@ -89,12 +89,12 @@ def _entering(joint: JointGraph, group: Callable[[fx.Node], int]) -> set[fx.Node
 
 
 def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule:
-    """The schedule in which each stage recomputes all that it reads and that is not saved.
+    """The schedule in which each stage recomputes everything that it reads and that is not saved.
 
     Args:
         joint: a graph with stages; not changed.
-        saved: forward values (no tuples) that may be saved; see the module's text for what is saved regardless. Those
-            that are marked as not to be kept are left out.
+        saved: forward values (no tuples) that may be saved; see the module's docstring for what is saved regardless.
+            Those marked as must-recompute are left out.
 
     Returns:
         the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
@@ -131,7 +131,7 @@ def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
             kept.update(output for output in node_outputs(node) if selection(output) is None)
         elif is_symbolic_scalar(node):
             kept.add(node)
-    # A saved view stands for what it views; without its base in the set it would be recomputed from further back.
+    # A saved view stands for its base; without the base in the set it would be recomputed from further back.
     for node in keep:
         base = viewed(node)
         if base.op != "placeholder" and not isinstance(base.meta.get("val"), (tuple, list)):
@@ -140,14 +140,14 @@ def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.Node, int]) -> set[fx.Node]:
-    """Forward nodes that must run again to make ``needed`` from saved values and graph inputs."""
+    """Forward nodes that must be recomputed to obtain ``needed`` from saved values and graph inputs."""
     found: set[fx.Node] = set()
     pending = [node for node in needed if node not in kept]
     while pending:
         node = pending.pop()
         if node in found:
             continue
-        assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not run again"
+        assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not be recomputed"
         found.add(node)
         picked = selection(node)
         reads = input_nodes(node) if picked is None else [picked[0]]

@@ -1,10 +1,10 @@
-"""Schedules: the step as a sequence of operations, with forward operations that run again in the backward.
+"""Schedules: the step as a sequence of operations, with forward operations that are recomputed in the backward.
 
 A schedule says everything that decides memory: which forward storages are kept, and for the backward of each segment
-which operations run, in which order. Recomputation is *just in time*: a forward operation runs again right before the
-first operation of the segment that needs it. What is made again may also be *held* for the backward of earlier
-segments, so nested recomputation (the backward runs back to a place, forward again from there, keeping some on the
-way) is a set of storages held at some segment and nothing else.
+which operations run, in which order. Recomputation is *just in time*: a forward operation is recomputed right before
+the first operation of the segment that needs it. A recomputed storage may also be *held* for the backward of earlier
+segments, so nested recomputation (the backward returns to a segment, reruns the forward from there, and keeps some
+values on the way) is just a set of storages held at some segment.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ _LOSS = -2
 
 @dataclass(frozen=True)
 class RematChoice:
-    """What is kept, and what is made again and held, and when.
+    """What is saved, and what is recomputed and held, and when.
 
     Attributes:
-        kept: forward storages kept from the forward on.
-        held: by segment, forward storages that are made again just before its backward, for it and earlier ones.
-        remat_level: by segment, how many times what its backward makes again is dropped and made once more.
+        kept: forward storages saved from the forward on.
+        held: by segment, forward storages that are recomputed just before its backward, for it and earlier ones.
+        remat_level: by segment, how many times recomputed storages of its backward are dropped and recomputed once
+            more.
     """
 
     kept: frozenset[int]
@@ -56,12 +57,12 @@ class RematChoice:
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A choice worked out.
+    """The schedule that follows from a choice.
 
     Attributes:
-        choice: what it was made from; ``kept`` without what nobody reads.
+        choice: the choice; ``kept`` without storages that are never read.
         backward: the steps of each segment's backward, last segment first.
-        seconds: modelled seconds of what runs again.
+        seconds: modelled seconds of recomputation.
     """
 
     choice: RematChoice
@@ -91,13 +92,13 @@ class Peak:
 def just_in_time(
     graph: OperationGraph, segment: int, available: Collection[int], wanted: Collection[int] | None = None
 ) -> list[PlannedOp]:
-    """A segment's backward, with forward operations that run again right before they are needed.
+    """A segment's backward, with forward operations that are recomputed right before they are needed.
 
     Args:
         graph: the operations.
         segment: whose backward.
-        available: forward storages that need not be made again.
-        wanted: make these forward storages again, and nothing else.
+        available: forward storages that need not be recomputed.
+        wanted: recompute these forward storages, and nothing else.
     """
     operations = graph.backward[segment] if wanted is None else ()
     wanted = wanted or ()
@@ -147,7 +148,7 @@ def just_in_time(
 def _closure(
     graph: OperationGraph, operations: Sequence[Operation], available: Collection[int], wanted: Collection[int]
 ) -> set[int]:
-    """Forward storages that are read again by the backward or by what runs again for it, masks drawn alone apart."""
+    """Forward storages that the backward or a recomputation for it reads, except where only a mask is drawn."""
     found: set[int] = set()
     pending = list(wanted)
     for operation in operations:
@@ -166,8 +167,8 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
     """The most bytes that live at one time while a schedule runs, from its forward's beginning to its backward's end.
 
     What the caller gets — the forward's outputs and the gradients — lives to the end, and so do the incoming gradients,
-    which he may hold. What he copies into inputs dies when the forward is over. Where a step makes several calls, the
-    bytes are those of the whole step, and what is said of where they live is of this call alone.
+    which the caller may hold. Results that the caller copies into inputs die when the forward is over. Where a step
+    makes several calls, the bytes are those of the whole step, while the storages listed are those of this call only.
 
     Args:
         graph: the operations.
@@ -192,7 +193,7 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
 
 
 def footprint(graph: OperationGraph, schedule: PlannedSchedule) -> Footprint:
-    """What one call does to memory that runs a schedule, gradients left out."""
+    """The memory footprint of one call that runs a schedule, gradients left out."""
     return _footprint(graph, _course(graph, schedule))
 
 
@@ -262,7 +263,7 @@ def peaks_by_stage(graph: OperationGraph, schedule: PlannedSchedule) -> tuple[in
 
 
 def remat_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> RematSchedule:
-    """A schedule as it is written into the graph that the operations were read off."""
+    """A schedule in terms of the nodes of the graph that the operations were read off."""
     blocks = []
     for segment, steps in schedule.backward:
         ops = (
@@ -293,7 +294,7 @@ def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], last
 def backward_events(
     graph: OperationGraph, steps: Iterable[PlannedOp], sizes: dict[int, int], states: Mapping[int, int]
 ) -> tuple[list[Event], dict[int, int], dict[int, int]]:
-    """Steps with copies of a storage told apart: a copy is numbered after the storages, ``sizes`` is extended.
+    """Steps in which each copy of a storage has its own number, after those of the storages; ``sizes`` is extended.
 
     Returns:
         the events; by storage its latest copy; and by copy the storage.

@@ -1,9 +1,8 @@
 """The search for plans: from a graph's operations to schedules on the trade-off of peak bytes and recompute seconds.
 
 Each segment's frontier gives its options; the chain of segments with these options is solved for every amount of
-memory; each distinct solution becomes a schedule, and the simulator says what it truly peaks at. What the solver
-rounded or did not see (values that skip over segments, storages that die early) is so put right before anything is
-chosen.
+memory; each distinct solution becomes a schedule, and the simulator computes its true peak. This corrects what the
+solver rounded or did not see (values that skip over segments, storages that die early) before anything is chosen.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ _NESTED_SLOTS = (200, 400)
 _NESTED_WORK = 16_000
 """Slots times segments: long chains get fewer slots."""
 NESTED_SHARE = 1.25
-"""Nested recomputation is looked at up to this share of the lowest peak that is reached without it."""
+"""Nested recomputation is considered up to this share of the lowest peak that is reached without it."""
 _LEVELS = 6
-"""Of each chain so many solutions are judged, spread over the whole trade-off."""
+"""Number of solutions of each chain that are simulated, spread over the whole trade-off."""
 _HALVINGS = 6
-"""How many plans are judged between two, for the limit that lies between them."""
+"""Number of plans that are simulated between two, for a limit that lies between them."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Candidate:
 
 
 def everything_kept(blocks: Blocks) -> Candidate:
-    """Nothing runs again."""
+    """The candidate that saves everything."""
     return work_out(blocks, RematChoice(frozenset(blocks.graph.makers)))
 
 
@@ -83,7 +82,7 @@ class ParetoPoint:
 
     Attributes:
         seconds: modelled seconds of recomputation, as the chain counts them.
-        choice: what it keeps and holds.
+        choice: what it saves and holds.
     """
 
     seconds: float
@@ -92,11 +91,11 @@ class ParetoPoint:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        candidates: of which none is better than another in both peak and seconds, highest peak first.
-        points: every solution of the chain, fewest seconds first; the candidates are some of them, judged.
+        candidates: those that none dominates in peak and seconds, highest peak first.
+        points: every solution of the chain, fewest seconds first; the candidates are some of them, simulated.
     """
 
     candidates: list[Candidate]
@@ -108,8 +107,8 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -
 
     Args:
         blocks: of the graph.
-        most: so many solutions are judged, at most, of each chain: without nested recomputation, and with it.
-        kept: what keeping everything comes to, if that has been worked out.
+        most: maximum number of solutions that are simulated of each chain: without nested recomputation, and with it.
+        kept: the candidate that saves everything, if it is known.
     """
     chain, save_options = chain_of(blocks)
     if blocks.graph.regions:
@@ -133,9 +132,9 @@ def nested_slots(chain: SegmentChain) -> int:
 
 
 def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
-    """More candidates around a limit: some between the two that it lies between, by halving.
+    """More candidates around a limit, by bisection between the two that it lies between.
 
-    Only what lies between its neighbours in peak and seconds is taken. So for limits that fall, refined each on its
+    Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
     own, peaks never rise and seconds never fall.
     """
     candidates = list(found.candidates)
@@ -157,14 +156,14 @@ def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
 
 
 def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> Candidate:
-    """As little runs again as the budgets of regions allow."""
+    """The candidate that recomputes as little as the budgets of regions allow."""
     graph = blocks.graph
     kept = {storage for options in save_options for storage in options[0].saved}
     return work_out(blocks, RematChoice(frozenset(kept | graph.live_across)))
 
 
 def work_out(blocks: Blocks, choice: RematChoice) -> Candidate:
-    """What a choice comes to. What it would keep and must not is made again, where its checkpoint is recomputed."""
+    """The schedule of a choice. Storages that it would save but must not are recomputed with their checkpoint."""
     schedule = make_schedule(blocks, _heeding_regions(blocks.graph, choice))
     return Candidate(schedule, simulate(blocks.graph, schedule))
 
@@ -181,7 +180,7 @@ def _heeding_regions(graph: OperationGraph, choice: RematChoice) -> RematChoice:
 
 
 def best_of(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those than which no other is better in both peak and seconds, highest peak first."""
+    """Those that no other dominates in peak and seconds, highest peak first."""
     best: list[Candidate] = []
     for item in sorted(candidates, key=lambda item: (item.seconds, item.peak.bytes)):
         if not best or item.peak.bytes < best[-1].peak.bytes:
@@ -204,6 +203,6 @@ def levels(solution: Solution) -> list[int]:
 
 
 def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most so many of them, evenly, with the first and the last."""
+    """At most ``count`` of them, evenly spread, including the first and the last."""
     places = np.unique(np.linspace(0, len(items) - 1, min(len(items), most)).round().astype(int))
     return [items[place] for place in places]

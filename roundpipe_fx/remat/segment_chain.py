@@ -1,7 +1,7 @@
 """The segments of a graph as the stages of a chain, and what the chain's decisions mean for the graph.
 
-A segment's options are the vertices of its frontier, the one with the fewest bytes at several levels. Behind each
-option stands what it keeps.
+A segment's options are the vertices of its frontier, the one with the fewest bytes at several rematerialization levels.
+A :class:`SaveOption` records what an option saves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["SaveOption", "chain_of", "remat_choice_of", "storages_live_across"]
 
 @dataclass(frozen=True)
 class SaveOption:
-    """What stands behind an option of the chain.
+    """What an option of the chain saves.
 
     Attributes:
-        saved: storages that it keeps.
+        saved: the storages.
         remat_level: of the segment's backward.
     """
 
@@ -42,7 +42,7 @@ class SaveOption:
 def remat_choice_of(
     graph: OperationGraph, save_options: list[list[SaveOption]], decisions: list[Decision]
 ) -> RematChoice:
-    """What the decisions about a chain keep and hold; ``save_options``: by segment, what stands behind its options."""
+    """What the decisions about a chain save and hold; ``save_options``: by segment, what its options save."""
     kept: set[int] = set()
     held: dict[int, set[int]] = defaultdict(set)
     remat_level: dict[int, int] = {}
@@ -72,7 +72,7 @@ def storages_live_across(graph: OperationGraph, first: int, until: int) -> set[i
 
 
 def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
-    """The chain of segments, and by segment what stands behind its options."""
+    """The chain of segments, and by segment what its options save."""
     graph = blocks.graph
     made: dict[int, set[int]] = defaultdict(set)
     for storage in graph.makers:
@@ -97,7 +97,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         leaving = storages_live_across(graph, segment, segment + 1)
         found: list[tuple[SaveOption, ChainStageOption]] = []
         for index, saving in enumerate(savings):
-            # Thrift matters where least is kept: there what a backward makes again decides the peak.
+            # Levels matter where least is saved: there recomputed storages decide the peak.
             remat_level = MAX_REMAT_LEVEL if index == len(savings) - 1 else 0
             found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
         found = _worthwhile(found)
@@ -114,7 +114,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
             )
         )
         available |= made[segment]
-    return SegmentChain(tuple(stages), _crossing_bytes(graph)), save_options
+    return SegmentChain(tuple(stages), _live_across_bytes(graph)), save_options
 
 
 def _options(
@@ -126,7 +126,7 @@ def _options(
     forward: Sequence[Operation],
     most: int,
 ) -> list[tuple[SaveOption, ChainStageOption]]:
-    """Ways to keep ``saved``: one for each rematerialization level, up to ``most``."""
+    """Options that save ``saved``: one for each rematerialization level, up to ``most``."""
     graph = blocks.graph
     lasting = saved.union(leaving)
     held, running = _bytes(graph, lasting), peak_of_forward(graph, forward, lasting)
@@ -137,7 +137,7 @@ def _options(
 
 
 def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
-    """Those than which no other is as good in what it holds, its peak and its seconds; the first stays first."""
+    """Those that no other dominates in bytes held, peak and seconds; the first stays first."""
     best: list[tuple[SaveOption, ChainStageOption]] = []
     for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
         if not any(o.held <= option.held and o.backward <= option.backward for _, o in best):
@@ -149,7 +149,7 @@ def _bytes(graph: OperationGraph, storages: Iterable[int]) -> int:
     return sum(graph.sizes[storage] for storage in storages)
 
 
-def _crossing_bytes(graph: OperationGraph) -> NDArray[np.int64]:
+def _live_across_bytes(graph: OperationGraph) -> NDArray[np.int64]:
     """``[i, k]``: bytes of :func:`storages_live_across`."""
     count = graph.segments
     table = np.zeros((count, count), dtype=np.int64)

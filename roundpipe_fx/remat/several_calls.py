@@ -1,7 +1,7 @@
-"""Several calls: plans for a graph of which several calls are alive at once, or that others are alive beside.
+"""Several calls: plans for a graph whose calls are alive at once, with each other or with calls of other graphs.
 
-What a call keeps is then there once for each, as with microbatches in flight: so the chain's solutions for as many
-microbatches (:mod:`roundpipe_fx.remat.in_flight`) are looked at beside those for one. A simulation of the whole step
+Saved values are then multiplied by the calls, as by microbatches in flight. So the chain's solutions for that number of
+microbatches (:mod:`roundpipe_fx.remat.in_flight`) are considered beside those for one. A simulation of the whole step
 judges all of them.
 """
 
@@ -18,21 +18,22 @@ from roundpipe_fx.remat.segment_chain import chain_of
 __all__ = ["candidates_for_step", "search_for_step"]
 
 _JUDGED = 12
-"""So many of the solutions for several calls are judged."""
+"""Number of the solutions for several calls that are simulated."""
 
 
 def search_for_step(blocks: Blocks) -> SearchResult:
     """As :func:`search`, with the peaks of a step of several calls.
 
     Args:
-        blocks: of a graph with what its step needs.
+        blocks: of a graph that knows the needs of its step.
     """
     candidates, points = _looked_at(blocks)
     return SearchResult(best_of(candidates), points)
 
 
 def candidates_for_step(blocks: Blocks) -> list[Candidate]:
-    """All that :func:`search_for_step` judges, what is worse than others too: beside other calls it need not be."""
+    """All candidates that :func:`search_for_step` simulates, including dominated ones: beside other calls they may
+    win."""
     return _looked_at(blocks)[0]
 
 

@@ -1,9 +1,9 @@
 """Several graphs: one plan for each of a step's graphs, so that the step stays within a budget.
 
-Each graph has a ladder of plans, ever less bytes for ever more seconds. How they are put together decides, and a
-simulation of the whole step judges it: all graphs at the same level, the least that fits; then one after another as
-little as still fits. The lowest peak is looked for graph by graph from the best of those levels. That is not always the
-best there is, but it does not depend on the budget, so the least budget that is named can be met.
+Each graph has a ladder of plans, with ever fewer bytes for ever more seconds. Combinations are judged by a simulation
+of the whole step: first the least level that fits for all graphs alike; then, graph by graph, the least that still
+fits. The lowest peak is searched graph by graph from the best of those levels. This is not always the optimum, but it
+does not depend on the budget, so the least budget that an error names can be met.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["FittedGraphs", "GraphPlan", "fit_graphs", "ladder_of"]
 
 _LEVELS = 16
 _ROUNDS = 3
-"""So often is each graph's plan looked at again for a lower peak."""
+"""Number of rounds in which each graph's plan is revised for a lower peak."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class FittedGraphs:
-    """Plans that were put together.
+    """A combination of plans.
 
     Attributes:
         footprints: by graph.
@@ -55,7 +55,7 @@ class FittedGraphs:
 
 
 def ladder_of(operations: OperationGraph, needs: StepNeeds) -> list[GraphPlan]:
-    """The plans that there are for a graph, quickest first.
+    """The plans for a graph, quickest first.
 
     Args:
         operations: of the graph.
@@ -86,7 +86,7 @@ def fit_graphs(
         share: of the budget that may be used.
 
     Returns:
-        what fits with little recomputation; if nothing does, what comes closest.
+        plans that fit with little recomputation; if none do, those that come closest.
     """
     graphs = list(ladders)
 

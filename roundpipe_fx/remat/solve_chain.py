@@ -1,17 +1,17 @@
 """Across segments: dynamic programming over a chain with a memory axis.
 
 The problem is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous
-chains: how to train deep neural networks with limited memory", 2019), with several options a segment (Rockmate, Zhao
-et al., ICML 2023). Coming to a stage with so much memory left, either
+chains: how to train deep neural networks with limited memory", 2019), with several options per segment (Rockmate, Zhao
+et al., ICML 2023). On reaching a stage with some memory left, either
 
-- keep one of its options, run it and go on; its backward then makes again what the option does not keep; or
-- run on from its input to some later stage, keep only what crosses into that one, do the backward of all from
-  there, and come back: run forward again from the input, with the same choice there.
+- keep one of its options, run it and go on; its backward then recomputes what the option does not keep; or
+- run on from its input to some later stage, keep only values live across into that one, run the backward of everything
+  from there, and come back: rerun the forward from the input, with the same choice there.
 
-Two tables have the least seconds of recomputation for every amount of memory m:
+Two tables hold the least seconds of recomputation for every amount of memory m:
 
 - ``first[i](m)``: of stages i to the last one, n - 1, when the first forward comes to i;
-- ``again[i, j](m)``: of stages i to j when a repetition comes to i, after which the backward of j follows.
+- ``again[i, j](m)``: of stages i to j when a rerun of the forward reaches i, after which the backward of j follows.
 
 With ``rest[k]`` for ``first[k]`` or ``again[k, j]``, whichever table is filled, and run(i, k) for the seconds of
 running stages i to k - 1 (0 in the first forward, which is no recomputation)::
@@ -19,19 +19,19 @@ running stages i to k - 1 (0 in the first forward, which is no recomputation)::
     again[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
     rest[i](m)     = min of
         over options o of i      o.seconds + rest[i+1](m - o.held) + run(i, i+1)              if o's peaks <= m
-        over later stages k      again[i, k-1](m) + rest[k](m - crossing(i, k)) + run(i, k)   if running fits in m
+        over later stages k      again[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
 
         ──▶ i ──────────▶ k ──▶ … ──▶     run on; only x_i and what crosses into k is kept
             │             ◀──── … ───     backward of k and later: rest[k]
             i ──▶ … ──▶ k-1               come back, run forward again from x_i: again[i, k-1]
 
-So a forward may run any number of times. Where other microbatches are in flight meanwhile, it can be worth to keep
-nothing at all of the last stages: to run on to the end and come back at once; and what the first forward keeps counts
-for each of them (``times``), or has a price. The optimum is over *persistent* schedules: what is kept stays until the
-backward that it is kept for. In a repetition the last stage before its backward runs need not be run: its backward
-makes just in time what it needs. With one option, which keeps all, this is rotor's problem.
+So a forward may run any number of times. Where other microbatches are in flight meanwhile, it can pay to keep nothing
+at all of the last stages: to run on to the end and come back at once; and values saved in the first forward count for
+each of the microbatches (``times``), or have a price. The optimum is over *persistent* schedules: saved values stay
+until the backward that they are saved for. When the forward is rerun, the last stage before its backward need not run:
+its backward recomputes what it needs just in time. With one option, which saves everything, this is rotor's problem.
 
-Bytes are counted in slots; what is rounded is put right by the simulator, which judges every plan.
+Bytes are counted in slots; rounding is corrected by the simulator, which judges every plan.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from roundpipe_fx.remat.progress import progress
 __all__ = ["Solution", "solve_chain"]
 
 _MOST_PLACES = 24
-"""From one place at most so many later ones are looked at to come back from, evenly spread, unless told otherwise."""
+"""Default maximum number of later stages to run on to that are considered at each stage, evenly spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class Solution:
     """Optimal recomputation for every amount of memory up to a limit.
 
     Attributes:
-        slot: bytes a slot.
+        slot: bytes per slot.
         seconds: by slots of memory, modelled seconds of recomputation; infinite where it cannot be done.
     """
 
@@ -100,10 +100,10 @@ def solve_chain(
     Args:
         chain: at least one stage.
         limit: bytes.
-        slots: how finely memory is counted.
-        nested: whether the backward may come back to a place and run forward again from there. Without it time is
-            linear in the length of the chain, else quadratic to cubic.
-        places: from one place at most so many later ones are looked at to come back from; ``None``: all.
+        slots: number of equal parts in which memory is counted.
+        nested: whether the backward may come back to a stage and rerun the forward from there. Without it, solving time
+            is linear in the length of the chain, else quadratic to cubic.
+        places: maximum number of later stages to run on to that are considered at each stage; ``None``: all.
     """
     tables = _Tables(chain, max(limit, 1) / slots, slots + 1, nested, places)
     tables.solve()
@@ -145,7 +145,7 @@ class _Tables:
         return held, cost, forward, np.array([option.backward for option in stage.options])
 
     def times(self, last: int | None) -> int:
-        """How often what is kept is there: in the backward once."""
+        """Number of live copies of saved values: in the backward, one."""
         return self.chain.times if last is None else 1
 
     def _held(self, size: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -169,7 +169,7 @@ class _Tables:
             self.again = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
             for length in progress(range(count), "nested recomputation"):
-                alike = list(range(count))  # by stage, the last one from which on so many stages are the same
+                alike = list(range(count))  # by stage, the last one from which on as many stages are the same
                 for first in range(count - length - 1, -1, -1):
                     following, same = repetitions[first]
                     if same > length:
@@ -181,7 +181,7 @@ class _Tables:
     def _solve_again(self, first: int, last: int, alike: int) -> None:
         """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
         assert self.again is not None
-        # What stands at the end of the range counts everywhere in it, and is all that is different.
+        # Bytes resident at the end of the range count everywhere in it, and are the only difference.
         end = alike + last - first
         more = min(self.slots(self.chain.stages[last].resident - self.chain.stages[end].resident), self.width)
         if alike == first or more < 0:
@@ -195,14 +195,14 @@ class _Tables:
     def _shifted(
         self, tables: NDArray[np.float64], held: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """Row by row, tables at so many slots less memory."""
+        """Tables, row by row, shifted by the slots that a decision takes."""
         where = memory[None, :] - held[:, None]
         found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
         found[where < 0] = np.inf
         return found
 
     def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
-        """Links to run on to from ``first``."""
+        """Stages to run on to from ``first``."""
         end = self._end(last)
         if last is None and not self.chain.alone:
             end += 1
@@ -223,7 +223,7 @@ class _Tables:
         return np.concatenate(rows)
 
     def _keeping_nothing(self, stage: int, memory: NDArray[np.int64]) -> NDArray[np.float64]:
-        """The last stage of a repetition, whose backward follows at once."""
+        """The last stage of a rerun forward, whose backward follows at once."""
         resident, options = self.chain.stages[stage].resident, self.chain.stages[stage].unsaved_options
         seconds = np.array([option.seconds for option in options])[:, None] + np.zeros(len(memory))
         return self._possible(seconds, np.array([option.backward + resident for option in options]), memory)
@@ -268,7 +268,7 @@ class _Tables:
         return self.first if last is None or self.again is None else self.again[:, last]
 
     def _resident(self, first: int, last: int | None) -> int:
-        """Bytes that lie there in any case while a stage's forward runs."""
+        """Bytes that are allocated in any case while a stage's forward runs."""
         return self.chain.stages[first].resident_forward if last is None else self.chain.stages[last].resident
 
     def _possible(
@@ -279,12 +279,12 @@ class _Tables:
         return seconds
 
     def best(self, first: int, last: int | None, memory: int) -> Decision:
-        """The best decision at a place with so many slots."""
+        """The best decision at a place with a number of slots."""
         memory = max(memory, 0)
         columns = self._seconds(first, last, self._memory[memory : memory + 1])
         if not np.isfinite(columns).any():
-            # Equal ranges were solved once, and what stands is rounded: a little more may be needed than was counted.
-            # What then exceeds the limit is judged by simulation, as every plan is.
+            # Equal ranges were solved once, and resident bytes are rounded: slightly more may be needed than was
+            # counted. The simulation, which judges every plan, rejects those that then exceed the limit.
             columns = self._seconds(first, last, self._memory[memory:])
         possible = np.flatnonzero(np.isfinite(columns).any(0))
         row = int(columns[:, possible[0] if len(possible) else 0].argmin())
@@ -304,7 +304,7 @@ def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
     stages = chain.stages
     count = len(stages)
     kinds: dict[Any, int] = {}
-    # Only how what stands grows from stage to stage matters, not how much there is.
+    # Only how resident bytes grow from stage to stage matters, not how many there are.
     grows = np.diff([stage.resident for stage in stages], append=0)
     kind = np.array(
         [
@@ -312,7 +312,7 @@ def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
             for i, stage in enumerate(stages)
         ]
     )
-    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: from stages i and j on, so many are of a kind
+    same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: stages from i and j on that are equal
     for i in range(count - 1, -1, -1):
         same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
     found = []

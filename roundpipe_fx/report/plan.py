@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,130 +17,17 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
+from roundpipe_fx.report.plan_text import pipeline_lines, stage_lines, tiles_explained, tiles_text, value_explained
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing
 
-__all__ = ["Plan", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+__all__ = ["Plan"]
 
-_SHOWN = 6
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedValue:
-    """One value of the graph.
-
-    Attributes:
-        name: the value's name in the emitted code.
-        module: path of the user's module that computes it.
-        type: dtype and shape.
-        bytes: bytes of its storage; an upper bound if the size depends on data.
-        reason: why it was hoisted, or must not be saved; empty otherwise.
-        seconds: modelled seconds of computing it once.
-        times: how often the backward recomputes it.
-        again_seconds: modelled seconds of recomputing it, or of what recomputing it would take if it were not saved,
-            including everything that has to run for it.
-    """
-
-    name: str
-    module: str
-    type: str
-    bytes: int
-    reason: str = ""
-    seconds: float = 0.0
-    times: int = 0
-    again_seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedTiles:
-    """Operations that are carried out on one tile of rows after another.
-
-    Attributes:
-        name: the widest value inside, which never exists as a whole.
-        module: path of the user's module that computes it.
-        type: dtype and shape of the whole.
-        bytes: bytes of the whole.
-        rows: number of rows.
-        tiles: number of tiles.
-        seconds: modelled seconds of all tiles.
-    """
-
-    name: str
-    module: str
-    type: str
-    bytes: int
-    rows: int
-    tiles: int
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedStage:
-    """A stage, and what happens to its values.
-
-    Attributes:
-        index: position in the pipeline.
-        modules: the user's modules in it, first and last.
-        segments: indices of its first and last segment.
-        forward_seconds: modelled seconds of the forward.
-    recompute_seconds: modelled seconds of forward operations that run again, early or just in time.
-    backward_seconds: modelled seconds of the backward, without recomputation.
-    early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
-        gradients arrive.
-    entry_bytes: bytes of computed values that are live across its beginning.
-    saved: values saved from forward to backward, without hoisted ones and generator states.
-    hoisted: values saved because their operation must not run twice.
-    recomputed: values recomputed in the backward.
-    replayed: random operations that run again from a saved generator state.
-    passing: values of the forward that the backward does not read.
-        same_as: an earlier stage that does the same work on the same shapes, if there is one.
-    """
-
-    index: int
-    modules: str
-    segments: tuple[int, int]
-    forward_seconds: float
-    recompute_seconds: float
-    backward_seconds: float
-    early_seconds: float
-    entry_bytes: int
-    saved: tuple[PlannedValue, ...]
-    hoisted: tuple[PlannedValue, ...]
-    recomputed: tuple[PlannedValue, ...]
-    replayed: tuple[PlannedValue, ...]
-    passing: tuple[PlannedValue, ...] = ()
-    same_as: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlannedPipeline:
-    """How a step is pipelined.
-
-    Attributes:
-        schedule: name of the schedule.
-        devices: the device of each worker.
-        microbatches: number of microbatches of a whole batch.
-        checkpoint: which microbatches are recomputed; empty if a byte budget decides.
-        makespan: modelled seconds of a step.
-            bubble: modelled share of the devices' time that they spend waiting.
-        peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
-            in flight, gradients, temporaries.
-        order: the actions of every device with the transfers between them, one line per device.
-        brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
-        loss_reduction: how the microbatches' losses are combined to the batch's loss.
-    """
-
-    schedule: str
-    devices: tuple[str, ...]
-    microbatches: int
-    checkpoint: str
-    makespan: float
-    bubble: float
-    peak_bytes: tuple[int, ...]
-    order: str = field(repr=False)
-    brought_bytes: int = 0
-    loss_reduction: str = "mean"
+_FORMAT = "roundpipe_fx plan 4"
+_LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
+"""Lists of values that a stage has; each value is in one of them, replayed ones in two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +53,7 @@ class Plan:
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
-        tiles: what is carried out in tiles; sums over tiles round otherwise than whole ones.
+        tiles: regions that are carried out in tiles; sums over tiles round differently.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
@@ -229,7 +116,7 @@ class Plan:
 
     @property
     def recompute_seconds(self) -> float:
-        """Modelled seconds of what the backward computes again."""
+        """Modelled seconds of recomputation in the backward."""
         return sum(stage.recompute_seconds for stage in self.stages)
 
     def sources(self) -> dict[str, str]:
@@ -323,8 +210,8 @@ class Plan:
             close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
             raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-        texts = [_fate_text(stage, fate, value) for stage, fate, value in found]
-        return "\n".join([*texts, *map(_tiled_text, tiled)])
+        texts = [value_explained(stage, fate, value) for stage, fate, value in found]
+        return "\n".join([*texts, *map(tiles_explained, tiled)])
 
     def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
         for stage in self.stages:
@@ -368,7 +255,7 @@ class Plan:
             fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
             return cls(**fields, modules=(), programs=())
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"this is no roundpipe_fx plan: {error}") from error
+            raise ValueError(f"this is not a roundpipe_fx plan: {error}") from error
 
     def _describe(self, module: StageModule) -> str:
         return f"stage {module.stage} {module.phase}: {self.stages[module.stage].modules}"
@@ -384,7 +271,7 @@ class Plan:
         if self.gathered_bytes:
             lines.append(f"beside it, to gather parameters (FSDP2): up to {bytes_text(self.gathered_bytes)}")
         if self.pipeline is not None:
-            lines += _pipeline_lines(self.pipeline)
+            lines += pipeline_lines(self.pipeline)
         where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"
         module = f" of {self.peak.module}" if self.peak.module else ""
         what = "predicted peak" if self.pipeline is None else "of one microbatch alone, predicted peak"
@@ -395,117 +282,17 @@ class Plan:
                 f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
             )
         if self.tiles:
-            lines.append(f"carried out in tiles, so that sums round otherwise: {_tiles_text(self.tiles)}")
+            lines.append(f"carried out in tiles, so sums round differently: {tiles_text(self.tiles)}")
         if self.sizes:
             lines.append(f"made for sizes up to: {', '.join(f'{name} ≤ {size}' for name, size in self.sizes.items())}")
         if self.assumed:
             sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
-            lines.append(f"what depends on data, as seen with headroom: {sizes}")
+            lines.append(f"depends on data, as seen plus headroom: {sizes}")
         for stage in self.stages:
-            same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
-            lines.append(f"stage {stage.index}: {stage.modules}{same}")
-            seconds = f"  modelled ms: forward {stage.forward_seconds * 1e3:.3f}"
-            if self.training:
-                seconds += (
-                    f", recompute {stage.recompute_seconds * 1e3:.3f}, backward {stage.backward_seconds * 1e3:.3f}"
-                )
-            if stage.early_seconds:
-                seconds += f", of which before its gradients arrive {stage.early_seconds * 1e3:.3f}"
-            lines.append(f"{seconds}; enters {bytes_text(stage.entry_bytes)}")
-            for title in ("saved", "hoisted", "recomputed", "replayed"):
-                lines += _listing(title, getattr(stage, title))
+            lines += stage_lines(stage, self.training)
         return "\n".join(lines)
-
-
-_FORMAT = "roundpipe_fx plan 3"
-
-
-def _tiles_text(tiles: Sequence[PlannedTiles]) -> str:
-    """What is tiled, in one line; what is tiled alike is named once."""
-    alike: dict[tuple[str, int], list[PlannedTiles]] = {}
-    for own in tiles:
-        alike.setdefault((own.type, own.tiles), []).append(own)
-    parts = []
-    for (kind, count), same in alike.items():
-        modules = list(dict.fromkeys(own.module or "the model" for own in same))
-        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
-        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
-    return "; ".join(parts)
-
-
-def _tiled_text(tiles: PlannedTiles) -> str:
-    where = f" in {tiles.module}" if tiles.module else ""
-    return (
-        f"{tiles.name} {tiles.type}{where}: made for one of {tiles.tiles} tiles of its {tiles.rows} rows after "
-        f"another, for {tiles.seconds * 1e3:.3f} ms with what belongs to it; whole it would hold "
-        f"{bytes_text(tiles.bytes)}"
-    )
-
-
-def _pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
-    again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
-    peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
-    more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
-    brought = (
-        [f"the model lies on the host: a step brings {bytes_text(pipeline.brought_bytes)} of it to the devices"]
-        if pipeline.brought_bytes
-        else []
-    )
-    return [
-        f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
-        f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
-        f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
-        f"devices: {peaks}{more}",
-        *brought,
-    ]
-
-
-_REDUCTIONS = {
-    "mean": "the loss is the mean of the microbatches' losses, weighed by their rows",
-    "sum": "the loss is the sum of the microbatches' losses",
-}
 
 
 def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:
     lists = {name: tuple(PlannedValue(**value) for value in fields[name]) for name in _LISTS}
     return PlannedStage(**(fields | lists | {"segments": tuple(fields["segments"])}))
-
-
-_LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
-
-
-def _fate_text(stage: int, fate: str, value: PlannedValue) -> str:
-    again = f"{value.again_seconds * 1e3:.3f} ms"
-    size = bytes_text(value.bytes)
-    text = {
-        "saved": f"kept from forward to backward, {size}; made again instead it would take {again}",
-        "hoisted": f"kept from forward to backward, {size}, and never made again: {value.reason}",
-        "recomputed": (
-            f"made again in the backward {_times(value.times)}, for {again}; kept instead it would hold {size}"
-            f"{', but must not be kept: ' if value.reason else ''}{value.reason}"
-        ),
-        "replayed": (
-            f"drawn again in the backward {_times(value.times)} from its saved generator state, for {again}; kept "
-            f"instead it would hold {size}"
-        ),
-        "passing": f"needed by the forward alone, {size} while it lives",
-    }[fate]
-    where = f" in {value.module}" if value.module else ""
-    return f"{value.name} {value.type}{where} (stage {stage}): {text}"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
-def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
-    if not values:
-        return []
-    lines = [f"  {title}: {len(values)} values, {bytes_text(sum(value.bytes for value in values))}"]
-    for value in sorted(values, key=lambda value: -value.bytes)[:_SHOWN]:
-        where = f" in {value.module}" if value.module else ""
-        reason = f" — {value.reason}" if value.reason else ""
-        lines.append(f"    {value.name} {value.type} {bytes_text(value.bytes)}{where}{reason}")
-    if len(values) > _SHOWN:
-        lines.append(f"    … and {len(values) - _SHOWN} smaller")
-    return lines

@@ -73,12 +73,12 @@ def partition(costs: torch.Tensor, entry_bytes: list[int], stages: int) -> list[
     for _ in range(stages - 1):
         best = add_stage(best, costs)
     slowest = best[count]
-    crossing = torch.tensor(entry_bytes, dtype=torch.float64)
+    entering = torch.tensor(entry_bytes, dtype=torch.float64)
     allowed = torch.where(costs <= slowest, 0.0, torch.inf).to(torch.float64)
     cheapest = allowed[0]
     choices: list[torch.Tensor] = []
     for _ in range(stages - 1):
-        cheapest, choice = (cheapest[:count, None] + crossing[:, None] + allowed).min(0)
+        cheapest, choice = (cheapest[:count, None] + entering[:, None] + allowed).min(0)
         choices.append(choice)
     starts = []
     end = count

@@ -95,9 +95,9 @@ def test_a_frontier_is_drawn(tmp_path: Path) -> None:
     plan = roundpipe_fx.plan(TiedTransformer(), tokens, tokens, memory_budget=0.3, device="cpu")
     path = roundpipe_fx.plot_frontier(plan, tmp_path / "frontier.png")
     assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
-    bare = roundpipe_fx.compile(TiedTransformer()).trace(tokens, tokens)
+    unbudgeted = roundpipe_fx.compile(TiedTransformer()).trace(tokens, tokens)
     with pytest.raises(RuntimeError, match="without a budget"):
-        roundpipe_fx.plot_frontier(bare, tmp_path / "none.png")
+        roundpipe_fx.plot_frontier(unbudgeted, tmp_path / "none.png")
 
 
 def test_a_plan_is_for_the_sizes_that_are_asked_whatever_was_planned_before() -> None:

@@ -157,7 +157,7 @@ def test_without_a_budget_running_out_of_memory_is_an_error_at_once() -> None:
     _Scarce.failures = 1
     try:
         with warnings.catch_warnings(), pytest.raises(torch.OutOfMemoryError, match="1 TiB"):
-            warnings.simplefilter("error", UserWarning)  # planning anew would be told of
+            warnings.simplefilter("error", UserWarning)  # replanning would warn
             compiled.forward_backward(x, labels=y, loss_fn=squares)
     finally:
         _Scarce.failures = 0

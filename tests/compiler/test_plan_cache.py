@@ -226,7 +226,7 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
+def test_a_file_that_does_not_fit_is_ignored_and_rewritten(
     name: str, folder: Path, searches: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
     model, batch = DropoutMLP(), {"x": torch.randn(4, 8)}
@@ -235,14 +235,14 @@ def test_a_file_that_does_not_fit_is_ignored_and_written_anew(
     DAMAGE[name](path)
     searches.clear()
     with caplog.at_level(logging.WARNING, "roundpipe_fx"):
-        again, anew = _compiled(model, batch, memory_budget=0.4)
+        again, replanned = _compiled(model, batch, memory_budget=0.4)
     assert searches
     assert [record for record in caplog.records if "is ignored" in record.message and str(path) in record.message]
-    assert _texts(anew) == _texts(planned)
+    assert _texts(replanned) == _texts(planned)
     assert_bitwise(again, first)
     searches.clear()
     _compiled(model, batch, memory_budget=0.4)
-    assert not searches, "it has been written anew"
+    assert not searches, "it has been rewritten"
 
 
 def test_what_a_plan_depends_on_is_in_its_key(folder: Path, searches: list[object]) -> None:
@@ -269,7 +269,7 @@ def test_what_a_plan_depends_on_is_in_its_key(folder: Path, searches: list[objec
         assert len(list(folder.iterdir())) == number
 
 
-def test_what_is_not_told_by_values_is_planned_anew(folder: Path, searches: list[object]) -> None:
+def test_what_values_do_not_determine_is_not_cached(folder: Path, searches: list[object]) -> None:
     batch = {"x": torch.randn(4, 8)}
     for options in (
         {"passes": lambda passes: passes},

@@ -55,7 +55,7 @@ def _in_place(passes: list[Pass]) -> None:
         (_without("segments"), "'stages' needs 'segments', which is missing"),
         (_without("rng"), "cannot be emitted without 'rng'"),
         (lambda passes: [*passes, passes[-1]], "two passes are named 'overlap_recompute'"),
-        (_moved_last, "'conjugate_numbers' works on a joint graph, and stands behind 'overlap_recompute'"),
+        (_moved_last, "'conjugate_numbers' works on a joint graph, and comes after 'overlap_recompute'"),
         (lambda passes: sorted(passes, key=lambda item: item.name == "annotate"), "works on a joint graph"),
     ],
 )

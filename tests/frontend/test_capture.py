@@ -1,4 +1,4 @@
-"""Capture: graph breaks, Dynamo's flags, and when a model is compiled anew."""
+"""Capture: graph breaks, Dynamo's flags, and when a model is recompiled."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_forward_may_be_replaced() -> None:
     assert inspect.signature(own) == inspect.signature(model.forward)
 
 
-def test_compiling_a_model_anew_leaves_others_of_its_class_alone() -> None:
+def test_recompiling_a_model_leaves_others_of_its_class_alone() -> None:
     x = torch.randn(2, 4)
     first, second = (roundpipe_fx.compile(Swept(), memory_budget=1.0) for _ in range(2))
     for _ in range(3):

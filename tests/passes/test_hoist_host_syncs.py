@@ -32,7 +32,7 @@ def _data(*shape: int) -> torch.Tensor:
 
 
 def test_mask_indexing_becomes_one_nonzero() -> None:
-    """Selecting and writing back by one mask, and both backwards, share the question."""
+    """Selecting and writing back by one mask, and both backwards, share the host sync."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         mask = x > 0
@@ -41,8 +41,8 @@ def test_mask_indexing_becomes_one_nonzero() -> None:
         return y.sum()
 
     joint, hoisted = _hoisted(run, _data(3, 4))
-    questions = [n for n in joint.computed() if n.target is aten.nonzero.default]
-    assert len(questions) == 1 and questions[0].meta[Mark.PHASE] is Phase.FORWARD
+    host_syncs = [n for n in joint.computed() if n.target is aten.nonzero.default]
+    assert len(host_syncs) == 1 and host_syncs[0].meta[Mark.PHASE] is Phase.FORWARD
     assert hoisted["aten.nonzero.default"] == "its size depends on data"
     for node in joint.computed():
         if node.target in (aten.index.Tensor, aten.index_put.default):

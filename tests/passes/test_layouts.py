@@ -7,12 +7,9 @@ import expecttest
 import pytest
 import torch
 from torch import fx, nn
-from transformers.modeling_outputs import CausalLMOutput
 
-import roundpipe_fx
-from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.dropout import expand_dropout
-from roundpipe_fx.passes.layouts import mark_strided_gradients, restore_layouts
+from roundpipe_fx.passes.layouts import restore_layouts
 from tests.capturing import capture_joint, example_inputs
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step, train_step
 from tests.graph_text import after
@@ -125,65 +122,6 @@ def test_how_it_lies_is_noted() -> None:
     Watching(joint.module).run(*inputs)
     assert seen[gradient] == gradient.meta["val"].stride()
     assert {node: strides for node, strides in seen.items() if strides != node.meta["val"].stride()} == {}
-
-
-class _LogitsBeside(nn.Module):
-    """Returns its loss, and logits whose gradient meets one that lies otherwise."""
-
-    def __init__(self, turned: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(12, 8), nn.Linear(8, 12)
-        self.turned = turned
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        logits = self.head(self.embed(tokens))
-        flat = (logits.transpose(0, 1) if self.turned else logits).reshape(-1, 12)
-        labels = tokens.t().reshape(-1) if self.turned else tokens.reshape(-1)
-        return CausalLMOutput(loss=nn.functional.cross_entropy(flat, labels), logits=logits)
-
-
-@pytest.mark.parametrize("options", [{"recompute": "none"}, {"memory_budget": 0.0}], ids=str)
-@pytest.mark.parametrize("turned", [False, True])
-def test_logits_that_nobody_differentiates(turned: bool, options: dict[str, Any]) -> None:
-    model, batch = _LogitsBeside(turned), {"tokens": torch.randint(12, (3, 5))}
-    step, compiled = compiled_step(model, batch, stages=1, **options)
-    assert_bitwise(step, aot_eager_step(model, batch))
-    programs = {program.name: program for program in compiled.plan.programs}
-    marked = [node for node in programs["backward"].module.graph.nodes if Mark.STRIDED in node.meta]
-    assert len(marked) == turned
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_logits_that_nobody_differentiates_in_a_pipeline(schedule: str) -> None:
-    model, batch = _LogitsBeside(turned=True), {"tokens": torch.randint(12, (3, 5))}
-    step, _ = compiled_step(model, batch, stages=2, devices=["cpu"], num_microbatches=1, schedule=schedule)
-    assert_bitwise(step, aot_eager_step(model, batch))
-
-
-def test_peak_of_zeros_made_in_full_is_planned() -> None:
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(400, 8), nn.Linear(8, 400)
-
-        def forward(self, tokens: torch.Tensor) -> Any:
-            logits = self.head(self.embed(tokens))
-            flat = logits.transpose(0, 1).reshape(-1, 400)
-            return CausalLMOutput(loss=nn.functional.cross_entropy(flat, tokens.t().reshape(-1)), logits=logits)
-
-    compiled = roundpipe_fx.compile(Wide(), stages=1, memory_budget=1.0, fullgraph=True)
-    tokens = torch.randint(400, (8, 32))
-    for _ in range(2):
-        compiled.zero_grad()
-        with roundpipe_fx.measure_peak() as peak:
-            output = compiled(tokens)
-            output.loss.backward()
-    assert peak.bytes <= compiled.plan.peak_bytes <= 1.03 * peak.bytes
-
-
-def test_gradients_of_one_dimension_are_left_alone() -> None:
-    joint = capture_joint(_LogitsBeside(turned=False), torch.randint(12, (3, 5)))
-    assert not any(Mark.STRIDED in node.meta for node in mark_strided_gradients(joint).tangents)
 
 
 def test_as_text_values_that_lie_as_noted_are_left() -> None:

@@ -48,8 +48,8 @@ def test_slots_keep_what_enters_them_and_the_fused_one_keeps_all() -> None:
     again = [node for node in joint.computed() if Mark.ORIGIN in node.meta and node.meta[Mark.SECONDS]]
     repeated = {node.meta[Mark.SEGMENT] for node in again}
     assert repeated == {0, 1, 2, 3}
-    crossing = [node for node in saved_values(joint) if node.op != "placeholder" and node.meta[Mark.SEGMENT] < 4]
-    assert {node.meta[Mark.SEGMENT] for node in crossing} <= {1, 3}
+    live_across = [node for node in saved_values(joint) if node.op != "placeholder" and node.meta[Mark.SEGMENT] < 4]
+    assert {node.meta[Mark.SEGMENT] for node in live_across} <= {1, 3}
     assert {node.meta[Mark.STAGE] for node in again} == {2, 3}
 
 

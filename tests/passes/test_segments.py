@@ -96,11 +96,11 @@ def test_invariants(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
     # Most of the backward belongs where its forward is, not where data flow alone would leave it.
     assert {node.meta[Mark.SEGMENT] for node in backward} == set(range(len(segments)))
     for segment in segments:
-        assert segment.entry_bytes == _crossing(forward, segment.index)
+        assert segment.entry_bytes == _live_across(forward, segment.index)
 
 
-def _crossing(forward: list, segment: int) -> int:
-    """Bytes of computed values made before ``segment`` and read in it or after: counted anew, by definition."""
+def _live_across(forward: list, segment: int) -> int:
+    """Bytes of computed values made before ``segment`` and read in it or after: counted by definition."""
     before = [node for node in forward if node.meta[Mark.SEGMENT] < segment]
     after = [node for node in forward if node.meta[Mark.SEGMENT] >= segment]
     made = {storage for node in before if not is_view(node) for storage in storages(node)}

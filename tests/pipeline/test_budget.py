@@ -204,7 +204,7 @@ def test_a_budget_holds_for_unequal_microbatches() -> None:
     with roundpipe_fx.measure_peak("cpu") as peak:
         compiled.forward_backward(x, **given)
     assert peak.bytes <= budget
-    assert len(compiled.plans) > 2  # planned anew
+    assert len(compiled.plans) > 2  # replanned
     compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=peaks[1], **options)
     with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
         compiled.forward_backward(x, **given)

@@ -208,7 +208,7 @@ def test_a_loss_that_is_none(loss_fn: Any, message: str) -> None:
     [
         ({"devices": ["cuda:99"]}, "'cuda:99' does not exist"),
         ({"devices": ["cpu:3"]}, "'cpu:3' does not exist"),
-        ({"devices": ["tpu"]}, "'tpu' is no device"),
+        ({"devices": ["tpu"]}, "'tpu' is not a device"),
         ({"devices": ["meta"]}, "'meta' is not supported"),
         ({"devices": []}, "at least one device"),
         ({"devices": CPUS, "stages": 1}, "stages=1 are fewer than the 2 devices"),

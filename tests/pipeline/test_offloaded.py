@@ -88,7 +88,7 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
     compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert not present and brought == compiled.plan.pipeline.brought_bytes
     assert most < sum(parameter.nbytes for parameter in model.parameters()) * 0.6
-    assert "the model lies on the host: a step brings" in str(compiled.plan)
+    assert "the model is on the host: a step copies" in str(compiled.plan)
     assert roundpipe_fx.Plan.from_json(compiled.plan.to_json()).pipeline == compiled.plan.pipeline
 
 

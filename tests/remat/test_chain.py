@@ -16,7 +16,7 @@ from roundpipe_fx.remat.solve_chain import solve_chain
 
 
 def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> SegmentChain:
-    """rotor's problem: one option a link, which keeps all. ``boundary[i]``: bytes of what enters link i."""
+    """rotor's problem: one option per stage, which saves all. ``boundary[i]``: bytes that enter stage i."""
     count = len(forward)
     live_across = np.zeros((count, count), dtype=np.int64)
     for first, until in itertools.combinations(range(count), 2):
@@ -38,7 +38,7 @@ def rotor_chain(forward: list[int], saved: list[int], boundary: list[int]) -> Se
 def exhaustive(forward: list[int], saved: list[int], boundary: list[int], limit: int) -> float:
     """Least seconds of repeated forwards, over every order of running, keeping and dropping.
 
-    A state is: how many backwards remain, which inputs are stored, which links' values are stored, and where the
+    A state is: how many backwards remain, which inputs are stored, which stages' values are stored, and where the
     forward stands. What was kept is dropped only when its backward is done, as in persistent schedules.
     """
     count = len(forward)
@@ -73,7 +73,7 @@ def exhaustive(forward: list[int], saved: list[int], boundary: list[int], limit:
             continue
         if at > last:
             continue
-        # Run link ``at``: keep its values, or keep its result only, or keep the result as a stored input.
+        # Run stage ``at``: keep its values, or keep its result only, or keep the result as a stored input.
         kept_input = at in inputs
         moving = 0 if kept_input else size[at]
         onward = size[at + 1] if at < last else 0

@@ -43,7 +43,7 @@ def test_optimum_of_what_each_link_keeps(kept: list[list[ChainStageOption]], in_
             fits = True
             for option in chosen:
                 held += in_flight * option.held
-                # The others' are there too while a link runs; its own is part of what it needs.
+                # The others' are there too while a stage runs; its own is part of what it needs.
                 running = max(option.forward, option.backward)
                 fits &= held - option.held + running <= memory
             if fits:
@@ -64,7 +64,7 @@ def test_nothing_need_be_kept_of_the_last_link() -> None:
     alone, several = (solve_chain(chain(in_flight), 40, 40) for in_flight in (1, 5))
     assert alone.seconds[6] == 0 and np.isinf(alone.seconds[3])
     assert several.seconds[30] == 0
-    assert several.seconds[18] == 2, "one link's values are kept five times, of the other nothing"
+    assert several.seconds[18] == 2, "one stage's values are saved five times, of the other nothing"
     assert several.seconds[8] == 4, "of both what enters them"
     assert several.seconds[4] == 6 and np.isinf(several.seconds[3]), "what enters the first alone"
     decisions = several.decisions(4)
@@ -95,9 +95,11 @@ def test_choices_of_parts_are_one_choice() -> None:
     middle = graph.segments // 2
     runs = [SegmentRun(0, middle, frozenset([0]), 4), SegmentRun(middle, graph.segments, frozenset([1]), 2)]
     ladders = [points_of_run(graph, chain, save_options, run) for run in runs]
-    lean = work_out(blocks, together([ladders[0][-1].choice(), ladders[1][0].choice()]))
-    assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(lean.schedule)), "only one is lean"
-    assert 0 < lean.seconds < work_out(blocks, together([own[-1].choice() for own in ladders])).seconds
+    recomputing = work_out(blocks, together([ladders[0][-1].choice(), ladders[1][0].choice()]))
+    assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(recomputing.schedule)), (
+        "only one is lean"
+    )
+    assert 0 < recomputing.seconds < work_out(blocks, together([own[-1].choice() for own in ladders])).seconds
 
 
 def _again(schedule: PlannedSchedule) -> list[PlannedOp]:

@@ -137,7 +137,7 @@ def test_plans_are_read_back_from_json() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "roundpipe_fx plan 1"}', '{"format": "other"}'])
 def test_what_is_no_plan_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="no roundpipe_fx plan"):
+    with pytest.raises(ValueError, match="not a roundpipe_fx plan"):
         roundpipe_fx.Plan.from_json(text)
 
 
@@ -147,11 +147,11 @@ def test_explain_says_what_happens_to_a_value_and_what_it_would_cost_otherwise()
     saved = next(value for stage in stages for value in stage.saved if value.bytes > 100)
     again = next(value for stage in stages for value in stage.recomputed)
     passing = next(value for stage in stages for value in stage.passing)
-    assert "kept from forward to backward" in plan.explain(saved.name)
-    assert f"{saved.again_seconds * 1e3:.3f} ms" in plan.explain(saved.name) and saved.again_seconds > 0
-    assert "made again in the backward" in plan.explain(again.name)
-    assert f"it would hold {bytes_text(again.bytes)}" in plan.explain(again.name)
-    assert "needed by the forward alone" in plan.explain(passing.name)
+    assert "saved from forward to backward" in plan.explain(saved.name)
+    assert f"{saved.recompute_seconds * 1e3:.3f} ms" in plan.explain(saved.name) and saved.recompute_seconds > 0
+    assert "recomputed in the backward" in plan.explain(again.name)
+    assert f"would hold {bytes_text(again.bytes)}" in plan.explain(again.name)
+    assert "needed only by the forward" in plan.explain(passing.name)
     whole = plan.explain("blocks.1").splitlines()
     assert len(whole) > 4 and all(" in blocks.1" in line for line in whole)
     with pytest.raises(ValueError, match=r"no value and no module named 'block.1'.*'blocks.1"):
@@ -161,7 +161,7 @@ def test_explain_says_what_happens_to_a_value_and_what_it_would_cost_otherwise()
 def test_explain_tells_hoisted_and_replayed_values() -> None:
     routed = roundpipe_fx.compile(MixtureOfExperts(), memory_budget=0.0).trace(torch.randn(6, 8))
     hoisted = next(value for stage in routed.stages for value in stage.hoisted)
-    assert "never made again: " in routed.explain(hoisted.name)
+    assert "never recomputed: " in routed.explain(hoisted.name)
     dropped = roundpipe_fx.compile(DropoutMLP(depth=3), stages=2, recompute="full").trace(torch.randn(4, 8))
     replayed = next(value for stage in dropped.stages for value in stage.replayed)
     assert "from its saved generator state" in dropped.explain(replayed.name)

@@ -162,7 +162,7 @@ def test_state_dict_round_trips_keep_both() -> None:
     train(model, 2)
     model.load_state_dict(copy.deepcopy(fresh.state_dict()))
     assert_equal(model.optim_parameters(), trained)
-    # A model without copies takes it, and without copies in it they are made anew.
+    # A model without copies takes it, and without copies in it they are recreated.
     nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).load_state_dict(state)
     fresh.load_state_dict(dict(plain))
     assert_equal(fresh.optim_parameters(), [p.float() for p in plain.values()])

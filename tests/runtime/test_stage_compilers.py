@@ -14,7 +14,7 @@ from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 
 
 class Masks(nn.Module):
-    """Reads and writes by masks: their sizes are unknown, their questions moved and shared."""
+    """Reads and writes by masks: their sizes are unknown, their host syncs moved and shared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
 
 
 @pytest.mark.long
-def test_watched_steps_may_have_buffers_and_a_loss_outside() -> None:
+def test_profiled_steps_may_have_buffers_and_a_loss_outside() -> None:
     layers = [nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 16)]
     model, x, y = nn.Sequential(*layers), torch.randn(256, 16), torch.randn(256, 16)
     whole = roundpipe_fx.compile(model, memory_budget=1.0, stage_compiler=wasteful).trace(x)

@@ -143,7 +143,7 @@ def _check_pipelined(rank: int, _folder: str) -> None:
         wrapped = DistributedDataParallel(roundpipe_fx.compile(model, **options), bucket_cap_mb=0.002)
         eager = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=0.002)
         _call(eager, *batches[rank])
-        for _ in range(2):  # DDP makes its buckets anew for the second step
+        for _ in range(2):  # DDP rebuilds its buckets for the second step
             wrapped.zero_grad()
             step(wrapped, *batches[rank])
             found = [parameter.grad for parameter in model.parameters()]

@@ -56,11 +56,11 @@ def lies_plainly(value: torch.Tensor) -> bool:
 
 
 def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor] | None:
-    """Fake tensors that lie as a node's results really do, flattened; those it has already where they do.
+    """Fake tensors with the layouts of a node's real results, flattened; the recorded ones where these are right.
 
     Args:
         node: a PyTorch operator that computes on fake tensors.
-        device: where kernels can be run; ``None``: it is not at hand.
+        device: where kernels can be run; ``None``: it is not present.
 
     Returns:
         ``None`` if nothing is known.
@@ -80,10 +80,10 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
 
 
 def note_real_values(node: fx.Node, device: torch.device) -> None:
-    """Note how the results of an operation that was added to a graph lie in memory.
+    """Record the real layouts of the results of an operation that was added to a graph.
 
     Args:
-        node: an operation on fake tensors that lie as they really do.
+        node: an operation on fake tensors that have their real layouts.
         device: where kernels run.
     """
     if not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten" or is_view(node):
@@ -114,11 +114,12 @@ def note_sparse_bytes(node: fx.Node, device: torch.device | None) -> None:
 
 
 def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("val")) -> list[torch.Tensor] | None:
-    """The same, told by running the operator on small tensors that lie like its operands.
+    """Like :func:`real_values`, but determined by running the operator on small tensors with the layouts of its
+    operands.
 
     Args:
         node: a PyTorch operator that computes on fake tensors.
-        value_of: says what operands are taken to be.
+        value_of: returns the values that operands are assumed to have.
     """
     scale = _Scale()
 

@@ -14,7 +14,7 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 Places = Callable[[Call, int], set[int]]
-"""The dimensions along which a call works, of so many."""
+"""Returns the dimensions along which a call works, given the rank of its tensors."""
 
 
 def _along(places: Places) -> Rule:

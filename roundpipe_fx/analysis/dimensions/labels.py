@@ -1,4 +1,4 @@
-"""Labels of dimensions, in the way of einops, and how rules give them out."""
+"""Labels of dimensions, as in einops, and how rules assign them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Unknown(Exception):
 
 
 class Labels:
-    """Gives out the labels of one operation.
+    """Assigns the labels of one operation.
 
     Attributes:
         sizes: by label.

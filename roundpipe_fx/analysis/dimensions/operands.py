@@ -26,7 +26,7 @@ def operand_nodes(node: fx.Node) -> list[fx.Node]:
 
 
 def tensor_arguments(node: fx.Node) -> list[tuple[str, list[fx.Node]]]:
-    """The same by argument: the name of each argument that holds tensors, and the tensors."""
+    """Like :func:`operand_nodes`, by argument: the name of each argument that holds tensors, and the tensors."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
     found = ((name, _tensors(value)) for name, value in arguments(node).items())
@@ -81,7 +81,7 @@ class Call:
         return {name: [node.meta["val"] for node in nodes] for name, nodes in tensor_arguments(self.node)}
 
     def dim(self, name: str, rank: int) -> int:
-        """An argument that names a dimension of a tensor of so many dimensions, counted from the front."""
+        """An argument that names a dimension of a tensor with ``rank`` dimensions, counted from the front."""
         return counted(self[name], rank)
 
     def dims(self, name: str, rank: int) -> set[int]:

@@ -1,4 +1,4 @@
-"""Recomputation as people write it by hand: checkpointed layers, what they save, scopes. The same eager and compiled.
+"""Recomputation written by hand: checkpointed layers, data that they save, scopes. They work eagerly and compiled.
 
 ==================  =================================================================================================
 checkpoint          ``checkpoint``, ``checkpoint_sequential`` (torch.utils.checkpoint), ``is_checkpointing``,
@@ -7,11 +7,11 @@ wrapper             ``checkpoint_wrapper`` (fairscale)
 recompute_data      ``save_for_recompute``, ``doing_recompute``, ``get_recompute_data`` (RoundPipe)
 layer_pass          which pass of which checkpointed layer a thread is in
 scope               ``gradient_checkpoint_scope`` (RETURNN), eager and compiled
-tape                the operations of a scope, to be run again
+tape                the operations of a scope, to be replayed
 persistent_hooks    saved-tensor hooks that outlive their ``with`` block
 ==================  =================================================================================================
 
-How all of this is written into a traced graph, and read from it: :mod:`roundpipe_fx.ir.recompute_marks`.
+:mod:`roundpipe_fx.ir.recompute_marks` records all of this in a traced graph, and reads it from there.
 """
 
 from roundpipe_fx.compat.checkpointing.checkpoint import (

@@ -1,11 +1,11 @@
-"""Checkpointed functions: ``torch.utils.checkpoint`` in which one can ask which pass is running.
+"""Checkpointed functions: ``torch.utils.checkpoint``, extended by functions that say which pass is running.
 
-The work is PyTorch's own non-reentrant checkpoint. What is added is the record of passes
-(:mod:`roundpipe_fx.compat.checkpointing.layer_pass`), which the questions of torchgpipe and fairscale
-(``is_checkpointing``, ``is_recomputing``) and of RoundPipe (``doing_recompute``) are answered from.
+PyTorch's own non-reentrant checkpoint does the work. This module adds a record of passes
+(:mod:`roundpipe_fx.compat.checkpointing.layer_pass`), which the functions of torchgpipe and fairscale
+(``is_checkpointing``, ``is_recomputing``) and of RoundPipe (``doing_recompute``) read.
 
-In a model compiled with roundpipe_fx nothing of this runs: the calls become recompute regions of the graph, and the
-questions are answered while tracing, as in a first pass.
+In a model compiled with roundpipe_fx none of this runs: the calls become recompute regions of the graph, and the
+functions return while tracing what they return in a first pass.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run a function whose intermediate values are not kept for the backward but computed again there.
+    """Run a function whose intermediate values are not saved for the backward but recomputed there.
 
-    As :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``, which does it: keyword arguments, nested
-    structures, parameters that need gradients beside inputs that do not, ``torch.autograd.grad``,
-    ``backward(inputs=…)`` and several backwards work, random numbers and autocast are repeated exactly, and the
-    generators' states are left as they were. Inside, :func:`is_checkpointing`, :func:`is_recomputing`,
+    Equivalent to :func:`torch.utils.checkpoint.checkpoint` with ``use_reentrant=False``, which it calls: keyword
+    arguments, nested structures, parameters that require gradients with inputs that do not, ``torch.autograd.grad``,
+    ``backward(inputs=…)`` and several backwards work, random numbers and autocast are reproduced exactly, and the
+    states of the generators do not change. Inside, :func:`is_checkpointing`, :func:`is_recomputing`,
     :func:`roundpipe_fx.save_for_recompute` and :func:`roundpipe_fx.doing_recompute` work.
 
-    In a model compiled with roundpipe_fx the call is a recompute region: what is made inside and read only there is
-    not kept, but for what must not be asked twice, what was given to ``save_for_recompute`` and what a selective
-    policy saves.
+    In a model compiled with roundpipe_fx the call is a recompute region: values that are computed inside and read only
+    there are not saved, except the results of host synchronizations, values passed to ``save_for_recompute`` and those
+    that a selective policy saves.
 
     Args:
         function: called as ``function(*args, **kwargs)``, once now and once more for each backward.
         *args: its inputs.
-        use_reentrant: taken for compatibility; the non-reentrant form is used always.
+        use_reentrant: accepted for compatibility; the non-reentrant form is always used.
         preserve_rng_state: whether recomputation draws the same random numbers. Compiled, ``False`` means that no
-            generator state is saved: what was drawn inside is kept instead, so gradients are right all the same.
+            generator state is saved: random numbers are saved instead, so gradients are correct all the same.
         context_fn: as in PyTorch, for selective checkpointing
             (``torch.utils.checkpoint.create_selective_checkpoint_contexts``).
-        determinism_check: ``"default"`` compares shapes, dtypes and devices of what is recomputed; ``"none"``.
+        determinism_check: ``"default"`` compares shapes, dtypes and devices of recomputed tensors; ``"none"`` does not.
         debug: record the operations of both passes for the error message. Compiled it does nothing.
-        early_stop: stop recomputing when all that is needed is there.
+        early_stop: stop recomputing once all needed values are known.
         **kwargs: its keyword inputs.
 
     Raises:
@@ -115,7 +115,7 @@ def checkpoint_sequential(
         functions: an ``nn.Sequential`` or a list of functions, each called with the result of the one before.
         segments: how many segments to divide them into.
         input: of the first one.
-        use_reentrant: taken for compatibility; the non-reentrant form is used always.
+        use_reentrant: accepted for compatibility; the non-reentrant form is always used.
         preserve_rng_state: as for :func:`checkpoint`.
 
     Raises:

@@ -1,9 +1,9 @@
 """Which pass of which checkpointed layer a thread is in.
 
 A *layer* is one call of :func:`roundpipe_fx.checkpoint`: its function runs once in the forward (the first pass) and
-again for each backward (a recomputation). A layer that is checkpointed inside another one runs in the other's
-recomputation too: the k-th layer inside is then the same layer as in the first pass, so what it saved is at hand and
-it is being recomputed, not begun anew.
+once more for each backward (a recomputation). A layer that is checkpointed inside another one runs in the other's
+recomputation too: the k-th layer inside is then the same layer as in the first pass, so it finds the data that it
+saved, and counts as recomputed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Layer:
     """One call of a checkpointed function.
 
     Attributes:
-        name: for people.
-        data: what ``save_for_recompute`` was given; ``None``: it was not called.
+        name: for messages.
+        data: the arguments of ``save_for_recompute``; ``None``: it was not called.
         inside: layers checkpointed inside it, in the order of their calls.
         begun: whether its first pass has begun.
     """

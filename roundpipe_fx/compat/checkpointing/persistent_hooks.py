@@ -1,13 +1,13 @@
 """Saved-tensor hooks that outlive their ``with`` block.
 
-What is made in a gradient checkpoint scope may be read, and saved for the backward, after the scope has ended. So its
-hooks stay on autograd's stack of hooks for a while. That stack is strictly last in, first out: a block of other hooks
-that was entered before the scope and ends after it would pop the scope's hooks instead of its own. Here the end of any
-``torch.autograd.graph.saved_tensors_hooks`` takes lingering hooks off first and puts them back afterwards, so that
-every other block finds its own hooks, in its own order.
+Values that are computed in a gradient checkpoint scope may be read, and saved for the backward, after the scope has
+ended, as a noisy weight is in RETURNN. So its hooks stay on autograd's stack of hooks for a while. That stack is
+strictly last in, first out: a block of other hooks that was entered before the scope and ends after it would pop the
+scope's hooks instead of its own. So the end of any ``torch.autograd.graph.saved_tensors_hooks`` first pops persistent
+hooks and pushes them back afterwards, so that every other block finds its own hooks, in its own order.
 
-Autograd asks only the topmost hooks. What lingering hooks do not want themselves they hand to the next hooks beneath
-that are not lingering.
+Autograd calls only the topmost hooks. Persistent hooks pass tensors that are not theirs to the next hooks below that
+are not persistent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ __all__ = ["PersistentHooks"]
 
 class _Local(threading.local):
     busy = False
-    """While the stack is being rearranged. Tensors may die meanwhile, and scopes be over: not now."""
+    """Set while the stack is being rearranged. Tensors may die meanwhile, and with them scopes; this is handled
+    later."""
 
 
 _local = _Local()
@@ -38,8 +39,8 @@ class PersistentHooks:
     """A pair of hooks of one thread, on the stack from :meth:`push` until some time after :meth:`leave`.
 
     Args:
-        pack: gives a handle for a tensor that is being saved, or ``None``: not one of mine.
-        unpack: the tensor of a handle.
+        pack: returns a handle for a tensor that is being saved; ``None`` if it is not one of theirs.
+        unpack: returns the tensor of a handle.
     """
 
     def __init__(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
@@ -61,14 +62,15 @@ class PersistentHooks:
         torch_private.push_saved_tensor_hooks(self._pack, self._unpack)
 
     def leave(self) -> None:
-        """The hooks want nothing any more: they go as soon as they are on top. Any thread may say so."""
+        """The hooks are not needed any more: they are popped as soon as they are on top. May be called from any
+        thread."""
         self._left = True
         if threading.get_ident() == self._thread:
             _take_off_left()
 
     def _pack(self, tensor: torch.Tensor) -> _Packed:
         if self._left:
-            _take_off_left()  # autograd holds on to what it calls
+            _take_off_left()  # autograd keeps references to the hooks that it calls
         handle = None if self._left else self._own_pack(tensor)
         if handle is not None:
             return _Packed(handle, self._own_unpack)
@@ -82,7 +84,7 @@ class PersistentHooks:
 
 
 class _Packed:
-    """What is saved for a tensor, and how it becomes the tensor again."""
+    """The object that is saved for a tensor, and the function that unpacks it."""
 
     __slots__ = ("unpack", "value")
 
@@ -92,7 +94,7 @@ class _Packed:
 
 
 def _unmodified(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """The tensor itself. Autograd makes this check only where there are no hooks."""
+    """The tensor itself. Autograd makes this check only if there are no hooks."""
     tensor, version = saved
     if tensor._version != version:
         raise RuntimeError(
@@ -111,8 +113,8 @@ def _top() -> PersistentHooks | tuple[Callable[..., Any], Callable[..., Any]] | 
 
 
 def _take_off_left() -> None:
-    """Take hooks that were left off the top."""
-    # A backward has a stack of its own; the thread's comes back after it.
+    """Pop hooks from the top that are not needed any more."""
+    # A backward has its own stack; the thread's is restored after it.
     if _local.busy or torch_private.in_backward():
         return
     with _busy():
@@ -130,28 +132,28 @@ def _busy() -> Iterator[None]:
 
 
 def _guard_other_hooks() -> None:
-    """Let the end of other hooks leave lingering ones in place.
+    """Patch the end of other hooks, so that it leaves persistent ones in place.
 
     When this module is imported, since a ``with`` statement looks up what ends it when it begins.
     """
     end = saved_tensors_hooks.__exit__
 
     @functools.wraps(end)
-    def end_beneath_lingering(self: saved_tensors_hooks, *args: object) -> None:
-        lingering = []
+    def end_beneath_persistent(self: saved_tensors_hooks, *args: object) -> None:
+        persistent = []
         with _busy():
             while isinstance(top := _top(), PersistentHooks):
                 torch_private.pop_saved_tensor_hooks()
-                lingering.append(top)
+                persistent.append(top)
             try:
                 end(self, *args)
             finally:
-                for hooks in reversed(lingering):
+                for hooks in reversed(persistent):
                     hooks._push()
-        if lingering:
+        if persistent:
             _take_off_left()
 
-    saved_tensors_hooks.__exit__ = end_beneath_lingering  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = end_beneath_persistent  # type: ignore[method-assign]
 
 
 _guard_other_hooks()

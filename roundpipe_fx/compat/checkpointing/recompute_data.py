@@ -1,4 +1,4 @@
-"""What a layer saves for its own recomputation: RoundPipe's runtime context.
+"""Data that a layer saves for its own recomputation: RoundPipe's runtime context.
 
 ::
 
@@ -10,9 +10,9 @@
             roundpipe_fx.save_for_recompute(tokens)
         ...
 
-Eager, inside :func:`roundpipe_fx.checkpoint`, this runs as it is read. Compiled, the branch of the first pass is
-traced, and what it saves is hoisted: it is kept, and what made it never runs again. (Questions like ``nonzero`` are
-hoisted without being asked to; such branches are for other values that are small and dear.)
+Eagerly, inside :func:`roundpipe_fx.checkpoint`, this runs as written. Compiled, the branch of the first pass is traced,
+and the data that it saves is hoisted: it is saved, and never recomputed. (Host synchronizations like ``nonzero`` are
+hoisted in any case; such branches are for other values that are small and expensive.)
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ __all__ = ["doing_recompute", "get_recompute_data", "save_for_recompute"]
 def save_for_recompute(*data: Any) -> None:
     """Save data for the recomputation of the layer that is running.
 
-    At most once in a layer's forward. Has no effect where nothing will be recomputed: when gradients are off, outside
-    any checkpointed layer, and in a recomputation itself.
+    At most once in a layer's forward. Has no effect if nothing will be recomputed: when gradients are off, outside any
+    checkpointed layer, and in a recomputation itself.
 
     Args:
         *data: any pytrees; their tensors must not require grad.
@@ -53,7 +53,7 @@ def save_for_recompute(*data: Any) -> None:
         if tensor.requires_grad:
             raise ValueError(
                 f"save_for_recompute {where}: a tensor of shape {tuple(tensor.shape)} requires grad. What is saved is "
-                "not differentiated through; save tensor.detach(), or leave it to be computed again."
+                "not differentiated through; save tensor.detach(), or let it be recomputed."
             )
     if running_pass is None or running_pass.recomputing:
         return
@@ -74,7 +74,7 @@ def doing_recompute() -> bool:
 
 
 def get_recompute_data() -> tuple[Any, ...]:
-    """What the layer that is being recomputed saved: always a tuple, empty if it saved nothing.
+    """The data that the recomputed layer saved: always a tuple, empty if it saved nothing.
 
     Raises:
         AssertionError: this thread is not recomputing a layer.

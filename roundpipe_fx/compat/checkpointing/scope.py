@@ -1,22 +1,22 @@
-"""RETURNN's gradient checkpoint scope: what is made inside is not stored for the backward, wherever it is read.
+"""RETURNN's gradient checkpoint scope: values computed inside are not saved for the backward, wherever they are read.
 
 ::
 
     with gradient_checkpoint_scope():
         weight = self.weight + torch.randn_like(self.weight)
-    y = x @ weight  # needs the noisy weight for the backward: it is made again then, not kept
+    y = x @ weight  # needs the noisy weight for the backward: it is recomputed then, not saved
 
-A checkpointed *function* does not store what it makes and reads itself, but what leaves it is stored by whoever reads
-it. A scope is about the *values*: what is made inside is never stored.
+A checkpointed *function* does not save values that it computes and reads itself, but values that leave it are saved by
+their readers. A scope is about the *values*: those computed inside are never saved.
 
-Eager, a dispatch mode records the operations inside (:mod:`roundpipe_fx.compat.checkpointing.tape`), and saved-tensor
-hooks put a handle in the place of each tensor that was made there, also after the scope has ended, as long as any such
-tensor lives (:mod:`roundpipe_fx.compat.checkpointing.persistent_hooks`). The first handle that the backward asks for
-lets the tape make all of them again; each is freed after its use. Compiled, the scope is a mark on the values, which
-the planner heeds.
+Eagerly, a dispatch mode records the operations inside (:mod:`roundpipe_fx.compat.checkpointing.tape`), and saved-tensor
+hooks replace each tensor that was computed there by a handle, also after the scope has ended, as long as any such
+tensor is alive (:mod:`roundpipe_fx.compat.checkpointing.persistent_hooks`). When the backward unpacks the first handle,
+the tape recomputes all of them; each is freed after its use. Compiled, the scope is a mark on the values, which the
+planner obeys.
 
-Known from RETURNN (``returnn.torch.util.gradient_checkpoint``), which records and replays in the same way; replaying
-all of a scope, with one state of the generators for the whole of it.
+From RETURNN (``returnn.torch.util.gradient_checkpoint``), which uses it for variational weight noise. It records and
+replays in the same way, but always replays the whole scope, with one state of the generators for all of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["gradient_checkpoint_scope"]
 class _Local(threading.local):
     def __init__(self) -> None:
         self.scopes: list[gradient_checkpoint_scope] = []
-        """Scopes that are entered, or that have ended and of whose tensors some live; oldest first."""
+        """Scopes that are entered, or that have ended while some of their tensors are alive; oldest first."""
         self.making_again = False
 
 
@@ -48,21 +48,22 @@ _local = _Local()
 
 
 class gradient_checkpoint_scope:
-    """Tensors that are made inside are not stored for the backward; they are computed again when first needed.
+    """Context manager: tensors that are computed inside are not saved for the backward, but recomputed when first
+    needed.
 
     ::
 
         with roundpipe_fx.gradient_checkpoint_scope():
             x = a + b
-        y = x * c  # x is not kept, although it is read outside
+        y = x * c  # x is not saved, although it is read outside
 
-    Random numbers are drawn again from the same generator states, autocast plays no part in what is repeated, and what
-    is made again is freed after its use. Scopes nest. Without gradients a scope does nothing. Of other saved-tensor
-    hooks, those that are entered inside the scope are asked first, as everywhere; those around it are asked for all
-    that was not made inside.
+    Random numbers are redrawn from the same generator states, recomputation does not depend on autocast, and recomputed
+    tensors are freed after their use. Scopes nest. Without gradients a scope does nothing. Other saved-tensor hooks
+    that are entered inside the scope are called first, as usual; those around it are called for tensors that were not
+    computed inside.
 
-    Use each object for one ``with``. In a model compiled with roundpipe_fx a scope marks the values, which are then not
-    kept whatever the budget.
+    Use each object for one ``with``. In a model compiled with roundpipe_fx a scope marks the values, which are then
+    never saved, whatever the budget.
 
     Raises:
         RuntimeError: entered twice, or ended in another thread than it was entered in; in the backward, when a tensor
@@ -92,9 +93,9 @@ class gradient_checkpoint_scope:
         self._leave_if_over()
 
     def exit_saved_tensors_hooks_scope(self) -> None:
-        """After the scope: from now on tensors made inside are stored like others where something new reads them.
+        """Ends the effect after the scope: tensors computed inside are from now on saved like others by new readers.
 
-        Without this call that happens when the last of them has died. Has no effect inside the scope, or when it has
+        Without this call that happens when the last of them has died. Has no effect inside the scope, or if it has
         happened.
 
         Raises:
@@ -128,7 +129,8 @@ class gradient_checkpoint_scope:
             )
 
     def _leave_if_over(self) -> None:
-        """Leave, once the scope has ended and nothing that was made inside lives. Any thread may find that out."""
+        """Leave if the scope has ended and no tensor that was computed inside is alive. May be called from any
+        thread."""
         if self._ended and not self._tape.lives:
             self._leave()
 
@@ -157,10 +159,10 @@ def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], No
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes the operations of its thread on a tape.
+    """Records the operations of its thread on a tape.
 
-    Modes of several threads that begin and end crosswise would leave PyTorch's flags for Dynamo, which are the
-    process's, as if one were still active; so the last recorder puts them back to what they were before the first.
+    If modes of several threads overlap, PyTorch's flags for Dynamo, which are global, would stay as if one were still
+    active; so the last recorder restores them to their values before the first.
     """
 
     _lock = threading.Lock()
@@ -194,7 +196,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Handle:
-    """What stands for a tensor in the graph of autograd."""
+    """Stands for a tensor in autograd's graph."""
 
     def __init__(self, tape: Tape, others: weakref.WeakSet[_Handle], view: View) -> None:
         self.view = view
@@ -205,7 +207,7 @@ class _Handle:
         self._lock = threading.Lock()
 
     def get(self) -> torch.Tensor:
-        """The tensor, made again if need be, and then let go of."""
+        """The tensor, recomputed if necessary; the handle does not keep it."""
         if self._tape.writes(self.view.number) != self._writes:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -217,10 +219,11 @@ class _Handle:
         return self._make_again() if value is None else value
 
     def _make_again(self) -> torch.Tensor:
-        """Make again what all handles of the scope stand for; the others' values wait until the backward ends."""
+        """Recompute the tensors of all handles of the scope; those of other handles are held until the backward
+        ends."""
         handles = [handle for handle in self._others if handle.value is None and handle is not self]
         if not torch_private.when_backward_ends(lambda: _drop(handles)):
-            handles = []  # somebody looks at a saved tensor, outside of a backward
+            handles = []  # a saved tensor is accessed outside of a backward
         outer, _local.making_again = _local.making_again, True
         try:
             storages = self._tape.make_again({handle.view.number for handle in (self, *handles)})
@@ -249,6 +252,6 @@ def _unpack(handle: _Handle) -> torch.Tensor:
 
 
 def _refer(tensor: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """What gives a tensor of another scope later, without keeping it."""
+    """Returns a function that gives a tensor of another scope later, without keeping it."""
     handle = _pack(tensor)
     return None if handle is None else handle.get

@@ -1,14 +1,16 @@
-"""A tape: the operations of a gradient checkpoint scope, to be run again.
+"""A tape: the operations of a gradient checkpoint scope, recorded to be replayed.
 
-Operations are recorded below autograd and autocast, so what runs again is exactly what ran, without either. A tape
-knows *storages*, not tensors: an operation is recorded with the storages it makes and writes, and a tensor is a
-storage with sizes, strides and an offset, so views are never run again.
+Operations are recorded below autograd and autocast, so exactly the operations that ran are replayed, without either. A
+tape knows *storages*, not tensors: an operation is recorded with the storages that it allocates and writes, and a
+tensor is a storage with sizes, strides and an offset, so views are not replayed.
 
 - Random operations are recorded with the state of their generator, and leave the generator as it was.
-- What must run once (:mod:`roundpipe_fx.analysis.host_sync`) is kept, not recorded.
-- A tensor from outside that the scope updates in place is copied before the first update; running again works on
-  that copy.
-- Of all that was recorded only what leads to what is wanted runs again, and what it makes dies at its last use.
+- Results of operations that must run once (:mod:`roundpipe_fx.analysis.host_sync`) are kept, not recorded.
+- A tensor from outside that the scope updates in place is copied before the first update; replaying works on that copy.
+- Only the recorded operations that lead to the wanted tensors are replayed, and their results die at their last use.
+
+RETURNN's weight noise needs it: a scope there computes a noisy copy of each weight, which the layer outside reads
+(``NoisyWeights`` in ``tests/compat/checkpointing/models.py``).
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class _TapeEntry:
 
     Attributes:
         leaves: its arguments, flat; tensors as :class:`View`.
-        reads: numbers of the storages it reads or writes.
+        reads: numbers of the storages that it reads or writes.
         writes: numbers of those it writes.
-        makes: by place among its results, the number of the storage made there; ``None`` where none is.
+        makes: by result, the number of the storage that it allocates; ``None`` if it allocates none.
         states: generators that it draws from, with their states before.
     """
 
@@ -78,11 +80,11 @@ class _Input:
 
 
 class Tape:
-    """Records operations; makes storages again.
+    """Records operations, and recomputes storages.
 
     Args:
         refer: for a tensor from outside, a function that gives it later without keeping it, or ``None``.
-        on_death: called when a storage that was made on this tape has died.
+        on_death: called when a storage that was allocated on this tape has died.
     """
 
     def __init__(
@@ -93,13 +95,13 @@ class Tape:
         self._steps: list[_TapeEntry] = []
         self._inputs: dict[int, _Input] = {}
         self._numbers: dict[int, int] = {}
-        """Numbers of living storages: those made here, and those from outside that were read."""
+        """Numbers of live storages: those allocated here, and those from outside that were read."""
         self._versions: dict[int, int] = {}
-        """By number of a storage made here: the version of its tensors, as far as the scope has seen."""
+        """By number of a storage allocated here: the version of its tensors, as far as the scope has seen."""
         self._count = 0
 
     def made(self, tensor: torch.Tensor) -> View | None:
-        """The tensor as part of a storage made here, with the contents that the tape knows; ``None`` otherwise."""
+        """The tensor as part of a storage allocated here, with the contents that the tape knows; ``None`` otherwise."""
         if not _is_plain(tensor):
             return None
         number = self._numbers.get(storage_key(tensor))
@@ -109,7 +111,7 @@ class Tape:
 
     @property
     def lives(self) -> bool:
-        """Whether any storage made here lives."""
+        """Whether any storage allocated here is alive."""
         return any(number in self._versions for number in self._numbers.values())
 
     def writes(self, number: int) -> int:
@@ -165,7 +167,7 @@ class Tape:
         return result
 
     def _number(self, tensor: torch.Tensor) -> int:
-        """Number a storage that was made just now."""
+        """Number a storage that was just allocated."""
         number = self._watch(tensor)
         self._versions[number] = tensor._version
         return number
@@ -300,7 +302,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 _UNDECLARED = ("running_mean", "running_var")
-"""Arguments that normalizations (``native_batch_norm``) update although their schemas do not say so."""
+"""Arguments that normalizations (``native_batch_norm``) update although their schemas do not declare it."""
 
 
 def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
@@ -335,7 +337,7 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 @contextlib.contextmanager
 def _drawing(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator[None]:
-    """Generators are in these states inside, and as they were after."""
+    """Context manager in which generators have these states; afterwards they have their own."""
     before = [(generator, generator.get_state()) for generator, _ in states]
     try:
         for generator, state in states:
@@ -348,7 +350,7 @@ def _drawing(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> Iterator
 
 @contextlib.contextmanager
 def _as_recorded(devices: Collection[str]) -> Iterator[None]:
-    """Below autograd and autocast, as the operations were recorded."""
+    """Context manager below autograd and autocast, where the operations were recorded."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device in sorted(devices):

@@ -1,7 +1,7 @@
 """Modules whose forward is checkpointed: fairscale's ``checkpoint_wrapper``.
 
-The module gets a generated subclass of its class, as FSDP2's ``fully_shard`` does: names, ``isinstance``, copies and
-pickles stay those of the module.
+The module gets a generated subclass of its class, as with FSDP2's ``fully_shard``, so names, ``isinstance``, copies and
+pickles work as before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T", bound=nn.Module)
 
 
 def checkpoint_wrapper(module: T, offload_to_cpu: bool = False) -> T:
-    """Make a module's calls those of :func:`checkpoint`.
+    """Make calls of a module run through :func:`checkpoint`.
 
     As ``fairscale.nn.checkpoint_wrapper``: running statistics of batch norms inside are updated in the first pass only.
 
@@ -34,9 +34,9 @@ def checkpoint_wrapper(module: T, offload_to_cpu: bool = False) -> T:
         model.layers[0] = roundpipe_fx.checkpoint_wrapper(model.layers[0], offload_to_cpu=True)
 
     Args:
-        module: changed in place. Keyword arguments and inputs that are not tensors are taken too.
+        module: changed in place. Keyword arguments and inputs that are not tensors are accepted too.
         offload_to_cpu: keep its inputs in host memory from the forward to the backward. In a model compiled with
-            roundpipe_fx it has no effect: the plan decides what is kept.
+            roundpipe_fx it has no effect: the plan decides what is saved.
 
     Returns:
         ``module``.
@@ -71,7 +71,7 @@ def _checkpointed(base: Any, offload_to_cpu: bool) -> type[Any]:
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not offload_to_cpu:
             return checkpoint(functools.partial(run, self), *args, **kwargs)
-        with save_on_cpu():  # of what is inside, the checkpoint keeps nothing
+        with save_on_cpu():  # the checkpoint saves nothing of what is inside
             return checkpoint(functools.partial(run, self), *args, **kwargs)
 
     def reduce(self: Any, protocol: int) -> Any:

@@ -4,12 +4,12 @@ Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for het
 neural networks with limited memory", 2019, and its program rotor.
 
 ===============  ======================================================================================
-nesting          a sequence as checkpoints inside of checkpoints, and running it so
+nesting          a sequence as nested checkpoints, and running it
 measuring        the chain of an ``nn.Sequential``, by running its layers
 checkpointable   ``Checkpointable``: a module that runs by a sequence
 ===============  ======================================================================================
 
-Chains, sequences and the algorithms that make them are in :mod:`roundpipe_fx.remat.sequences`.
+Chains, sequences and the algorithms that compute them are in :mod:`roundpipe_fx.remat.sequences`.
 """
 
 from roundpipe_fx.remat.sequences.algorithms import ALGORITHMS

@@ -33,9 +33,9 @@ class Checkpointable(nn.Module):
         model.compute_sequence(2 << 30)
         model(x).sum().backward()
 
-    The layers of an ``nn.Sequential`` are the links of the chain, are measured by running them, and run eagerly as
-    checkpoints inside of checkpoints. Any other module is traced as one graph, as :func:`roundpipe_fx.compile` does it;
-    the links are its segments, and it runs compiled. In evaluation, and without gradients, the module runs as it is.
+    The layers of an ``nn.Sequential`` form the chain, are measured by running them, and run eagerly as nested
+    checkpoints. Any other module is traced as one graph, as by :func:`roundpipe_fx.compile`; its segments form the
+    chain, and it runs compiled. In evaluation, and without gradients, the module runs unchanged.
 
     Args:
         model: the module.
@@ -44,13 +44,13 @@ class Checkpointable(nn.Module):
             device's free memory.
         mem_slots: how finely memory is counted.
         verbosity: 1: print the sequence, 2: and the chain, to standard error.
-        preserve_rng_state: whether what runs again draws the same random numbers. ``False``: an ``nn.Sequential`` draws
-            new ones, as with ``torch.utils.checkpoint``; for any other module what was drawn is kept.
-        loss_tmp_memory_usage: bytes that the loss, or whatever else comes between forward and backward, allocates.
+        preserve_rng_state: whether recomputation draws the same random numbers. ``False``: an ``nn.Sequential`` draws
+            new ones, as with ``torch.utils.checkpoint``; for any other module random numbers are saved.
+        loss_tmp_memory_usage: bytes that the loss, or other code between forward and backward, allocates.
 
     Attributes:
         model: the module.
-        chain: what its links cost, once measured.
+        chain: the costs of its layers, once measured.
         sequence: the operations, once computed.
 
     Raises:
@@ -101,11 +101,11 @@ class Checkpointable(nn.Module):
         return torch.device("cpu") if parameter is None else parameter.device
 
     def measure(self, custom_input: Any) -> None:
-        """Measure seconds and bytes of the links on an input.
+        """Measure seconds and bytes of the layers on an input.
 
         Args:
-            custom_input: a tensor; a tuple of arguments; or a mapping of keyword arguments. For an ``nn.Sequential``
-                whatever its first layer takes.
+            custom_input: a tensor; a tuple of arguments; or a mapping of keyword arguments. For an ``nn.Sequential``,
+                the input of its first layer.
         """
         layers = self._layers
         if layers is not None:
@@ -121,10 +121,10 @@ class Checkpointable(nn.Module):
         self.chain = self.sequence = None
 
     def build_chain(self, mem_limit: int | None = None) -> Chain:
-        """The chain: what was measured, with what the loss allocates.
+        """The chain as measured, with the bytes that the loss allocates.
 
         Args:
-            mem_limit: taken for compatibility; memory is counted in slots when a sequence is computed.
+            mem_limit: accepted for compatibility; memory is counted in slots when a sequence is computed.
 
         Raises:
             ValueError: nothing was measured.
@@ -150,8 +150,8 @@ class Checkpointable(nn.Module):
 
         Args:
             custom_mem_limit_bytes: the limit; ``None``: ``mem_limit``, else 90 % of the device's free memory.
-            mem_slots: how finely memory is counted; ``None``: as given to the constructor.
-            algo: ``"persistent"``: the fastest of those that keep what they keep until its backward; or a baseline:
+            mem_slots: how finely memory is counted; ``None``: the constructor's value.
+            algo: ``"persistent"``: the fastest sequence whose saved values stay until their backward; or a baseline:
                 ``"no-checkpoint"``, ``"every-segment"``, ``"periodic"`` (√n segments).
 
         Raises:
@@ -182,7 +182,7 @@ class Checkpointable(nn.Module):
         return self.sequence
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As the model's own, by the sequence when it trains.
+        """As the model's own; in training it follows the sequence.
 
         Raises:
             ValueError: it trains, and no sequence was computed.
@@ -199,7 +199,7 @@ class Checkpointable(nn.Module):
                 raise TypeError("Checkpointable: an nn.Sequential takes one positional input.")
             return run(layers, self._how, args[0], self.preserve_rng_state)
         if torch.compiler.is_compiling():
-            return self.model(*args, **kwargs)  # whoever compiles it decides
+            return self.model(*args, **kwargs)  # the compiler around it decides
         compiled = self._compiled
         if compiled is None:
             compiled = compiled_module(self.model, self._options, fullgraph=True, dynamic=None)
@@ -207,7 +207,7 @@ class Checkpointable(nn.Module):
         return compiled(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        # What was traced is not copied: a copy compiles anew, and must measure before it computes another sequence.
+        # Traced graphs are not copied: a copy compiles again, and must measure before it computes another sequence.
         return {**self.__dict__, "_compiled": None, "_graph": None}
 
 

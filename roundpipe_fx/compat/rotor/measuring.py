@@ -24,15 +24,15 @@ __all__ = ["measure_layers"]
 def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.device) -> Chain:
     """Measure layers, with a few runs of each.
 
-    Buffers (statistics of batch norms), gradients and generators are afterwards as they were.
+    Buffers (statistics of batch norms), gradients and generators are restored afterwards.
 
     Args:
         layers: each takes the result of the one before.
-        value: what enters the first: a tensor, or a structure of tensors.
+        value: the input of the first: a tensor, or a structure of tensors.
         device: where they run.
 
     Returns:
-        the chain; a gradient of a parameter counts as a temporary of its backward and of all that come after, since it
+        the chain; a gradient of a parameter counts as a temporary of its backward and of all later ones, since it
         stays.
     """
     forward, backward, boundary, saved, temporary, backward_temporary = [], [], [_bytes(value)], [0], [], []
@@ -62,10 +62,10 @@ def measure_layers(layers: SequenceOf[nn.Module], value: Any, device: torch.devi
                 backward_temporary.append(max(ran.bytes - boundary[-2], 0))
             value = result
     gradients = [sum(p.numel() * p.element_size() for p in layer.parameters() if p.requires_grad) for layer in layers]
-    standing = 0
+    accumulated = 0
     for index in reversed(range(len(layers))):
-        backward_temporary[index] += standing
-        standing += gradients[index]
+        backward_temporary[index] += accumulated
+        accumulated += gradients[index]
         temporary[index] += sum(gradients[index:])
     return Chain(
         forward=tuple(forward),

@@ -1,9 +1,9 @@
-"""A sequence as checkpoints inside of checkpoints.
+"""A sequence as nested checkpoints.
 
-In a persistent sequence a layer keeps what its backward needs, or it begins a run of layers of which only the input
-is kept, and which runs again, by a sequence of its own, when its backward comes. That is a checkpointed function with
-others inside. So a sequence is executed by nested calls of :func:`roundpipe_fx.checkpoint`, which repeats random
-numbers and autocast, stops early, and works for whatever layers take and return.
+In a persistent sequence a layer saves what its backward needs, or it begins a run of layers of which only the input is
+saved, and which is recomputed by its own sequence before its backward. That is a checkpointed function with others
+inside. So a sequence is executed by nested calls of :func:`roundpipe_fx.checkpoint`, which reproduces random numbers
+and autocast, stops early, and works for any arguments and results of layers.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["Kept", "Rerun", "nest", "run"]
 
 @dataclass(frozen=True)
 class Kept:
-    """A layer that keeps what its backward needs."""
+    """A layer that saves what its backward needs."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Rerun:
-    """A run of layers, the first of which keeps its input; ``inside``: how they run again."""
+    """A run of layers, the first of which saves its input; ``inside``: how they are recomputed."""
 
     first: int
     last: int
@@ -51,7 +51,7 @@ def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
         length: how many layers.
 
     Raises:
-        ValueError: the sequence is none of this chain, or not persistent; names the operation.
+        ValueError: the sequence does not belong to this chain, or is not persistent; the message names the operation.
     """
     reader = _Reader(sequence, length)
     found = reader.read(0, length)
@@ -83,7 +83,7 @@ class _Reader:
             raise ValueError(f"operation {self._position} of the sequence, {self._next()}, comes after its end.")
 
     def read(self, first: int, last: int) -> tuple[Kept | Rerun, ...]:
-        """Layers ``first`` to ``last``, all of their backwards included; the loss is the layer behind the last one."""
+        """Layers ``first`` to ``last``, including their backwards; the loss is the layer after the last one."""
         found: list[Kept | Rerun] = []
         at = first
         while at <= last:
@@ -113,13 +113,13 @@ class _Reader:
 def run(
     functions: SequenceOf[Callable[..., Any]], how: tuple[Kept | Rerun, ...], value: Any, preserve_rng_state: bool
 ) -> Any:
-    """Run layers as nested checkpoints say.
+    """Run layers as nested checkpoints.
 
     Args:
         functions: the layers; each takes the result of the one before.
         how: from :func:`nest`.
-        value: what enters the first.
-        preserve_rng_state: whether what runs again draws the same random numbers.
+        value: the input of the first.
+        preserve_rng_state: whether recomputation draws the same random numbers.
     """
     for item in how:
         if isinstance(item, Kept):
@@ -132,7 +132,7 @@ def run(
 
 
 class _Runner:
-    """A run of layers as a function; named by them."""
+    """A run of layers as a function, named after them."""
 
     def __init__(
         self, functions: SequenceOf[Callable[[Any], Any]], how: tuple[Kept | Rerun, ...], preserve_rng_state: bool

@@ -1,11 +1,11 @@
 """Sequences for a chain: the optimal persistent one, and baselines to compare it with.
 
-A sequence is *persistent* if what is kept stays until the backward that it is kept for. Among these the fastest within
-a memory limit is found by the dynamic programming that every plan of this project uses
-(:mod:`roundpipe_fx.remat.solve_chain`), with one option a layer. Memory is counted in slots, rounded up, so what is
-found fits; with fewer bytes than slots it is exact.
+A sequence is *persistent* if saved values stay until the backward that they are saved for. Among these the fastest
+within a memory limit is found by the dynamic program that every plan of this project uses
+(:mod:`roundpipe_fx.remat.solve_chain`), with one option per layer. Memory is counted in slots, rounded up, so the
+result fits; with fewer bytes than slots it is exact.
 
-The published recurrence leaves the gradient that a backward makes out of that backward's peak; here it counts.
+The published recurrence does not count the gradient that a backward computes in that backward's peak; here it counts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
     Args:
         chain: the layers.
         limit: bytes, the chain's input included.
-        slots: how finely memory is counted.
+        slots: number of equal parts in which memory is counted.
 
     Raises:
         ValueError: no sequence fits.
@@ -57,7 +57,7 @@ def persistent(chain: Chain, limit: int, slots: int = 500) -> Sequence:
 
 
 def _for_planner(chain: Chain) -> SegmentChain:
-    """The chain as the planner takes it: the loss is one more link, and gradients that come in are standing."""
+    """The chain as the planner takes it: the loss is one more stage, and incoming gradients are resident."""
     n = chain.length
     stages = []
     for i in range(n):
@@ -82,7 +82,7 @@ def _for_planner(chain: Chain) -> SegmentChain:
 
 
 def _operations(decisions: list[Decision], n: int) -> list[SequenceOperation]:
-    """Operations of decisions, which come in the order in which a program meets them."""
+    """Operations of decisions, which come in the order in which a program makes them."""
     found: list[SequenceOperation] = []
     coming = iter(decisions)
     pending: list[tuple[int, int] | Backward] = [(0, n)]
@@ -115,18 +115,18 @@ def no_checkpoint(chain: Chain, limit: int | None = None, slots: int = 500) -> S
 
 
 def every_segment(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
-    """Each layer keeps its input and runs again: ``torch.utils.checkpoint`` around every one."""
+    """Each layer saves its input and is recomputed: ``torch.utils.checkpoint`` around every one."""
     return _in_segments(chain.length, 1, chain.length, "every-segment", limit)
 
 
 def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
-    """√n segments keep their input and run again, all but the last (Chen et al., 2016)."""
+    """√n segments save their input and are recomputed, all but the last (Chen et al., 2016)."""
     count = max(round(math.sqrt(chain.length)), 1)
     return _in_segments(chain.length, chain.length // count, count - 1, "periodic", limit)
 
 
 def _in_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
-    """The first ``count`` segments of a size run again, the rest is kept."""
+    """The first ``count`` segments of equal size are recomputed, the others are saved."""
     found: list[SequenceOperation] = []
     starts = [size * k for k in range(count)]
     for start in starts:

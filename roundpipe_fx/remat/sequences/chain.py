@@ -57,7 +57,7 @@ class Chain:
         return len(self.forward)
 
     def in_slots(self, slot: float) -> Chain:
-        """The same chain with bytes counted in slots of so many bytes, rounded up."""
+        """The same chain with bytes counted in slots, rounded up."""
 
         def count(sizes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(math.ceil(size / slot) for size in sizes)

@@ -11,7 +11,9 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 
 from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of, operand_nodes
 from tests.analysis.dimensions.calls import RealCall, call, node_of, text
-from tests.analysis.dimensions.samples import INDEXING, PARTS, SAMPLES, VIEWS, Sizes, inner, mask, real, whole
+from tests.analysis.dimensions.sample_sizes import Sizes, inner, mask, real, whole
+from tests.analysis.dimensions.samples import SAMPLES
+from tests.analysis.dimensions.shape_samples import INDEXING, PARTS, VIEWS
 
 aten = torch.ops.aten
 

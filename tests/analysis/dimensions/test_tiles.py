@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.dimensions.of_node import RULES
 from roundpipe_fx.analysis.dimensions.pointwise import is_pointwise, pointwise
-from tests.analysis.dimensions.samples import (
-    EXACT,
-    NEED_A_DEVICE,
-    SAMPLES,
-    WITHOUT_VALUES,
-    Sizes,
-    tagged_sample,
-)
+from tests.analysis.dimensions.pointwise_samples import tagged_sample
+from tests.analysis.dimensions.sample_sizes import Sizes
+from tests.analysis.dimensions.samples import EXACT, NEED_A_DEVICE, SAMPLES, WITHOUT_VALUES
 from tests.analysis.dimensions.tiles import assert_divides
 
 aten = torch.ops.aten

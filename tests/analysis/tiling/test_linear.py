@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 from roundpipe_fx.analysis.tiling import linear
 from roundpipe_fx.analysis.tiling.linear import proportional
 from tests.analysis.dimensions.calls import RealCall, call, node_of
-from tests.analysis.dimensions.samples import DECOMPOSED, SAMPLES, Sizes, mask, real
+from tests.analysis.dimensions.sample_sizes import Sizes, mask, real
+from tests.analysis.dimensions.samples import DECOMPOSED, SAMPLES
 
 aten = torch.ops.aten
 SIZES = Sizes(4, 3, 5, 2)

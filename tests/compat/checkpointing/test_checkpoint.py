@@ -1,4 +1,4 @@
-"""Eager checkpointed functions, and the questions that can be asked in them."""
+"""Eager checkpointed functions, and the functions that say which pass is running."""
 
 from __future__ import annotations
 

@@ -86,11 +86,11 @@ def test_what_checkpoints_make_is_not_kept(options: dict[str, Any]) -> None:
 
 def test_a_plan_says_why_a_value_is_made_again() -> None:
     _, _, plan = kept_and_again(Checkpointed())
-    assert "but must not be kept: made in a checkpoint" in plan.explain("gelu")
-    assert "made in a checkpoint" in str(plan)
+    assert "but it must not be saved: computed in a checkpoint" in plan.explain("gelu")
+    assert "computed in a checkpoint" in str(plan)
     assert roundpipe_fx.Plan.from_json(plan.to_json()) == plan
     _, _, plan = kept_and_again(NoisyWeights())
-    assert "made in a gradient checkpoint scope" in str(plan)
+    assert "computed in a gradient checkpoint scope" in str(plan)
 
 
 def test_memory_of_a_compiled_checkpointed_model() -> None:
@@ -220,7 +220,7 @@ class Questions(Model):
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}])
-def test_questions_inside_a_checkpoint_are_asked_once(options: dict[str, Any]) -> None:
+def test_host_syncs_inside_a_checkpoint_run_once(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = roundpipe_fx.compile(Questions(), fullgraph=True, **options)
     loss = compiled(**BATCH)

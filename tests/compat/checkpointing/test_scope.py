@@ -271,7 +271,7 @@ def test_views_and_several_results() -> None:
     assert_same(function, leaves(2))
 
 
-def test_questions_are_not_asked_again() -> None:
+def test_host_syncs_are_not_repeated() -> None:
     a = torch.randn(256, requires_grad=True)
     with gradient_checkpoint_scope():
         rows = (a > 0).nonzero()[:, 0]

@@ -1,0 +1,118 @@
+"""strided_gradients: mark incoming gradients whose strides matter even if they are zeros.
+
+Missing incoming gradients are represented by an expanded scalar zero, whose strides are all 0. Such a tensor has no
+order of dimensions that a kernel could give to its result. Where a result would therefore get other strides than the
+graph records, and an operation after it depends on them, the gradient is marked
+(:attr:`roundpipe_fx.ir.joint_graph.Mark.STRIDED`) and its zeros are allocated in full::
+
+    expanded zero × transposed value  →  view        the product has the other operand's order, the view fails: marked
+    sum of an expanded zero           →  view        the sum has the recorded strides either way: not marked
+
+Users are followed until an operation depends on the strides, or has the recorded result either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import small_values
+from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_seeded, is_tensor, is_view
+
+__all__ = ["mark_strided_gradients"]
+
+aten = torch.ops.aten
+
+
+def mark_strided_gradients(joint: JointGraph) -> JointGraph:
+    """Mark incoming gradients that must not be an expanded zero. Runs after layouts are restored.
+
+    Args:
+        joint: the graph; its tangents' ``meta`` is written.
+
+    Returns:
+        The same graph.
+    """
+    returned = {value for value in joint.forward_outputs if isinstance(value, fx.Node)}
+    for tangent in joint.tangents:
+        like = tangent.meta.get("val")
+        if not isinstance(like, torch.Tensor) or like.dim() < 2:
+            continue
+        with like.fake_mode:  # type: ignore[attr-defined]
+            zeros = like.new_zeros(()).expand(like.shape)
+        if _strides_matter(tangent, zeros, returned, {}):
+            tangent.meta[Mark.STRIDED] = True
+    return joint
+
+
+def _strides_matter(node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], known: dict[Any, bool]) -> bool:
+    """Whether an operation fails or reads other elements if a node's value has other strides than are recorded.
+
+    Args:
+        node: whose value.
+        value: fake, with the other strides.
+        returned: the forward's outputs: autograd derives their views from the recorded strides.
+        known: answers so far, by node and strides.
+    """
+    key = node, str(value.stride())
+    if key not in known:
+        known[key] = False  # until the users have been visited
+        known[key] = node in returned or any(_depends(user, node, value, returned, known) for user in node.users)
+    return known[key]
+
+
+def _depends(
+    user: fx.Node, node: fx.Node, value: torch.Tensor, returned: Collection[fx.Node], known: dict[Any, bool]
+) -> bool:
+    """Whether a user of a node, or an operation after it, depends on the strides of the node's value."""
+    if user.op == "output":
+        return False
+    if not isinstance(user.target, torch._ops.OpOverload) or user.target is aten.as_strided.default:
+        return True
+    if not is_view(user) and _has_recorded_result(user, node, value):
+        return False
+    result = _result(user, node, value)
+    return result is None or _strides_matter(user, result, returned, known)
+
+
+def _result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+    """A node's result if an operand has another value; ``None``: it fails, or nothing is known about it."""
+    if not is_tensor(node):
+        return None
+    result = _small_result(node, source, value)
+    if result is None:
+        result = fake_result(node, source, value)
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def _has_recorded_result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> bool:
+    """Whether a node's results have the recorded order of dimensions if an operand has another value."""
+    result = _small_result(node, source, value)
+    if result is not None:
+        return same_dimension_order(node.meta["val"], result)
+    results, recorded = result_tensors(fake_result(node, source, value)), result_tensors(node.meta.get("val"))
+    return len(results) == len(recorded) and all(map(same_dimension_order, recorded, results))
+
+
+def _small_result(node: fx.Node, source: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
+    """A node's result as the real kernel returns it, run on small tensors; ``None`` if it cannot be run."""
+    if not _can_run_small(node):
+        return None
+    values = small_values(node, lambda operand: value if operand is source else operand.meta.get("val"))
+    return None if values is None else values[0]
+
+
+def _can_run_small(node: fx.Node) -> bool:
+    """Whether an operator can run on small made-up tensors: PyTorch's own that computes, without random numbers."""
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and node.target.namespace == "aten"
+        and is_tensor(node)
+        and node.meta["val"].layout is torch.strided
+        and not is_seeded(node)
+        and not is_view(node)
+    )

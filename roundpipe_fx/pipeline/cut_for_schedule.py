@@ -1,0 +1,157 @@
+"""Cut for a schedule: the graph of a microbatch becomes segments and stages as a schedule runs them.
+
+::
+
+    joint graph ── annotate ──▶ segments ──▶ stages ──▶ staged graph
+                                    │
+                                    ├── RoundPipe: slots, of which forward and backward have different ones
+                                    └── other schedules: one stage a device; two if interleaved; the user's number
+
+If a graph was cut before, for a microbatch of another shape in the same step, segments and stages begin at the same
+operations as in that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.budget import available_memory
+from roundpipe_fx.compiler.lower import asked_budget
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
+from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
+from roundpipe_fx.pipeline.lowered_pipeline import Structure
+from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
+from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
+from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition, balance_roundpipe_stages
+
+__all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
+
+_WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
+"""Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutGraph:
+    """A staged graph, and what is needed to emit it.
+
+    Attributes:
+        joint: the graph, after the passes on staged graphs.
+        setting: what emission needs to know, the cut included.
+        structure: how the graph was cut.
+    """
+
+    joint: JointGraph
+    setting: Setting
+    structure: Structure
+
+
+def cut_for_schedule(
+    joint: JointGraph,
+    setting: Setting,
+    pipelining: Pipelining,
+    name: str,
+    like: Structure | None = None,
+    weight_limit: int | None = None,
+) -> CutGraph:
+    """Run the passes from the joint graph to the staged graph.
+
+    Args:
+        joint: the graph of a microbatch; it is rewritten.
+        setting: what lowering knows besides the graph.
+        pipelining: the user's.
+        name: of the schedule.
+        like: how the graph of another microbatch of the same step was cut.
+        weight_limit: bytes that an offloaded model's weights may take on a device; ``None``: as few as possible.
+
+    Raises:
+        ValueError: a stage name that does not exist in the model.
+    """
+    starts = starts_like(joint, like.starts) if like is not None else None
+    asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, name))
+    if not setting.context.training:  # there is nothing to interleave: each device runs its stages in order
+        name = "roundpipe" if pipelining.offloaded else "gpipe"
+    cut: RoundPipePartition | tuple[int, ...]
+    if name == "roundpipe":
+        # Slots begin at stages of the user's choice only where the model is offloaded.
+        options = setting.options if pipelining.offloaded else dataclasses.replace(setting.options, stages="auto")
+        setting = setting.knowing(options=options, updates_whole=True, segment_starts=starts)
+        joint = setting.run(joint, PassLevel.ANNOTATED)
+        cut = _slots(joint, setting, pipelining, like, weight_limit)
+        setting = setting.knowing(options=asked, rounds=cut)
+        joint = setting.run(joint, PassLevel.SEGMENTED)
+    else:
+        updates_whole = name in ("interleaved", "given")
+        setting = setting.knowing(options=asked, updates_whole=updates_whole, segment_starts=starts)
+        joint = setting.run(joint, PassLevel.ANNOTATED)
+        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, RoundPipePartition):
+            setting = setting.knowing(stage_starts=like.cut)
+        joint = setting.run(joint, PassLevel.SEGMENTED)
+        cut = tuple(stage.first for stage in joint.cuts)
+    joint = setting.run(joint, PassLevel.STAGED)
+    return CutGraph(
+        joint=joint, setting=setting, structure=Structure(name, len(joint.segments), cut, segment_starts(joint))
+    )
+
+
+def _stages_asked(setting: Setting, pipelining: Pipelining, name: str) -> int | str | tuple[str, ...]:
+    """How many stages there are, or where they begin: the user's choice, or what the schedule needs."""
+    if setting.options.stages != "auto":
+        return setting.options.stages
+    if isinstance(pipelining.schedule, Schedule) and setting.context.training:
+        forwards = [order[order[:, 0] == 0, 1] for order in pipelining.schedule.orders]
+        return 1 + max((int(stages.max()) for stages in forwards if len(stages)), default=0)
+    return pipelining.workers * (2 if name == "interleaved" else 1)
+
+
+def weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:
+    """Limits to try for the weights of an offloaded model.
+
+    Args:
+        joint: the graph of a microbatch.
+        setting: the user's options, and the device.
+
+    Returns:
+        Bytes on a device, in the order in which they are to be tried; ``None``: as few as possible.
+    """
+    budget = asked_budget(joint, setting.options, setting.device)
+    if isinstance(budget, float):
+        return [None]
+    if budget is None:
+        budget = available_memory(setting.device)
+    return [*(int(budget * share) for share in _WEIGHT_SHARES), None]
+
+
+def _slots(
+    joint: JointGraph, setting: Setting, pipelining: Pipelining, like: Structure | None, weight_limit: int | None
+) -> RoundPipePartition:
+    """The segments of each slot; those of an offloaded model begin where the user asked stages to begin."""
+    training, segments = setting.context.training, joint.segments
+    recompute = pipelining.checkpoint in ("always", "except_last")
+    devices, microbatches = pipelining.workers, pipelining.microbatches
+    if like is not None and like.segments == len(segments) and isinstance(like.cut, RoundPipePartition):
+        return like.cut
+    if setting.options.stages != "auto":
+        runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
+        return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
+    forward = [segment.forward_seconds for segment in segments]
+    backward = [segment.backward_seconds for segment in segments]
+    if pipelining.offloaded:
+        weights = _weights_of(joint, len(segments), setting.costs.host)
+        seconds = backward if training else [0.0] * len(segments)
+        return balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
+    return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
+
+
+def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:
+    """The parameters and buffers that each segment reads, and their bytes."""
+    numbers = {node: number for number, node in enumerate(joint.primals) if node in joint.parameters}
+    reads: list[set[int]] = [set() for _ in range(segments)]
+    for node in joint.computed():
+        reads[node.meta[Mark.SEGMENT]].update(numbers[source] for source in node.all_input_nodes if source in numbers)
+    sizes = {number: tensor_bytes(tensor_values(node)) for node, number in numbers.items()}
+    return Weights([frozenset(numbers) for numbers in reads], sizes, bandwidth)

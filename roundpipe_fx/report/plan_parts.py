@@ -1,0 +1,124 @@
+"""Parts of a plan: values, tiles, stages and the pipeline, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedValue:
+    """One value of the graph.
+
+    Attributes:
+        name: the value's name in the emitted code.
+        module: path of the user's module that computes it.
+        type: dtype and shape.
+        bytes: bytes of its storage; an upper bound if the size depends on data.
+        reason: why it was hoisted, or must not be saved; empty otherwise.
+        seconds: modelled seconds of computing it once.
+        times: how often the backward recomputes it.
+        recompute_seconds: modelled seconds of recomputing it, or that it would take if it were not saved, including
+            everything that has to run for it.
+    """
+
+    name: str
+    module: str
+    type: str
+    bytes: int
+    reason: str = ""
+    seconds: float = 0.0
+    times: int = 0
+    recompute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTiles:
+    """Operations that are carried out on one tile of rows after another.
+
+    Attributes:
+        name: the widest value inside, which never exists as a whole.
+        module: path of the user's module that computes it.
+        type: dtype and shape of the whole.
+        bytes: bytes of the whole.
+        rows: number of rows.
+        tiles: number of tiles.
+        seconds: modelled seconds of all tiles.
+    """
+
+    name: str
+    module: str
+    type: str
+    bytes: int
+    rows: int
+    tiles: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStage:
+    """A stage, and what happens to its values.
+
+    Attributes:
+        index: position in the pipeline.
+        modules: the user's modules in it, first and last.
+        segments: indices of its first and last segment.
+        forward_seconds: modelled seconds of the forward.
+        recompute_seconds: modelled seconds of recomputed operations, early or just in time.
+        backward_seconds: modelled seconds of the backward, without recomputation.
+        early_seconds: those seconds of both that are spent in the recompute module, before the stage's incoming
+            gradients arrive.
+        entry_bytes: bytes of computed values that are live across its beginning.
+        saved: values saved from forward to backward, without hoisted ones and generator states.
+        hoisted: values saved because their operation must not run twice.
+        recomputed: values recomputed in the backward.
+        replayed: random operations that are recomputed from a saved generator state.
+        passing: values of the forward that the backward does not read.
+        same_as: an earlier stage that does the same work on the same shapes, if there is one.
+    """
+
+    index: int
+    modules: str
+    segments: tuple[int, int]
+    forward_seconds: float
+    recompute_seconds: float
+    backward_seconds: float
+    early_seconds: float
+    entry_bytes: int
+    saved: tuple[PlannedValue, ...]
+    hoisted: tuple[PlannedValue, ...]
+    recomputed: tuple[PlannedValue, ...]
+    replayed: tuple[PlannedValue, ...]
+    passing: tuple[PlannedValue, ...] = ()
+    same_as: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedPipeline:
+    """How a step is pipelined.
+
+    Attributes:
+        schedule: name of the schedule.
+        devices: the device of each worker.
+        microbatches: number of microbatches of a whole batch.
+        checkpoint: which microbatches are recomputed; empty if a byte budget decides.
+        makespan: modelled seconds of a step.
+            bubble: modelled share of the devices' time that they spend waiting.
+        peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
+            in flight, gradients, temporaries.
+        order: the actions of every device with the transfers between them, one line per device.
+        brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
+        loss_reduction: how the microbatches' losses are combined to the batch's loss.
+    """
+
+    schedule: str
+    devices: tuple[str, ...]
+    microbatches: int
+    checkpoint: str
+    makespan: float
+    bubble: float
+    peak_bytes: tuple[int, ...]
+    order: str = field(repr=False)
+    brought_bytes: int = 0
+    loss_reduction: str = "mean"

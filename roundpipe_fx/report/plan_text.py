@@ -1,0 +1,125 @@
+"""The text of a plan: what ``print(plan)`` and ``plan.explain(…)`` show."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
+
+__all__ = ["pipeline_lines", "stage_lines", "tiles_explained", "tiles_text", "value_explained"]
+
+_SHOWN = 6
+"""Number of values or devices that are listed."""
+
+_REDUCTIONS = {
+    "mean": "the loss is the mean of the microbatches' losses, weighed by their rows",
+    "sum": "the loss is the sum of the microbatches' losses",
+}
+
+
+def stage_lines(stage: PlannedStage, training: bool) -> list[str]:
+    """A stage: its modelled milliseconds, and its largest values by list.
+
+    Args:
+        stage: the stage.
+        training: whether there is a backward.
+    """
+    lines = []
+    same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
+    lines.append(f"stage {stage.index}: {stage.modules}{same}")
+    seconds = f"  modelled ms: forward {stage.forward_seconds * 1e3:.3f}"
+    if training:
+        seconds += f", recompute {stage.recompute_seconds * 1e3:.3f}, backward {stage.backward_seconds * 1e3:.3f}"
+    if stage.early_seconds:
+        seconds += f", of which before its gradients arrive {stage.early_seconds * 1e3:.3f}"
+    lines.append(f"{seconds}; enters {bytes_text(stage.entry_bytes)}")
+    for title in ("saved", "hoisted", "recomputed", "replayed"):
+        lines += _listing(title, getattr(stage, title))
+    return lines
+
+
+def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
+    """All that is carried out in tiles, in one line; equal regions are named once."""
+    alike: dict[tuple[str, int], list[PlannedTiles]] = {}
+    for own in tiles:
+        alike.setdefault((own.type, own.tiles), []).append(own)
+    parts = []
+    for (kind, count), same in alike.items():
+        modules = list(dict.fromkeys(own.module or "the model" for own in same))
+        more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+        parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
+    return "; ".join(parts)
+
+
+def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
+    """How a step is pipelined, and what that takes."""
+    again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
+    peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
+    more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
+    brought = (
+        [f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices"]
+        if pipeline.brought_bytes
+        else []
+    )
+    return [
+        f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
+        f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
+        f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
+        f"devices: {peaks}{more}",
+        *brought,
+    ]
+
+
+def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
+    if not values:
+        return []
+    lines = [f"  {title}: {len(values)} values, {bytes_text(sum(value.bytes for value in values))}"]
+    for value in sorted(values, key=lambda value: -value.bytes)[:_SHOWN]:
+        where = f" in {value.module}" if value.module else ""
+        reason = f" — {value.reason}" if value.reason else ""
+        lines.append(f"    {value.name} {value.type} {bytes_text(value.bytes)}{where}{reason}")
+    if len(values) > _SHOWN:
+        lines.append(f"    … and {len(values) - _SHOWN} smaller")
+    return lines
+
+
+def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
+    """What happens to a value, and what the alternative would cost.
+
+    Args:
+        stage: index of its stage.
+        fate: name of the list of its stage that it is in.
+        value: the value.
+    """
+    again = f"{value.recompute_seconds * 1e3:.3f} ms"
+    size = bytes_text(value.bytes)
+    text = {
+        "saved": f"saved from forward to backward, {size}; recomputing it instead would take {again}",
+        "hoisted": f"saved from forward to backward, {size}, and never recomputed: {value.reason}",
+        "recomputed": (
+            f"recomputed in the backward {_times(value.times)}, in {again}; saving it instead would hold {size}"
+            f"{', but it must not be saved: ' if value.reason else ''}{value.reason}"
+        ),
+        "replayed": (
+            f"replayed in the backward {_times(value.times)} from its saved generator state, in {again}; saving it "
+            f"instead would hold {size}"
+        ),
+        "passing": f"needed only by the forward, {size} while it is alive",
+    }[fate]
+    where = f" in {value.module}" if value.module else ""
+    return f"{value.name} {value.type}{where} (stage {stage}): {text}"
+
+
+def tiles_explained(tiles: PlannedTiles) -> str:
+    """What is carried out in tiles, and what it would take as a whole."""
+    where = f" in {tiles.module}" if tiles.module else ""
+    return (
+        f"{tiles.name} {tiles.type}{where}: computed in {tiles.tiles} tiles of its {tiles.rows} rows, one after "
+        f"another, in {tiles.seconds * 1e3:.3f} ms with the operations around it; as a whole it would hold "
+        f"{bytes_text(tiles.bytes)}"
+    )
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
