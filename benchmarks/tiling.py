@@ -8,6 +8,9 @@ For each peer its peak is our budget, at which both are timed. Our lowest peak i
 met; at the end of any step all gradients of parameters exist, so none is lower than these. Gradients are held against
 eager PyTorch's: the largest norm of an error over the largest norm of a gradient.
 
+A Llama of 8B parameters in bfloat16, on the meta device, is planned for one RTX 4090 while it stays on the CPU, with
+ever longer sequences; figures are of the simulator.
+
 Planning is the CPU seconds of ``lower`` within the peak of the first peer, which needs tiles, over those within the
 least budget that can be met without them.
 """
@@ -29,6 +32,7 @@ from torch import nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import roundpipe_fx
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, report, seconds_of
 from benchmarks.tiling_by_hand import WAYS, Head, tile_mlps
 from roundpipe_fx.api import compilation
@@ -36,6 +40,8 @@ from roundpipe_fx.api import compilation
 _VOCABULARY = 32_768
 _WIDTH = 256
 _HEADS = 4
+_OFFLOADED_TOKENS = (8 * 1024, 16 * 1024, 24 * 1024, 32 * 1024)
+_DEVICE = "RTX 4090"
 _PLANNED = 2
 """So often each kind of budget is planned for, in turns."""
 
@@ -332,6 +338,9 @@ def main() -> None:
         report("tiling", "beside checkpoint per layer and tiles by hand: lowest peak, time at its peak", peer_rows)
         report("tiling_planning", "CPU seconds of planning (target: ratio at most 1.3)", planning_rows)
     report("tiling_summary", "targets", summary(lowest_rows, peer_rows, planning_rows))
+    if not arguments.cases:
+        rows = [offloaded(tokens) for tokens in fresh(_OFFLOADED_TOKENS)]
+        report("tiling_offloaded", f"Llama of 8B parameters on the CPU, trained on one {_DEVICE} (target: 24 K)", rows)
 
 
 def rows_of(case: Case, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]], dict[str, Any]]:
@@ -386,6 +395,24 @@ def rows_of(case: Case, pairs: int) -> tuple[dict[str, Any], list[dict[str, Any]
     return lowest, beside, planning
 
 
+def offloaded(tokens: int) -> dict[str, Any]:
+    """What a step of one sequence is planned to need."""
+    model = llama_8b()
+    batch = torch.empty(1, tokens, dtype=torch.long, device="meta")
+    start = time.process_time()
+    plan = roundpipe_fx.plan(model, input_ids=batch, labels=batch, device=_DEVICE, offloaded=True, num_microbatches=1)
+    assert plan.pipeline is not None and plan.budget is not None
+    return {
+        "tokens": tokens,
+        "budget GiB": plan.budget / 2**30,
+        "peak GiB": max(plan.pipeline.peak_bytes) / 2**30,
+        "regions in tiles": len(plan.tiles),
+        "most tiles": max((region.tiles for region in plan.tiles), default=1),
+        "modelled s": plan.pipeline.makespan,
+        "CPU s to plan": time.process_time() - start,
+    }
+
+
 def at_its_peak(model: nn.Module, batch: dict[str, Any], peer: Measured, eager: Measured, pairs: int) -> dict[str, Any]:
     """Our step within a peer's peak, beside the peer's step."""
     try:
@@ -431,7 +458,6 @@ def summary(
         {"target": "measured peak within the budget", "found": f"broken by {over}"},
         {"target": "gradient error at most 1e-6", "found": f"at most {max(errors):.1e}"},
         {"target": "planning with tiles / without: at most 1.3", "found": each(planning_rows, "ratio")},
-        {"target": "steps without tiles: not slower than before", "found": "their programs are the same"},
     ]
 
 

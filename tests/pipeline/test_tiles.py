@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.pipeline import lowering
 from tests.long import long_but
 
 WORDS = 512
@@ -73,3 +75,21 @@ def test_the_least_budget_is_met_in_tiles(way: str) -> None:
     for name, p in model.named_parameters():
         assert p.grad is not None
         assert (p.grad - gradients[name]).norm() <= 1e-12 * largest, name
+
+
+def test_no_schedule_is_searched_for_below_what_one_operation_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The logits and their gradient alone need more than the budget: nothing is planned that has them whole."""
+    model = LanguageModel()
+    tokens = torch.randint(0, WORDS, (8, 32))
+    batch = {"tokens": tokens, "targets": tokens.roll(1, 1)}
+    options = {"num_microbatches": 4, **WAYS["1f1b"]}
+    budget = 2 * (8 // 4) * 32 * WORDS * 4 - 1
+    planned = []
+    plan = lowering._best_of
+    monkeypatch.setattr(lowering, "_best_of", lambda *args: planned.append(args) or plan(*args))
+    torch._dynamo.reset()
+    compiled = roundpipe_fx.compile(model, memory_budget=budget, **options)
+    compiled.trace(**batch)
+    assert compiled.plan.tiles and planned
+    for graph, *_ in planned:
+        assert any(isinstance(node.target, TileLoop) for node in graph.graph.nodes)
