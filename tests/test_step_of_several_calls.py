@@ -193,7 +193,10 @@ def test_code_beside_graphs_is_told_of_with_the_figures() -> None:
     compiled = roundpipe_fx.compile(Broken(), memory_budget="1 GiB")
     told = [_measured(compiled, _broken)[1] for _ in range(2)]
     assert len(told[0]) == 1 and not told[1]
-    assert "memory_budget is 1073741824 bytes" in told[0][0] and "what runs eagerly: " in told[0][0]
+    assert (
+        "memory_budget is 1073741824 bytes" in told[0][0]
+        and "runs eagerly between graphs is not counted: " in told[0][0]
+    )
     assert f"{__file__}:" in told[0][0] and "3 calls of 3 graphs" in told[0][0]
 
 

@@ -81,7 +81,7 @@ def _chain(**options: Any) -> Callable[[torch.Tensor], Any]:
         (lambda: _chain(stages=["9"]), ValueError, "stages: no module"),
         (lambda: _chain(memory_budget=1), roundpipe_fx.InfeasibleBudgetError, "memory_budget of 1 bytes"),
         (lambda: _chain(memory_budget=1, num_microbatches=2), ValueError, "memory_budget of 1 bytes"),
-        (lambda: roundpipe_fx.compile(_Region()), ValueError, "memory_budget='7 apples' is no size"),
+        (lambda: roundpipe_fx.compile(_Region()), ValueError, "memory_budget='7 apples' is not a size"),
         (
             lambda: torch.compile(linear_chain(), backend="roundpipe_fx", options={"stages": True}),
             TypeError,
