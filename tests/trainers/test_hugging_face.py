@@ -107,6 +107,10 @@ def test_trainer_with_microbatches(tmp_path: Path) -> None:
     trainer = _trainer(compiled, tmp_path / "compiled")
     trainer.train()
     torch.testing.assert_close(_losses(trainer), _losses(reference))
+    # AdamW's steps hardly depend on the scale of gradients, their norms do.
+    norms = [[log["grad_norm"] for log in own.state.log_history if "grad_norm" in log] for own in (trainer, reference)]
+    assert len(norms[0]) == 4  # logged each step; evaluations have none
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-4, atol=0)
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-3, atol=1e-5)
     assert compiled.plan.pipeline is not None and compiled.plan.pipeline.loss_reduction == "sum"
 
