@@ -5,12 +5,10 @@ AOTAutograd gets graphs of stage calls back.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.api.learned import Learned
+from roundpipe_fx.api.undisturbed import undisturbed
 from roundpipe_fx.codegen import Program, seen_by_autograd
 from roundpipe_fx.compiler.lower import asked_budget, bounded_in_bytes, lower
 from roundpipe_fx.compiler.lowered import Lowered
@@ -115,6 +114,7 @@ class _Compilation:
             training=training,
         )
 
+    @undisturbed
     def _for_sizes(
         self,
         joint: fx.GraphModule,
@@ -124,7 +124,7 @@ class _Compilation:
     ) -> T:
         """Lower a graph for the sizes that it is to be used with."""
         assumed = self.learned.of_graph(self.name)
-        with torch_private.without_modes(), _without_gc():
+        with torch_private.without_modes():
             view = self._view(joint, num_fwd_outputs)
             if bounded_in_bytes(view, self.options):
                 return lower_for_sizes(view, assumed, lower, lambda found: lowered_of(found).recompute_seconds > 0)
@@ -219,8 +219,8 @@ class _Compilation:
         outputs = module.graph.output_node().args[0]
         joint = self._view(module, len(outputs))  # type: ignore[arg-type]
         if self.pipelining is not None:
-            with torch_private.without_modes(), _without_gc():
-                pipeline = lower_pipeline(
+            with torch_private.without_modes():
+                pipeline = undisturbed(lower_pipeline)(
                     joint,
                     self.options,
                     self.pipelining,
@@ -231,8 +231,8 @@ class _Compilation:
             graph = pipelined_graph(pipeline, [])
             self.on_plan(plan_of_pipeline(graph, self.pipelining))
             return pipelined(graph, [])
-        with torch_private.without_modes(), _without_gc():
-            lowered = lower(joint, self.options, self.registered_syncs, training=False)
+        with torch_private.without_modes():
+            lowered = undisturbed(lower)(joint, self.options, self.registered_syncs, training=False)
         self.on_plan(lowered.plan)
         run = self._load(lowered, lowered.forward)
         noted = self._noted(lowered, ())
@@ -302,18 +302,6 @@ def _shapes(inputs: Sequence[Any]) -> str:
     kinds = [(str(tuple(value.shape)), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
     modes = torch.is_grad_enabled()
     return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
-
-
-@contextlib.contextmanager
-def _without_gc() -> Iterator[None]:
-    """No garbage collection inside: passes create many objects that stay alive, and scanning them each time is slow."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _stand_in(node: Any) -> Any:
