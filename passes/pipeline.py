@@ -240,7 +240,11 @@ class Pass:
 
 
 def default_passes() -> list[Pass]:
-    """The passes in the order in which they run: the list that the option ``passes`` edits."""
+    """The passes in the order in which they run: the list that the option ``passes`` edits.
+
+    Returns:
+        a new list.
+    """
     return list(_PASSES)
 
 

@@ -109,6 +109,9 @@ def compile(
         deferred_batch_norm: update the running statistics of batch norm once per step, from all microbatches, instead
             of once per microbatch.
 
+    Returns:
+        the compiled model: an instance of a subclass of the model's class.
+
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
         ValueError: an option has an unknown value, or ``passes`` returns a list that cannot be run. The first call
@@ -233,12 +236,23 @@ class CompiledModule(nn.Module):
 
         A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
         a call does, with all forwards before all backwards.
+
+        Args:
+            *args: as for a call of the model; their values are not read.
+            **kwargs: as for a call, or for :meth:`forward_backward`.
+
+        Returns:
+            the plan; where the graph breaks, that of the first part.
         """
         self._state_of_roundpipe_fx.trace(self, args, kwargs)
         return CompiledModule.plan.__get__(self)
 
     def compile(self, *_args: Any, **_kwargs: Any) -> None:
-        """Raises an error: the model is compiled already."""
+        """Refused: the model is compiled already.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError(_COMPILED.format("roundpipe_fx.compile"))
 
     @property
@@ -275,7 +289,16 @@ class CompiledModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_named_parameters`."""
+        """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_named_parameters`.
+
+        Args:
+            prefix: put before each name.
+            recurse: whether parameters of submodules are included.
+            remove_duplicate: whether a parameter with several names is given once.
+
+        Returns:
+            names and parameters.
+        """
         if in_optimizer_context() and recurse:
             return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
         return super().named_parameters(prefix, recurse, remove_duplicate)
@@ -286,11 +309,22 @@ class CompiledModule(nn.Module):
         """Names and parameters for an optimizer: copies in ``optim_dtype``, of the parameters that require grad.
 
         Without ``optim_dtype`` they are the model's own.
+
+        Args:
+            prefix: put before each name.
+            remove_duplicate: whether a parameter with several names is given once.
+
+        Returns:
+            names and parameters.
         """
         return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
 
     def optim_parameters(self) -> Iterator[nn.Parameter]:
-        """Parameters for an optimizer: see :meth:`optim_named_parameters`."""
+        """Parameters for an optimizer: see :meth:`optim_named_parameters`.
+
+        Returns:
+            the parameters.
+        """
         return (parameter for _, parameter in self.optim_named_parameters())
 
     def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
@@ -324,6 +358,13 @@ class CompiledModule(nn.Module):
         """As the model's own. With ``optim_dtype`` the optimizer's parameters go with it, as metadata.
 
         ``torch.save`` and ``torch.load`` keep metadata; formats of tensors alone do not.
+
+        Args:
+            *args: as for ``nn.Module.state_dict``.
+            **kwargs: likewise.
+
+        Returns:
+            tensors by name, with the model's own keys.
         """
         optimizer = self._state_of_roundpipe_fx.optimizer
         optimizer.synchronize()
@@ -335,7 +376,16 @@ class CompiledModule(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As the model's own. The optimizer's parameters are loaded too, or copied from the model's if ``state_dict``
-        has none."""
+        has none.
+
+        Args:
+            state_dict: tensors by name, as :meth:`state_dict` or the model's own returns them.
+            *args: as for ``nn.Module.load_state_dict``.
+            **kwargs: likewise.
+
+        Returns:
+            as of ``nn.Module.load_state_dict``: missing and unexpected keys.
+        """
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
         self._state_of_roundpipe_fx.optimizer.load(saved)

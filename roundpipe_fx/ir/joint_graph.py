@@ -255,15 +255,30 @@ class JointGraph:
         return input_mutations(self.module)
 
     def computed(self) -> Iterator[fx.Node]:
-        """Nodes that compute something, in graph order."""
+        """Nodes that compute something, in graph order.
+
+        Returns:
+            the nodes.
+        """
         return (node for node in self.graph.nodes if node.op not in ("placeholder", "output"))
 
     def in_phase(self, phase: Phase) -> list[fx.Node]:
-        """Computing nodes of one phase, in graph order."""
+        """Computing nodes of one phase, in graph order.
+
+        Args:
+            phase: when in a training step they run.
+
+        Returns:
+            the nodes.
+        """
         return [node for node in self.computed() if node.meta.get(Mark.PHASE) is phase]
 
     def copy(self) -> JointGraph:
-        """A copy of the graph, which can be rewritten independently."""
+        """A copy of the graph, which can be rewritten independently.
+
+        Returns:
+            the copy; nodes' annotations are copied too.
+        """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         output = graph.output(graph.graph_copy(self.graph, copies))
@@ -286,7 +301,14 @@ class JointGraph:
                 self.graph.erase_node(node)
 
     def label(self, node: fx.Node) -> str:
-        """A readable name: the model's name for a graph input, else the node's name."""
+        """A readable name: the model's name for a graph input, else the node's name.
+
+        Args:
+            node: of this graph.
+
+        Returns:
+            the name.
+        """
         return self.labels.get(node, node.name)
 
 

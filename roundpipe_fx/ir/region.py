@@ -38,6 +38,9 @@ def memory_budget(budget: int | float | str) -> AbstractContextManager[Any]:
         budget: bytes of saved values (``int``, or a size like ``"512MiB"``), or a share in [0, 1]: 0 saves as little
             as possible, 1 everything.
 
+    Returns:
+        the context manager.
+
     Raises:
         ValueError: ``budget`` is out of range, or a text that is not a size. Raised at once outside of compilation,
             else when the model is planned.

@@ -84,6 +84,9 @@ class Plan:
     def timeline(self) -> Timeline:
         """When each device runs which action: as predicted and, after a step, as measured in the latest one.
 
+        Returns:
+            the timeline, in seconds from the step's beginning.
+
         Raises:
             RuntimeError: the model is not pipelined, or the plan was read from JSON.
         """
@@ -122,10 +125,13 @@ class Plan:
     def sources(self) -> dict[str, str]:
         """Every emitted module as readable Python, by file name; with what calls them: a program, or a schedule.
 
+        A module that does the same work on the same shapes as an earlier one says so instead of repeating it.
+
+        Returns:
+            texts by file name.
+
         Raises:
             RuntimeError: the plan was read from JSON and has no code.
-
-        A module that does the same work on the same shapes as an earlier one says so instead of repeating it.
         """
         if not self.programs:
             raise RuntimeError("a plan that was read from JSON has no code: compile the model to get it.")
@@ -165,6 +171,9 @@ class Plan:
 
         Of a pipeline: bytes of the device that needs most, and seconds for a microbatch, of what was looked at.
 
+        Returns:
+            pairs of bytes and seconds.
+
         Raises:
             RuntimeError: the plan was made without a budget, so no trade-off was looked at.
         """
@@ -195,6 +204,9 @@ class Plan:
         Args:
             name: name of a value in the emitted code, or of a module as in ``model.named_modules()``.
 
+        Returns:
+            the explanation, a line for each value.
+
         Raises:
             ValueError: there is no such value or module; the message lists close matches.
         """
@@ -222,7 +234,11 @@ class Plan:
                         yield stage.index, fate, value
 
     def to_json(self) -> str:
-        """The plan as JSON, without the emitted code, which :meth:`from_json` reads."""
+        """The plan as JSON, without the emitted code, which :meth:`from_json` reads.
+
+        Returns:
+            the text.
+        """
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name in ("modules", "programs", "read_operations", "timing", "measured"):
             del fields[name]
@@ -235,6 +251,12 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read a plan written by :meth:`to_json`. It is equal to the original, but has no code.
+
+        Args:
+            text: what :meth:`to_json` returned.
+
+        Returns:
+            the plan.
 
         Raises:
             ValueError: ``text`` is not a plan, or has another format.

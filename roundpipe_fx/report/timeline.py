@@ -43,6 +43,9 @@ class Timeline:
         Args:
             timing: the simulated schedule.
             spans: for each device, the times of its actions in a step; ``None`` if there was no step.
+
+        Returns:
+            the timeline.
         """
         predicted = []
         for device, (starts, ends) in enumerate(zip(timing.starts, timing.ends, strict=True)):

@@ -69,6 +69,9 @@ class Action:
         Args:
             text: as ``str(action)`` returns it.
 
+        Returns:
+            the action.
+
         Raises:
             ValueError: ``text`` is not an action.
         """

@@ -49,6 +49,9 @@ class Schedule:
             name: name of the schedule.
             devices: the actions of each device, in order.
 
+        Returns:
+            the schedule.
+
         Raises:
             ValueError: one of the actions is a transfer.
         """
@@ -68,6 +71,9 @@ class Schedule:
         Args:
             text: one line per device, ``device: action action …``; the device's number is optional.
             name: name of the schedule.
+
+        Returns:
+            the schedule.
 
         Raises:
             ValueError: the text contains something that is not an action.
@@ -91,23 +97,48 @@ class Schedule:
         return sum(len(order) for order in self.orders)
 
     def actions(self, device: int) -> list[Action]:
-        """The actions of one device, in order."""
+        """The actions of one device, in order.
+
+        Args:
+            device: number of the device.
+
+        Returns:
+            the actions.
+        """
         return [Action(KINDS[kind], stage, microbatch) for kind, stage, microbatch in self.orders[device].tolist()]
 
     def only(self, *kinds: ActionKind) -> Schedule:
-        """A copy with the actions of some kinds only."""
+        """A copy with the actions of some kinds only.
+
+        Args:
+            *kinds: kinds of actions to keep.
+
+        Returns:
+            the copy.
+        """
         numbers = [NUMBER[kind] for kind in kinds]
         orders = tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders)
         return dataclasses.replace(self, orders=orders)
 
     def halves(self) -> Schedule:
-        """A copy with all forwards before all backwards."""
+        """A copy with all forwards before all backwards.
+
+        Returns:
+            the copy.
+        """
         forward, backward = self.only(ActionKind.FORWARD), self.only(*KINDS[1:])
         orders = tuple(np.concatenate(pair) for pair in zip(forward.orders, backward.orders, strict=True))
         return Schedule(self.name, orders, True)
 
     def restricted(self, graph: StageGraph) -> Schedule:
-        """A copy without the actions that are not in a stage graph."""
+        """A copy without the actions that are not in a stage graph.
+
+        Args:
+            graph: the stage graph.
+
+        Returns:
+            the copy.
+        """
         known = np.array([NUMBER[kind] << 20 | stage for kind, stage in graph.steps], dtype=np.int32)
         keep = (np.isin(order[:, 0] << 20 | order[:, 1], known) for order in self.orders)
         return dataclasses.replace(

@@ -65,6 +65,9 @@ def checkpoint(
         early_stop: stop recomputing once all needed values are known.
         **kwargs: its keyword inputs.
 
+    Returns:
+        what ``function`` returns.
+
     Raises:
         torch.utils.checkpoint.CheckpointError: in the backward, when recomputation differs from the first pass.
         ValueError: an option has an unknown value.
@@ -118,6 +121,9 @@ def checkpoint_sequential(
         use_reentrant: accepted for compatibility; the non-reentrant form is always used.
         preserve_rng_state: as for :func:`checkpoint`.
 
+    Returns:
+        what the last function returns.
+
     Raises:
         ValueError: ``segments`` is not between 1 and the number of functions.
     """
@@ -141,6 +147,9 @@ def is_checkpointing() -> bool:
     """Whether this thread is in the first pass of a checkpointed function.
 
     Compiled: whether the place is inside a checkpointed function.
+
+    Returns:
+        ``True`` in the first pass, else ``False``.
     """
     if torch.compiler.is_compiling():
         return torch_private.tracing_inside_checkpoint()
@@ -149,7 +158,11 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Whether this thread is in the recomputation of a checkpointed function. ``False`` in a compiled model."""
+    """Whether this thread is in the recomputation of a checkpointed function. ``False`` in a compiled model.
+
+    Returns:
+        ``True`` in the recomputation, else ``False``.
+    """
     if torch.compiler.is_compiling():
         return False
     running_pass = current_pass()

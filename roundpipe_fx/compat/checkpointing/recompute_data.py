@@ -66,7 +66,11 @@ def save_for_recompute(*data: Any) -> None:
 
 
 def doing_recompute() -> bool:
-    """Whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model."""
+    """Whether this thread is recomputing a checkpointed layer. ``False`` in a compiled model.
+
+    Returns:
+        ``True`` in the recomputation of a layer, else ``False``.
+    """
     if torch.compiler.is_compiling():
         return False
     running_pass = current_pass()
@@ -75,6 +79,9 @@ def doing_recompute() -> bool:
 
 def get_recompute_data() -> tuple[Any, ...]:
     """The data that the recomputed layer saved: always a tuple, empty if it saved nothing.
+
+    Returns:
+        what was passed to :func:`save_for_recompute`, in that order.
 
     Raises:
         AssertionError: this thread is not recomputing a layer.

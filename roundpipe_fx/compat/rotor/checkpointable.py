@@ -126,6 +126,9 @@ class Checkpointable(nn.Module):
         Args:
             mem_limit: accepted for compatibility; memory is counted in slots when a sequence is computed.
 
+        Returns:
+            the chain: seconds and bytes of each layer.
+
         Raises:
             ValueError: nothing was measured.
         """
@@ -153,6 +156,9 @@ class Checkpointable(nn.Module):
             mem_slots: how finely memory is counted; ``None``: the constructor's value.
             algo: ``"persistent"``: the fastest sequence whose saved values stay until their backward; or a baseline:
                 ``"no-checkpoint"``, ``"every-segment"``, ``"periodic"`` (√n segments).
+
+        Returns:
+            the sequence, which training follows too.
 
         Raises:
             ValueError: nothing was measured, the limit cannot be met, or an unknown algorithm.
@@ -183,6 +189,13 @@ class Checkpointable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own; in training it follows the sequence.
+
+        Args:
+            *args: inputs of the model.
+            **kwargs: keyword inputs of the model.
+
+        Returns:
+            the model's outputs.
 
         Raises:
             ValueError: it trains, and no sequence was computed.

@@ -57,7 +57,14 @@ class Chain:
         return len(self.forward)
 
     def in_slots(self, slot: float) -> Chain:
-        """The same chain with bytes counted in slots, rounded up."""
+        """The same chain with bytes counted in slots, rounded up.
+
+        Args:
+            slot: bytes of a slot.
+
+        Returns:
+            the chain, its sizes in slots.
+        """
 
         def count(sizes: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(math.ceil(size / slot) for size in sizes)

@@ -13,7 +13,11 @@ __all__ = ["Backward", "ForwardCheck", "ForwardEnable", "ForwardNograd", "Loss",
 
 @dataclass(frozen=True)
 class ForwardEnable:
-    """Run layer ``index`` and keep its input and all that its backward needs."""
+    """Run layer ``index`` and keep its input and all that its backward needs.
+
+    Attributes:
+        index: number of the layer, from 0.
+    """
 
     index: int
 
@@ -23,7 +27,11 @@ class ForwardEnable:
 
 @dataclass(frozen=True)
 class ForwardNograd:
-    """Run layer ``index``, keep its result, drop its input."""
+    """Run layer ``index``, keep its result, drop its input.
+
+    Attributes:
+        index: number of the layer, from 0.
+    """
 
     index: int
 
@@ -33,7 +41,11 @@ class ForwardNograd:
 
 @dataclass(frozen=True)
 class ForwardCheck:
-    """Run layer ``index``, keep its input and its result."""
+    """Run layer ``index``, keep its input and its result.
+
+    Attributes:
+        index: number of the layer, from 0.
+    """
 
     index: int
 
@@ -51,7 +63,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class Backward:
-    """Differentiate layer ``index``; what it needed is dropped."""
+    """Differentiate layer ``index``; what it needed is dropped.
+
+    Attributes:
+        index: number of the layer, from 0.
+    """
 
     index: int
 
@@ -95,7 +111,14 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
         return f"{len(self)} operations{made}: {shown}{rest}"
 
     def seconds(self, chain: Chain) -> float:
-        """What it takes on a chain."""
+        """What it takes on a chain.
+
+        Args:
+            chain: the chain, with the seconds of each layer.
+
+        Returns:
+            seconds of all operations, one after the other.
+        """
         total = 0.0
         for operation in self.operations:
             if isinstance(operation, Backward):
@@ -113,6 +136,12 @@ class Sequence(collections.abc.Sequence[SequenceOperation]):
         input; ``ForwardEnable(i)`` adds ``x̄_{i+1}``; ``Loss`` adds ``y_n``; ``Backward(i)`` adds ``y_i`` and then drops
         ``x̄_{i+1}``, ``y_{i+1}`` and, where that is no part of ``x̄_i``, its input. While an operation runs its temporary
         counts too.
+
+        Args:
+            chain: the chain, with the bytes of each value.
+
+        Returns:
+            bytes.
 
         Raises:
             ValueError: an operation finds that something it needs is not there, or the chain's gradient is not what
