@@ -183,5 +183,13 @@ def _alive(
     for position, event in enumerate(events[: at + 1]):
         born.update(dict.fromkeys(arriving.get(position, ()), position))
         born.update(dict.fromkeys(event.makes, position))
-    alive = [(storage, sizes[storage]) for storage in born if last[storage] >= at]
+    written = _overwritten(events, last, at) if at >= 0 else None
+    alive = [(storage, sizes[storage]) for storage in born if last[storage] >= at and storage != written]
     return tuple(sorted(alive, key=lambda item: -item[1]))
+
+
+def _overwritten(events: Sequence[Event], last: Mapping[int, int], at: int) -> int | None:
+    """The storage that the result of an event overwrites, which holds no bytes of its own any more."""
+    reuse_scope = {storage: event.reuse_scope for event in events[: at + 1] for storage in event.makes}
+    dying = (storage for storage in events[at].inplace_candidates if last.get(storage) == at)
+    return next((s for s in dying if s in reuse_scope and reuse_scope[s] == events[at].reuse_scope), None)

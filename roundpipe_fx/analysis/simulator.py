@@ -27,12 +27,11 @@ from roundpipe_fx.analysis.liveness import peak_of
 from roundpipe_fx.analysis.program_events import Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
+from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 
 __all__ = ["LiveValue", "PeakMoment", "allocation_granularity", "footprint_of_course", "peak_of_course"]
 
-_SHOWN = 8
-"""Number of live values that are listed at the peak."""
 _FIRST_INPUT = -3
 """This and lower numbers stand for the inputs of the forward, for an allocator."""
 
@@ -50,11 +49,13 @@ class LiveValue:
         name: name in the emitted code.
         module: path of the user's module that computed it.
         bytes: bytes of its storage.
+        gradient: whether it is a gradient that the backward returns, of a parameter or an input.
     """
 
     name: str
     module: str
     bytes: int
+    gradient: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,8 @@ class PeakMoment:
         call: the stage module that runs at the peak.
         value: the value that is being computed.
         module: path of the user's module that it belongs to.
-        live: the largest values alive at the peak, largest first.
+        live: the values alive at the peak, largest first.
+        line: file and line of the user's program that computes the value, as ``model.py:12``; empty if unknown.
     """
 
     bytes: int
@@ -74,6 +76,7 @@ class PeakMoment:
     value: str
     module: str
     live: tuple[LiveValue, ...]
+    line: str = ""
 
 
 def peak_of_course(
@@ -102,15 +105,17 @@ def peak_of_course(
         later = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
         peak = max(peak, later, key=lambda peak: peak.bytes)
     call, node = run.events[peak.position].what if peak.position >= 0 else ("", None)
-    live = [_live(run.makers.get(storage), size) for storage, size in peak.live[:_SHOWN]]
+    gradients = set().union(*course.gradients)
+    live = [_live(run.makers.get(storage), size, storage in gradients) for storage, size in peak.live]
     name, module = (node.name, module_path(node, module_path_text)) if node is not None else ("", "")
+    line = line_of(node) if node is not None else ""
     workspace = run.events[peak.position].workspace if peak.position >= 0 else 0
     if node is None and workspace:
         name = "loss"
         live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
     elif workspace:
         live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
-    return PeakMoment(peak.bytes, call, name, module, tuple(live[:_SHOWN]))
+    return PeakMoment(peak.bytes, call, name, module, tuple(live), line)
 
 
 def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:
@@ -131,7 +136,7 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
     )
 
 
-def _live(maker: fx.Node | None, size: int) -> LiveValue:
+def _live(maker: fx.Node | None, size: int, gradient: bool) -> LiveValue:
     if maker is None:
         return LiveValue("incoming gradient", "", size)
-    return LiveValue(maker.name, module_path(maker, module_path_text), size)
+    return LiveValue(maker.name, module_path(maker, module_path_text), size, gradient)

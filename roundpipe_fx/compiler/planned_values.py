@@ -19,6 +19,7 @@ from roundpipe_fx.ir.joint_graph import (
     module_path,
     tensor_values,
 )
+from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.report.plan_parts import PlannedValue
 from roundpipe_fx.torch_private import module_path_text, size_hint
@@ -47,6 +48,7 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
                 seconds=costs.seconds(node),
                 times=costs.times[name],
                 recompute_seconds=costs.recompute_seconds(node),
+                line=line_of(node),
             ),
         )
     return tuple(values.values())

@@ -9,12 +9,30 @@ from pathlib import Path
 import torch
 from torch import fx
 
-__all__ = ["source_of"]
+__all__ = ["line_of", "source_of"]
+
+_FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
+
+_SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 def source_of(node: fx.Node) -> str:
     """The innermost frame of a node's stack trace outside of PyTorch and of this package; ``""`` if there is none."""
     frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
-    skipped = [f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)]
-    users = (frame for frame in reversed(frames) if frame.strip() and not any(own in frame for own in skipped))
+    users = (frame for frame in reversed(frames) if frame.strip() and not any(own in frame for own in _SKIPPED))
     return next((frame.rstrip() for frame in users), "")
+
+
+def line_of(node: fx.Node) -> str:
+    """The file and the line of that frame, as ``modeling_gpt2.py:312``; ``""`` if there is none.
+
+    Traces are read from their end, since a plan asks for thousands of them.
+    """
+    trace = node.stack_trace or ""
+    end = len(trace)
+    while (start := trace.rfind('  File "', 0, end)) >= 0:
+        found = _FRAME.match(trace, start)
+        if found is not None and not found[1].startswith(_SKIPPED):
+            return f"{os.path.basename(found[1])}:{found[2]}"
+        end = start
+    return ""

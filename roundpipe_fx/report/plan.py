@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import html
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,21 +19,23 @@ from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
 from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
-from roundpipe_fx.report.plan_text import pipeline_lines, stage_lines, tiles_explained, tiles_text, value_explained
+from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_explained, value_explained
+from roundpipe_fx.report.summary import summary_lines
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Timing
 
 __all__ = ["Plan"]
 
-_FORMAT = "roundpipe_fx plan 4"
+_FORMAT = "roundpipe_fx plan 5"
 _LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
 """Lists of values that a stage has; each value is in one of them, replayed ones in two."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """All decisions of one compilation. ``print(plan)`` shows them; :meth:`write` writes the emitted code.
+    """All decisions of one compilation. ``print(plan)`` sums them up, :meth:`details` lists them by stage, and
+    :meth:`write` writes the emitted code.
 
     Attributes:
         stages: the stages in order.
@@ -66,20 +69,20 @@ class Plan:
     recompute: str
     budget: int | None
     peak: PeakMoment
-    trade_off: tuple[tuple[int, float], ...] = field(repr=False)
+    trade_off: tuple[tuple[int, float], ...]
     assumed: Mapping[str, int]
     sizes: Mapping[str, int]
     training: bool
     static: bool
     outputs: int
-    modules: tuple[StageModule, ...] = field(repr=False, compare=False)
-    programs: tuple[Program, ...] = field(repr=False, compare=False)
-    read_operations: Callable[[], OperationGraph] | None = field(repr=False, compare=False, default=None)
+    modules: tuple[StageModule, ...] = field(compare=False)
+    programs: tuple[Program, ...] = field(compare=False)
+    read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
     pipeline: PlannedPipeline | None = None
-    timing: Timing | None = field(repr=False, compare=False, default=None)
-    measured: list[list[list[Span]]] = field(repr=False, compare=False, default_factory=list)
+    timing: Timing | None = field(compare=False, default=None)
+    measured: list[list[list[Span]]] = field(compare=False, default_factory=list)
 
     def timeline(self) -> Timeline:
         """When each device runs which action: as predicted and, after a step, as measured in the latest one.
@@ -282,37 +285,29 @@ class Plan:
     def _describe(self, module: StageModule) -> str:
         return f"stage {module.stage} {module.phase}: {self.stages[module.stage].modules}"
 
-    def __str__(self) -> str:
-        kind = "inference"
-        if self.training:
-            kind = f"recompute={self.recompute!r}, training" if self.budget is None else "training within a budget"
-        total, different = self.segments
-        lines = [f"roundpipe_fx plan: {len(self.stages)} stages of {total} segments ({different} different), {kind}"]
-        if self.budget is not None:
-            lines.append(f"budget: {bytes_text(self.budget)} ({self.budget} bytes)")
-        if self.gathered_bytes:
-            lines.append(f"beside it, to gather parameters (FSDP2): up to {bytes_text(self.gathered_bytes)}")
-        if self.pipeline is not None:
-            lines += pipeline_lines(self.pipeline)
-        where = f"in {self.peak.call} at {self.peak.value}" if self.peak.call else "at the beginning"
-        module = f" of {self.peak.module}" if self.peak.module else ""
-        what = "predicted peak" if self.pipeline is None else "of one microbatch alone, predicted peak"
-        lines.append(f"{what}: {bytes_text(self.peak.bytes)} ({self.peak.bytes} bytes), {where}{module}")
-        if self.training:
-            lines.append(
-                f"saved for the backward: {bytes_text(self.saved_bytes)}; recomputed: "
-                f"{self.recompute_seconds * 1e3:.3f} ms modelled (forward {self.forward_seconds * 1e3:.3f} ms)"
-            )
-        if self.tiles:
-            lines.append(f"carried out in tiles, so sums round differently: {tiles_text(self.tiles)}")
-        if self.sizes:
-            lines.append(f"made for sizes up to: {', '.join(f'{name} ≤ {size}' for name, size in self.sizes.items())}")
-        if self.assumed:
-            sizes = ", ".join(f"{symbol} ≤ {size}" for symbol, size in self.assumed.items())
-            lines.append(f"depends on data, as seen plus headroom: {sizes}")
+    def details(self) -> str:
+        """All decisions as text: for each stage its modelled milliseconds, and its largest values by what happens to
+        them.
+
+        Returns:
+            the text, with some ten lines a stage.
+        """
+        lines = header_lines(self)
         for stage in self.stages:
             lines += stage_lines(stage, self.training)
         return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join(summary_lines(self))
+
+    def __repr__(self) -> str:
+        return f"<{header_lines(self)[0]}; predicted peak {bytes_text(self.peak_bytes)}>"
+
+    def _repr_html_(self) -> str:
+        return (
+            f"<pre>{html.escape(str(self))}</pre>"
+            f"<details><summary>every stage</summary><pre>{html.escape(self.details())}</pre></details>"
+        )
 
 
 def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:

@@ -21,6 +21,7 @@ class PlannedValue:
         times: how often the backward recomputes it.
         recompute_seconds: modelled seconds of recomputing it, or that it would take if it were not saved, including
             everything that has to run for it.
+        line: file and line of the user's program that computes it, as ``model.py:12``; empty if unknown.
     """
 
     name: str
@@ -31,6 +32,7 @@ class PlannedValue:
     seconds: float = 0.0
     times: int = 0
     recompute_seconds: float = 0.0
+    line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

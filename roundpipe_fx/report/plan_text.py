@@ -1,13 +1,18 @@
-"""The text of a plan: what ``print(plan)`` and ``plan.explain(…)`` show."""
+"""The text of a plan: its header, its stages, and what ``plan.explain(…)`` says of a value."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
+from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
 
-__all__ = ["pipeline_lines", "stage_lines", "tiles_explained", "tiles_text", "value_explained"]
+if TYPE_CHECKING:
+    from roundpipe_fx.report.plan import Plan
+
+__all__ = ["header_lines", "pipeline_lines", "stage_lines", "tiles_explained", "tiles_text", "value_explained"]
 
 _SHOWN = 6
 """Number of values or devices that are listed."""
@@ -16,6 +21,48 @@ _REDUCTIONS = {
     "mean": "the loss is the mean of the microbatches' losses, weighed by their rows",
     "sum": "the loss is the sum of the microbatches' losses",
 }
+
+
+def header_lines(plan: Plan) -> list[str]:
+    """What was planned as a whole: stages, budget, peak, saved and recomputed values, sizes. At most eleven lines."""
+    kind = "inference"
+    if plan.training:
+        kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
+    total, different = plan.segments
+    lines = [f"roundpipe_fx plan: {len(plan.stages)} stages of {total} segments ({different} different), {kind}"]
+    if plan.budget is not None:
+        lines.append(f"budget: {bytes_text(plan.budget)} ({plan.budget} bytes)")
+    if plan.gathered_bytes:
+        lines.append(f"beside it, to gather parameters (FSDP2): up to {bytes_text(plan.gathered_bytes)}")
+    if plan.pipeline is not None:
+        lines += pipeline_lines(plan.pipeline)
+    what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"
+    lines.append(f"{what}: {bytes_text(plan.peak.bytes)} ({plan.peak.bytes} bytes), {_moment(plan.peak)}")
+    if plan.training:
+        lines.append(
+            f"saved for the backward: {bytes_text(plan.saved_bytes)}; recomputed: "
+            f"{plan.recompute_seconds * 1e3:.3f} ms modelled (forward {plan.forward_seconds * 1e3:.3f} ms)"
+        )
+    if plan.tiles:
+        lines.append(f"carried out in tiles, so sums round differently: {tiles_text(plan.tiles)}")
+    if plan.sizes:
+        lines.append(f"made for sizes up to: {_bounds(plan.sizes)}")
+    if plan.assumed:
+        lines.append(f"depends on data, as seen plus headroom: {_bounds(plan.assumed)}")
+    return lines
+
+
+def _moment(peak: PeakMoment) -> str:
+    if not peak.call:
+        return "at the beginning"
+    module = f" of {peak.module}" if peak.module else ""
+    line = f" ({peak.line})" if peak.line else ""
+    return f"in {peak.call} at {peak.value}{module}{line}"
+
+
+def _bounds(sizes: Mapping[str, int]) -> str:
+    shown = ", ".join(f"{name} ≤ {size}" for name, size in list(sizes.items())[:_SHOWN])
+    return shown if len(sizes) <= _SHOWN else f"{shown}, … {len(sizes) - _SHOWN} more"
 
 
 def stage_lines(stage: PlannedStage, training: bool) -> list[str]:
@@ -45,10 +92,12 @@ def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
     for own in tiles:
         alike.setdefault((own.type, own.tiles), []).append(own)
     parts = []
-    for (kind, count), same in alike.items():
+    for (kind, count), same in list(alike.items())[:_SHOWN]:
         modules = list(dict.fromkeys(own.module or "the model" for own in same))
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
+    if len(alike) > _SHOWN:
+        parts.append(f"… {len(alike) - _SHOWN} more")
     return "; ".join(parts)
 
 

@@ -1,0 +1,131 @@
+"""The summary of a plan: what ``print(plan)`` shows, on one screen for any depth of the model.
+
+Modules that differ only in their numbers are shown as one, ``model.layers.*.mlp``: the blocks of a model are alike, and
+so is what is decided about them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.report.plan_parts import PlannedStage, PlannedValue
+from roundpipe_fx.report.plan_text import header_lines
+
+if TYPE_CHECKING:
+    from roundpipe_fx.report.plan import Plan
+
+__all__ = ["folded", "summary_lines"]
+
+T = TypeVar("T")
+
+_ROWS = 6
+"""Rows of each table. Four tables with a title and a last row, and the header, are less than 40 lines."""
+_NUMBER = re.compile(r"(?<![^. ])\d+(?![^. ])")
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """The lines of the summary: the header; what is alive at the peak; stages; the costliest recomputations; hoisted
+    values.
+
+    Args:
+        plan: any.
+
+    Returns:
+        at most 40 lines.
+    """
+    lines = [*header_lines(plan), *_alive(plan), *_stages(plan)]
+    values = [value for stage in plan.stages for value in stage.recomputed]
+    lines += _recomputed(values)
+    lines += _hoisted([value for stage in plan.stages for value in stage.hoisted])
+    return lines
+
+
+def folded(module: str) -> str:
+    """The path of a module with ``*`` in place of numbers: ``model.layers.*.mlp``."""
+    return _NUMBER.sub("*", module)
+
+
+def _alive(plan: Plan) -> list[str]:
+    live = plan.peak.live
+    if not live:
+        return []
+    groups = _grouped(live, lambda value: "gradients" if value.gradient else folded(value.module) or value.name)
+    rows = [(sum(value.bytes for value in own), f"{name}{_count(own)}") for name, own in groups.items()]
+    total = sum(size for size, _ in rows)
+    rows.sort(key=lambda row: -row[0])
+    shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:_ROWS]]
+    rest = sum(size for size, _ in rows[_ROWS:])
+    return [
+        f"alive at the peak: {bytes_text(total)} in {len(live)} values",
+        *shown,
+        *_rest(rows, f"{bytes_text(rest)} of other modules"),
+    ]
+
+
+def _stages(plan: Plan) -> list[str]:
+    groups = list(_grouped(plan.stages, lambda stage: (folded(stage.modules), _decisions(stage))).values())
+    lines = ["stages, those alike as one:"]
+    for stages in groups[:_ROWS]:
+        numbers = ", ".join(str(stage.index) for stage in stages[:4]) + (", …" if len(stages) > 4 else "")
+        count = f" ({len(stages)} stages)" if len(stages) > 1 else ""
+        name = stages[0].modules if len(stages) == 1 else folded(stages[0].modules)
+        lines.append(f"  {numbers}{count}: {name}; {_decisions(stages[0])}")
+    return [*lines, *_rest(groups, f"and {sum(map(len, groups[_ROWS:]))} more: plan.details()")]
+
+
+def _decisions(stage: PlannedStage) -> str:
+    parts = [
+        f"{title} {bytes_text(sum(value.bytes for value in values))}"
+        for title, values in (("saves", stage.saved), ("hoists", stage.hoisted))
+        if values
+    ]
+    if stage.recompute_seconds:
+        parts.append(f"recomputes {stage.recompute_seconds * 1e3:.3f} of {stage.forward_seconds * 1e3:.3f} ms")
+    else:
+        parts.append(f"forward {stage.forward_seconds * 1e3:.3f} ms")
+    return ", ".join(parts)
+
+
+def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
+    groups = _grouped(values, lambda value: (folded(value.module), value.line))
+    rows = []
+    for (module, line), own in groups.items():
+        seconds = sum(value.seconds * max(value.times, 1) for value in own)
+        where = ", ".join(part for part in (module or own[0].name, line) if part)
+        held = bytes_text(sum(value.bytes for value in own))
+        rows.append((seconds, f"{where}{_count(own)}, saved {'it' if len(own) == 1 else 'they'} would hold {held}"))
+    rows.sort(key=lambda row: -row[0])
+    if not rows:
+        return []
+    shown = [f"  {seconds * 1e3:>10.3f}  {text}" for seconds, text in rows[:_ROWS]]
+    rest = sum(seconds for seconds, _ in rows[_ROWS:])
+    return ["costliest recomputations, ms:", *shown, *_rest(rows, f"{rest * 1e3:.3f} ms of others")]
+
+
+def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
+    groups = _grouped(values, lambda value: (value.reason, folded(value.module)))
+    if not groups:
+        return []
+    rows = [
+        f"  {module or own[0].name}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}"
+        for (reason, module), own in groups.items()
+    ]
+    return ["computed once a step, never repeated:", *rows[: _ROWS // 2], *_rest(rows, "others", _ROWS // 2)]
+
+
+def _grouped(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:
+    groups: dict[Any, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _count(items: Sequence[object]) -> str:
+    return f" ({len(items)} values)" if len(items) > 1 else ""
+
+
+def _rest(rows: Sequence[object], text: str, shown: int = _ROWS) -> list[str]:
+    return [f"  … {text}"] if len(rows) > shown else []

@@ -1,0 +1,117 @@
+"""``print(plan)`` fits a screen for any depth, and its figures are those of the plan."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.report.summary import folded
+
+_LINES = 40
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+def _plan(depth: int, **options: Any) -> roundpipe_fx.Plan:
+    model = nn.Sequential(*(_Block(8) for _ in range(depth)))
+    compiled = roundpipe_fx.compile(model, **{"recompute": "full", **options})
+    return compiled.trace(torch.randn(64, 8))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 24])
+def test_a_screen_for_any_depth(depth: int) -> None:
+    plan = _plan(depth)
+    assert len(str(plan).splitlines()) <= _LINES
+    assert "\n" not in repr(plan) and len(repr(plan)) < 200
+    assert len(plan.details().splitlines()) > depth
+
+
+def test_blocks_are_one_line_with_all_their_values() -> None:
+    plan = _plan(12)
+    recomputed = [value for stage in plan.stages for value in stage.recomputed]
+    count = sum(value.module.endswith(".up") for value in recomputed)
+    assert count > 6
+    assert re.search(rf"\*\.up, test_summary.py:\d+ \({count} values\)", str(plan))
+
+
+def test_what_is_alive_at_the_peak_adds_up_to_it() -> None:
+    plan = _plan(6, memory_budget=0.0, recompute=None)
+    assert sum(value.bytes for value in plan.peak.live) == plan.peak.bytes
+    assert any(value.gradient for value in plan.peak.live)
+
+
+def test_a_line_of_the_users_program_for_every_value() -> None:
+    plan = _plan(2)
+    values = [value for stage in plan.stages for value in (*stage.saved, *stage.recomputed)]
+    source = Path(__file__).read_text().splitlines()
+    for value in values:
+        file, line = value.line.split(":")
+        assert file == "test_summary.py" and "self.norm(x)" in source[int(line) - 1]
+
+
+def test_hoisted_values_are_named_with_their_reason() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+            self.route = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            best = self.route(x).argmax(1)
+            result = torch.zeros_like(x)
+            for number, expert in enumerate(self.experts):
+                rows = (best == number).nonzero().squeeze(1)
+                result = result.index_add(0, rows, expert(x[rows]))
+            return result
+
+    plan = roundpipe_fx.compile(Experts(), recompute="full").trace(torch.randn(64, 8))
+    text = str(plan)
+    assert "computed once a step, never repeated:" in text
+    assert len(text.splitlines()) <= _LINES
+
+
+def test_a_pipeline_with_everything_in_its_header() -> None:
+    config = transformers.LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        use_cache=False,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokens = torch.randint(512, (4, 32))
+    compiled = roundpipe_fx.compile(model, devices=["cpu", "cpu"], num_microbatches=2, memory_budget=0.0)
+    plan = compiled.trace(input_ids=tokens, labels=tokens)
+    assert len(str(plan).splitlines()) <= _LINES
+    assert "pipelined: 2 microbatches" in str(plan)
+
+
+def test_notebooks_get_the_summary_and_the_details() -> None:
+    shown = _plan(2)._repr_html_()
+    assert shown.startswith("<pre>roundpipe_fx plan: ") and "<details>" in shown
+    assert "stage 1: " in shown
+
+
+def test_numbers_between_dots_are_folded() -> None:
+    assert folded("model.layers.12.mlp") == "model.layers.*.mlp"
+    assert folded("transformer.h.3") == "transformer.h.*"
+    assert folded("conv2d") == "conv2d"
+    assert folded("0.up") == "*.up"
+    assert folded("layers.1.ln … layers.2") == "layers.*.ln … layers.*"
