@@ -17,8 +17,8 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.gradient_sums import add_copy_to, add_product_to, add_to
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, tensor_values
+from roundpipe_fx.operators.gradient_sums import add_copy_to, add_product_to, add_to
 
 __all__ = ["accumulate_gradients"]
 

@@ -20,7 +20,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost import layout_of
 from roundpipe_fx.ir.graph_edit import insert_call, let_stand_for, views_of
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor, viewed
-from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
+from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["copy_parts_alone"]

@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from roundpipe_fx.analysis.cost import DEVICES, annotate_node
-from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.ir.segment import StageCut
 from roundpipe_fx.ir.text import SHOWN_MARKS, joint_text, type_text
 from roundpipe_fx.ir.verifier import snapshot, verify
+from roundpipe_fx.operators.gradient_sums import SUMMING
 
 __all__ = ["after", "joint_of", "program_of"]
 

@@ -16,8 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     "torch_private",
     "budget",
-    "gradient_sums",
-    "partial_writes",
+    "operators",
     "ir",
     "frontend",
     "codegen",
@@ -31,6 +30,8 @@ LAYERS = (
     "pipeline",
     "api",
     "compat",
+    "command_line",
+    "__main__",
 )
 """Folders and modules of the package, lowest first."""
 

@@ -3,7 +3,7 @@ import operator
 import torch
 from torch import device, inf, nan
 
-from roundpipe_fx.gradient_sums import add_product_to
+from roundpipe_fx.operators.gradient_sums import add_product_to
 
 aten = torch.ops.aten
 

@@ -1,8 +1,9 @@
 """In-place forms: how an operation can overwrite an operand that is no longer needed.
 
 There are three: the in-place operator (``mul_``) overwrites the first operand; the out variant (``mul.out``) any
-operand; and functions write a part of the first operand (:mod:`roundpipe_fx.partial_writes`), where there is no such
-operator. The second is used only if the device has a kernel for it; otherwise it would compute a new result and copy.
+operand; and functions write a part of the first operand (:mod:`roundpipe_fx.operators.partial_writes`), where there is
+no such operator. The second is used only if the device has a kernel for it; otherwise it would compute a new result and
+copy.
 Pointwise operations read and write element by element, so they can overwrite any operand; softmax and its backward
 along the last dimension run row by row on the CPU, and read a row before they write it.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.joint_graph import has_tag, input_nodes, is_tensor
-from roundpipe_fx.partial_writes import PARTIAL_WRITES
+from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES
 from roundpipe_fx.torch_private import has_kernel
 
 __all__ = ["InPlaceForm", "in_place_forms", "operands_to_write_over"]

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
 from roundpipe_fx.ir.tile_loop import TileLoop
-from roundpipe_fx.partial_writes import PARTIAL_WRITES, copy_alike
+from roundpipe_fx.operators.gradient_sums import SUMMING
+from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
 __all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]

@@ -13,9 +13,9 @@ from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.report.plan import Plan

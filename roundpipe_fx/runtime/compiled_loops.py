@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen.loop_text import loops_of
-from roundpipe_fx.gradient_sums import SUMMING
 from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.operators.gradient_sums import SUMMING
 
 __all__ = ["opaque_loops"]
 

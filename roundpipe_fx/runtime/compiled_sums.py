@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.gradient_sums import SUMMING, add_product_to
+from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
 
 __all__ = ["from_zero", "functional_sums"]
 

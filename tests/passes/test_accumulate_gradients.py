@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.cost.roofline import DEVICES
-from roundpipe_fx.gradient_sums import SUMMING, add_copy_to, add_product_to
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.operators.gradient_sums import SUMMING, add_copy_to, add_product_to
 from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from roundpipe_fx.gradient_sums import add_to
+from roundpipe_fx.operators.gradient_sums import add_to
 from roundpipe_fx.runtime import device_streams, streams, worker
 from roundpipe_fx.runtime.pipeline_program import (
     Gradient,

@@ -19,10 +19,10 @@ from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.analysis.tiling.growth import Rows, labels_of_rows
 from roundpipe_fx.analysis.tiling.region import TileRegion
-from roundpipe_fx.gradient_sums import add_product_to, add_to
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
+from roundpipe_fx.operators.gradient_sums import add_product_to, add_to
 from roundpipe_fx.torch_private import boxed_codegen
 
 __all__ = [

@@ -1,0 +1,1 @@
+"""The command line: ``python -m roundpipe_fx``, or ``roundpipe-fx`` where it is installed."""

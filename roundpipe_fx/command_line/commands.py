@@ -1,0 +1,120 @@
+"""The commands: each gets its parsed arguments, and returns its answer as text and as data for JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.api import planning
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.command_line.largest_batch import largest_batch
+from roundpipe_fx.command_line.model_of import CommandError, Named, named_model
+from roundpipe_fx.report.plan import Plan
+
+__all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
+
+
+def _planned(asked: argparse.Namespace, named: Named, rows: int) -> Plan:
+    return planning.plan(
+        named.model,
+        memory_budget=asked.memory_budget,
+        device=asked.device,
+        offloaded=asked.offloaded,
+        num_microbatches=asked.num_microbatches,
+        **named.make_batch(rows, asked.sequence),
+    )
+
+
+def _plan_asked(asked: argparse.Namespace) -> Plan:
+    """The plan that a command is about: from a file, or made now."""
+    if asked.model.endswith(".json"):
+        return _read(Path(asked.model))
+    return _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
+
+
+def _read(path: Path) -> Plan:
+    return Plan.from_json(path.read_text())
+
+
+def plan(asked: argparse.Namespace) -> tuple[str, Any]:
+    """The plan of a step."""
+    found = _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
+    if asked.output is not None:
+        asked.output.write_text(found.to_json())
+    return found.details() if asked.details else str(found), json.loads(found.to_json())
+
+
+def show(asked: argparse.Namespace) -> tuple[str, Any]:
+    """A plan from a file."""
+    found = _read(asked.plan)
+    return found.details() if asked.details else str(found), json.loads(found.to_json())
+
+
+def explain(asked: argparse.Namespace) -> tuple[str, Any]:
+    """What happens to a value, or to all values of a module."""
+    text = _plan_asked(asked).explain(asked.name)
+    return text, text.splitlines()
+
+
+def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
+    """Peak bytes against modelled seconds of recomputation."""
+    found = _plan_asked(asked)
+    try:
+        points = found.frontier()
+    except RuntimeError as error:
+        raise CommandError(str(error)) from error
+    rows = [f"{bytes_text(size):>12}  {seconds * 1e3:12.3f} ms" for size, seconds in points]
+    return "\n".join(["        peak  recomputation", *rows]), points
+
+
+def fit(asked: argparse.Namespace) -> tuple[str, Any]:
+    """The largest batch that fits."""
+    named = named_model(asked.model, asked.dtype)
+
+    def note(rows: int, found: Plan | None) -> None:
+        if sys.stderr.isatty():
+            outcome = f"fits, peak {bytes_text(found.peak_bytes)}" if found is not None else "does not fit"
+            print(f"batch {rows}: {outcome}", file=sys.stderr)
+
+    rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
+    again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
+    text = f"largest batch of {asked.sequence} tokens: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
+    return text, {
+        "batch": rows,
+        "sequence": asked.sequence,
+        "peak_bytes": found.peak_bytes,
+        "recompute_seconds": found.recompute_seconds,
+        "forward_seconds": found.forward_seconds,
+    }
+
+
+def compare(asked: argparse.Namespace) -> tuple[str, Any]:
+    """Two plans side by side."""
+    plans = [_read(path) for path in asked.plans]
+    figures: list[tuple[str, Callable[[Plan], float], Callable[[float], str]]] = [
+        ("stages", lambda found: len(found.stages), lambda value: str(int(value))),
+        ("peak", lambda found: found.peak_bytes, lambda value: bytes_text(int(value))),
+        ("saved", lambda found: found.saved_bytes, lambda value: bytes_text(int(value))),
+        ("forward, ms", lambda found: found.forward_seconds, lambda value: f"{value * 1e3:.3f}"),
+        ("recomputed, ms", lambda found: found.recompute_seconds, lambda value: f"{value * 1e3:.3f}"),
+    ]
+    rows = {name: [of(found) for found in plans] for name, of, _ in figures}
+    texts = [f"{name:<16}{show(rows[name][0]):>14}{show(rows[name][1]):>14}" for name, _, show in figures]
+    kept = [{value.name: value for stage in found.stages for value in stage.saved} for found in plans]
+    for index, path in enumerate(asked.plans):
+        only = [value for name, value in kept[index].items() if name not in kept[1 - index]]
+        texts.append(f"saved by {path} alone: {len(only)} values, {bytes_text(sum(v.bytes for v in only))}")
+        rows[f"saved alone {index}"] = [value.name for value in only]  # type: ignore[misc]
+    return "\n".join(texts), rows
+
+
+def devices(asked: argparse.Namespace) -> tuple[str, Any]:
+    """Devices that can be planned for, with their bytes of memory."""
+    memory = {name: device.memory for name, device in DEVICES.items()}
+    lines = [f"{name:<12}{bytes_text(size) if size else 'no limit':>12}" for name, size in memory.items()]
+    return "\n".join(lines), memory

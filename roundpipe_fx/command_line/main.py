@@ -1,0 +1,114 @@
+"""``roundpipe-fx``: plans, what they say of a value, trade-offs, and which batch fits a GPU, without that GPU.
+
+Exit codes: 0; 1 where a step does not fit; 2 where what was asked for cannot be understood. Errors are one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.command_line import commands
+from roundpipe_fx.command_line.model_of import CommandError
+
+__all__ = ["main"]
+
+_MODEL = "a Hugging Face configuration (folder or name), or module:function"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        arguments: those after the program's name; ``None``: the process's.
+
+    Returns:
+        the exit code.
+    """
+    asked = _parser().parse_args(arguments)
+    run: Callable[[argparse.Namespace], tuple[str, Any]] = asked.run
+    try:
+        text, data = run(asked)
+    except InfeasibleBudgetError as error:
+        return _failed(error, 1)
+    except (CommandError, ValueError, TypeError, OSError) as error:
+        return _failed(error, 2)
+    try:
+        print(json.dumps(data, indent=1, default=dict) if asked.json else text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _failed(error: Exception, code: int) -> int:
+    print(f"roundpipe-fx: {' '.join(str(error).split())}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="roundpipe-fx", description=__doc__.partition("\n")[0])
+    parsers = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable[[argparse.Namespace], tuple[str, Any]], help: str) -> argparse.ArgumentParser:
+        added = parsers.add_parser(name, help=help, description=help)
+        added.set_defaults(run=run)
+        added.add_argument("--json", action="store_true", help="print JSON")
+        return added
+
+    planning = command("plan", commands.plan, "plan a training step and print what it needs")
+    _add_model(planning)
+    _add_batch(planning)
+    planning.add_argument("--details", action="store_true", help="print every stage")
+    planning.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    fitting = command("fit", commands.fit, "the largest batch whose step fits a device")
+    _add_model(fitting)
+    explaining = command("explain", commands.explain, "what happens to a value, or to all values of a module")
+    trade_off = command("frontier", commands.frontier, "peak bytes against modelled seconds of recomputation")
+    for added in (explaining, trade_off):
+        _add_model(added, f"a plan in JSON, {_MODEL}")
+        _add_batch(added)
+    explaining.add_argument("name", help="of the value or the module")
+    comparing = command("compare", commands.compare, "two plans side by side")
+    comparing.add_argument("plans", type=Path, nargs=2, metavar="PLAN", help="a plan in JSON")
+    showing = command("show", commands.show, "print a plan from JSON")
+    showing.add_argument("plan", type=Path, help="a plan in JSON")
+    showing.add_argument("--details", action="store_true", help="print every stage")
+    command("devices", commands.devices, "devices that can be planned for")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser, help: str = _MODEL) -> None:
+    parser.add_argument("model", help=help)
+    parser.add_argument(
+        "--sequence", type=_positive, default=128, metavar="TOKENS", help="length of a row; default 128"
+    )
+    parser.add_argument("--device", help="name of a device, see the command devices; default: this machine's")
+    parser.add_argument("--memory-budget", type=_budget, metavar="BYTES", help="such as 6GiB, or a share in [0, 1]")
+    parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
+    parser.add_argument("--offloaded", action="store_true", help="the model stays on the host")
+    parser.add_argument("--num-microbatches", type=_positive, metavar="N", help="that a batch is split into")
+
+
+def _add_batch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--batch", type=_positive, default=1, metavar="ROWS", help="rows of a batch; default 1")
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def _budget(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,133 @@
+"""The model and the batch that a command names: a function of the user's, or a Hugging Face configuration.
+
+Neither takes memory: parameters and inputs are on the meta device, and weights are not read.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["CommandError", "Named", "named_model"]
+
+
+class CommandError(Exception):
+    """What a command was given cannot be used; the text is for the user, on one line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Named:
+    """A model, and how to make batches for it.
+
+    Attributes:
+        model: on the meta device.
+        make_batch: gets the number of rows and their length; returns keyword inputs of the model.
+    """
+
+    model: nn.Module
+    make_batch: Callable[[int, int], dict[str, Any]]
+
+
+def named_model(name: str, dtype: str | None) -> Named:
+    """The model of a name.
+
+    Args:
+        name: ``module:function``, a function without arguments that returns a model, or a model and a function
+            ``(batch, sequence) -> keyword inputs``; or a folder with a Hugging Face ``config.json``, or the name of
+            such a configuration.
+        dtype: of the parameters, such as ``"bfloat16"``; ``None``: as the function or the configuration says.
+
+    Raises:
+        CommandError: there is no such function or configuration, or its model has no inputs that could be guessed.
+    """
+    module, separator, function = name.partition(":")
+    found = _of_function(module, function) if separator else _of_configuration(name)
+    return found if dtype is None else Named(model=found.model.to(_dtype(dtype)), make_batch=found.make_batch)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise CommandError(f"--dtype {name}: not a floating-point dtype of torch, such as bfloat16")
+    return dtype
+
+
+def _of_function(module: str, function: str) -> Named:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, and an installed script has not
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise CommandError(f"{module}:{function}: {error}") from error
+    except AttributeError as error:
+        raise CommandError(f"{module}:{function}: the module has no {function!r}") from error
+    with torch.device("meta"):
+        made = make()
+    model, make_batch = made if isinstance(made, tuple) else (made, None)
+    if not isinstance(model, nn.Module):
+        raise CommandError(f"{module}:{function} returns {type(model).__name__}: it must return a module, or a pair")
+    if make_batch is None:
+        if not hasattr(model, "config"):
+            raise CommandError(
+                f"{module}:{function} returns a model alone: it must return a pair with a function (batch, sequence) "
+                "-> dict of the model's inputs"
+            )
+        make_batch = functools.partial(_batch, model)
+    return Named(model=model, make_batch=functools.partial(_on_meta, make_batch))
+
+
+def _on_meta(make_batch: Callable[[int, int], dict[str, Any]], rows: int, length: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        return make_batch(rows, length)
+
+
+def _of_configuration(name: str) -> Named:
+    try:
+        import transformers
+    except ImportError as error:
+        raise CommandError(f"{name}: a configuration needs transformers: pip install transformers") from error
+    if name.startswith((".", os.sep)) and not os.path.isdir(name):
+        raise CommandError(f"{name}: there is no such folder")
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise CommandError(f"{name}: no configuration: {str(error).splitlines()[0]}") from error
+    architectures = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, architectures[0], None) if architectures else None
+    if kind is None:
+        raise CommandError(
+            f"{name}: its configuration names no architecture of transformers {transformers.__version__}"
+        )
+    config.use_cache = False
+    with torch.device("meta"):
+        model = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
+    return Named(model=model.train(), make_batch=functools.partial(_on_meta, functools.partial(_batch, model)))
+
+
+def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
+    """A batch of tokens or images with labels, as the model's kind asks for."""
+    config, inputs = model.config, getattr(model, "main_input_name", "input_ids")
+    if inputs == "pixel_values":
+        image = getattr(config, "vision_config", config)
+        size = image.image_size if isinstance(image.image_size, (tuple, list)) else (image.image_size,) * 2
+        return {"pixel_values": torch.empty(rows, image.num_channels, *size), "labels": _integers(rows)}
+    if inputs != "input_ids":
+        raise CommandError(f"{type(model).__name__} reads {inputs!r}, not tokens or images: use module:function")
+    tokens = _integers(rows, length)
+    if type(model).__name__.endswith("ForSequenceClassification"):
+        return {"input_ids": tokens, "labels": _integers(rows)}
+    if type(model).__name__.endswith("Model"):
+        raise CommandError(f"{type(model).__name__} has no head, so no loss: use module:function")
+    return {"input_ids": tokens, "labels": _integers(rows, length)}
+
+
+def _integers(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.long)

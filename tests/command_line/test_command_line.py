@@ -1,0 +1,165 @@
+"""Commands: what they print, their JSON, exit codes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.command_line.largest_batch import largest_batch
+from roundpipe_fx.command_line.main import main
+from roundpipe_fx.command_line.model_of import named_model
+from roundpipe_fx.report.plan import Plan
+
+_MLP = "tests.command_line.models:mlp"
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan in JSON."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    assert main(["plan", _MLP, "--batch", "4", "--sequence", "8", "--memory-budget", "0.0", "--output", str(path)]) == 0
+    return path
+
+
+def _json(capsys: pytest.CaptureFixture[str], *arguments: str) -> object:
+    assert main([*arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_plan_is_that_of_the_function(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", _MLP, "--batch", "4", "--sequence", "8", "--memory-budget", "0.0"]) == 0
+    plan = Plan.from_json(stored.read_text())
+    assert capsys.readouterr().out == f"{plan}\n"
+    assert main(["show", str(stored), "--details"]) == 0
+    assert capsys.readouterr().out == f"{plan.details()}\n"
+
+
+def test_explain_and_frontier_of_a_stored_plan(stored: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = Plan.from_json(stored.read_text())
+    assert _json(capsys, "explain", str(stored), "layers.0") == plan.explain("layers.0").splitlines()
+    assert _json(capsys, "frontier", str(stored)) == [list(point) for point in plan.frontier()]
+    assert main(["explain", str(stored), "layer.0"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "Did you mean" in error and error.startswith("roundpipe-fx: ")
+
+
+def test_compare(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other.json"
+    main(["plan", _MLP, "--batch", "4", "--sequence", "8", "--memory-budget", "1.0", "--output", str(other)])
+    capsys.readouterr()
+    rows = _json(capsys, "compare", str(stored), str(other))
+    plans = [Plan.from_json(path.read_text()) for path in (stored, other)]
+    assert isinstance(rows, dict)
+    assert rows["peak"] == [plan.peak_bytes for plan in plans] and rows["peak"][0] < rows["peak"][1]
+    assert rows["saved alone 1"] and not rows["saved alone 0"]
+
+
+def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", _MLP, "--memory-budget", "100"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "cannot be met" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["plan", "tests.command_line.models:nothing"], "no 'nothing'"),
+        (["plan", "tests.command_line.no_module:mlp"], "No module named"),
+        (["plan", "tests.command_line.models:number"], "returns int"),
+        (["plan", "tests.command_line.models:alone"], "must return a pair"),
+        (["plan", "./nowhere"], "no such folder"),
+        (["plan", _MLP, "--device", "RTX 409"], "Did you mean"),
+        (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
+        (["show", "nowhere.json"], "No such file"),
+        (["show", __file__], "not a roundpipe_fx plan"),
+    ],
+)
+def test_errors_are_one_line_that_says_what_is_wrong(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and text in error
+
+
+def test_usage_is_exit_code_2() -> None:
+    for arguments in (["plan"], ["plna"], ["plan", _MLP, "--batch", "0"], []):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+
+
+def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["devices"]) == 0
+    assert "RTX 4090" in capsys.readouterr().out
+
+
+def test_a_configuration_is_planned_without_weights(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "dtype": "bfloat16"}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config | sizes))
+    named = named_model(str(tmp_path), None)
+    assert all(parameter.is_meta and parameter.dtype is torch.bfloat16 for parameter in named.model.parameters())
+    assert named.make_batch(3, 5)["labels"].shape == (3, 5)
+    assert {p.dtype for p in named_model(str(tmp_path), "float32").model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])
+def test_the_largest_batch_is_found(stored: Path, most: int) -> None:
+    plan = Plan.from_json(stored.read_text())
+    tried: list[int] = []
+
+    def planned(rows: int) -> Plan:
+        tried.append(rows)
+        if rows > most:
+            raise InfeasibleBudgetError("too many", rows)
+        return plan
+
+    assert largest_batch(planned) == (most, plan)
+    assert len(tried) <= 2 * most.bit_length() + 1 and len(set(tried)) == len(tried)
+
+
+def test_not_even_one_row_fits() -> None:
+    def planned(rows: int) -> Plan:
+        raise InfeasibleBudgetError("too many", rows)
+
+    with pytest.raises(InfeasibleBudgetError):
+        largest_batch(planned)
+
+
+@pytest.mark.long
+def test_fit_says_what_plan_would(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "fit", _MLP, "--sequence", "64", "--memory-budget", "1MiB")
+    assert isinstance(found, dict)
+    rows = found["batch"]
+    asked = ["plan", _MLP, "--sequence", "64", "--memory-budget", "1MiB", "--batch"]
+    assert main([*asked, str(rows)]) == 0
+    assert main([*asked, str(rows + 1)]) == 1
+
+
+@pytest.mark.long
+def test_the_module_runs_as_a_program() -> None:
+    run = subprocess.run([sys.executable, "-m", "roundpipe_fx", "devices"], capture_output=True, text=True, check=True)
+    assert "H200" in run.stdout
+
+
+@pytest.mark.long
+def test_the_commands_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    (model,) = re.findall(r"```python\n(# my_model.py\n.*?)```", text, re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "my_model.py").write_text(model)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for line in commands.splitlines():
+        program, *arguments = shlex.split(line)
+        assert program == "roundpipe-fx"
+        assert main(arguments) == 0, line
