@@ -11,7 +11,7 @@ from torch import fx
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.compilation import compile_graph
-from roundpipe_fx.api.fully_sharded import beside_gathered
+from roundpipe_fx.api.fully_sharded import Gathered, beside_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
@@ -33,7 +33,7 @@ def make_backend(
     learned: Learned | None = None,
     pipelining: Pipelining | None = None,
     compile_state: StepCompileState | None = None,
-    gathered: Callable[[], int] = lambda: 0,
+    gathered: Callable[[], Gathered] = Gathered,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -43,7 +43,7 @@ def make_backend(
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the current step was cut.
-        gathered: bytes that FSDP2 allocates beside graphs, asked when one is compiled.
+        gathered: what FSDP2 does beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations()
     warned: set[UserLine] = set()
@@ -56,7 +56,9 @@ def make_backend(
                 module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
             )
 
-        return beside_gathered(gathered(), options, on_plan, compile_within)
+        own = gathered()
+        learned.steps.parts, learned.steps.beside = own.parts, own.bytes
+        return beside_gathered(own.bytes, options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly

@@ -8,19 +8,43 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from roundpipe_fx import torch_private
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["beside_gathered", "parameters_gathered"]
+__all__ = ["Gathered", "beside_gathered", "gathered_by", "parameters_gathered"]
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What FSDP2 does beside the graphs of a model.
+
+    Attributes:
+        bytes: that it allocates at one time to gather parameters and to reduce gradients.
+        parts: how many graphs there are because parts of the model are sharded on their own; 0: none are.
+    """
+
+    bytes: int = 0
+    parts: int = 0
+
+
+def gathered_by(models: Iterable[nn.Module]) -> Gathered:
+    """What FSDP2 does beside the graphs of some models."""
+    size = parts = 0
+    for model in models:
+        size += torch_private.gathered_bytes(model)
+        parts += len(torch_private.parts_sharded_alone(model))
+    return Gathered(size, parts + 1 if parts else 0)
 
 
 @contextlib.contextmanager
