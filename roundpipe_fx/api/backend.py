@@ -10,8 +10,8 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
-from roundpipe_fx.api.fully_sharded import Gathered, beside_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
@@ -33,7 +33,7 @@ def make_backend(
     learned: Learned | None = None,
     pipelining: Pipelining | None = None,
     compile_state: StepCompileState | None = None,
-    gathered: Callable[[], Gathered] = Gathered,
+    beside: Callable[[], BesideGraphs] = BesideGraphs,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -43,7 +43,7 @@ def make_backend(
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the current step was cut.
-        gathered: what FSDP2 does beside graphs, asked when one is compiled.
+        beside: what others allocate beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations()
     warned: set[UserLine] = set()
@@ -56,9 +56,9 @@ def make_backend(
                 module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
             )
 
-        own = gathered()
-        learned.steps.parts, learned.steps.beside = own.parts, own.bytes
-        return beside_gathered(own.bytes, options, on_plan, compile_within)
+        own = beside()
+        learned.steps.parts, learned.steps.beside = own.parts, own.gathered
+        return within_the_rest(own, options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
@@ -92,8 +92,8 @@ def _backend_by_name(
     def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
         return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
 
-    gathered = sum(torch_private.gathered_bytes(model) for model in modules)
-    return beside_gathered(gathered, parsed, functools.partial(note_plan, modules), compile_within)
+    on_plan = functools.partial(note_plan, modules)
+    return within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
 
 
 _MOST = 64

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
-from roundpipe_fx.api.fully_sharded import Gathered, gathered_by, parameters_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
@@ -113,7 +113,7 @@ class CompiledState:
             self.learned,
             self.pipelining,
             compile_state,
-            functools.partial(_gathered, self.compiled),
+            functools.partial(_beside_graphs, self.compiled),
         )
         self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
@@ -249,10 +249,10 @@ class CompiledState:
         return [device for device in offloaded if device.type == "cuda"]
 
 
-def _gathered(compiled: Sequence[weakref.ref[nn.Module]]) -> Gathered:
-    """What FSDP2 does; not a method, since what Dynamo keeps must not keep the state."""
+def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
+    """What FSDP2 and DDP do; not a method, since what Dynamo keeps must not keep the state."""
     models = [reference() for reference in compiled]
-    return gathered_by(model for model in models if model is not None)
+    return beside_graphs_of(model for model in models if model is not None)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

@@ -83,7 +83,10 @@ USED: Mapping[str, str] = {
         "StrictMinMaxConstraint"
     ),
     "torch.fx.graph": "_BoxedCodeGen",
-    "torch.nn.parallel.distributed": "DistributedDataParallel._post_forward DistributedDataParallel._pre_forward",
+    "torch.nn.parallel.distributed": (
+        "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._post_forward "
+        "DistributedDataParallel._pre_forward"
+    ),
     "torch.utils._python_dispatch": (
         "_disable_current_modes _get_current_dispatch_mode_stack _is_in_any_mode_without_ignore_compile_internals "
         "_is_in_non_infra_torch_dispatch_mode _is_in_torch_dispatch_mode"

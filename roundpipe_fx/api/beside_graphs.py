@@ -1,7 +1,8 @@
-"""A budget for a model that FSDP2 shards: what FSDP2 allocates to gather parameters is set aside.
+"""What FSDP2 and DistributedDataParallel allocate beside the compiled graphs of a model.
 
-FSDP2 gathers parameters in hooks around the forward and backward of a module, outside of what is compiled. The plan
-gets what they leave of a budget in bytes.
+FSDP2 gathers parameters in hooks around the forward and backward of a module: this is set aside, and the plan gets what
+it leaves of a budget in bytes. DDP allocates its buckets when it is made, and replaces them by others of the same size
+in the second step or the third: plans only tell how large they are.
 """
 
 from __future__ import annotations
@@ -20,31 +21,35 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["Gathered", "beside_gathered", "gathered_by", "parameters_gathered"]
+__all__ = ["BesideGraphs", "beside_graphs_of", "parameters_gathered", "within_the_rest"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """What FSDP2 does beside the graphs of a model.
+class BesideGraphs:
+    """What FSDP2 and DDP do beside the graphs of a model.
 
     Attributes:
-        bytes: that it allocates at one time to gather parameters and to reduce gradients.
+        gathered: bytes that FSDP2 allocates at one time to gather parameters and to reduce gradients.
         parts: how many graphs there are because parts of the model are sharded on their own; 0: none are.
+        buckets: bytes of DDP's buckets.
     """
 
-    bytes: int = 0
+    gathered: int = 0
     parts: int = 0
+    buckets: int = 0
 
 
-def gathered_by(models: Iterable[nn.Module]) -> Gathered:
-    """What FSDP2 does beside the graphs of some models."""
-    size = parts = 0
+def beside_graphs_of(models: Iterable[nn.Module]) -> BesideGraphs:
+    """What FSDP2 and DDP do beside the graphs of models, and the DDP whose forward is running."""
+    gathered = parts = buckets = 0
     for model in models:
-        size += torch_private.gathered_bytes(model)
+        gathered += torch_private.gathered_bytes(model)
         parts += len(torch_private.parts_sharded_alone(model))
-    return Gathered(size, parts + 1 if parts else 0)
+        parallel = torch_private.as_data_parallel(model)
+        buckets += torch_private.bucket_bytes(parallel) if parallel is not None else 0
+    return BesideGraphs(gathered, parts + 1 if parts else 0, buckets or torch_private.active_bucket_bytes())
 
 
 @contextlib.contextmanager
@@ -60,16 +65,16 @@ def parameters_gathered(model: nn.Module | None) -> Iterator[None]:
         model.reshard()
 
 
-def beside_gathered(
-    gathered: int,
+def within_the_rest(
+    beside: BesideGraphs,
     options: Options,
     on_plan: Callable[[Plan], None],
     compile_within: Callable[[Options, Callable[[Plan], None]], T],
 ) -> T:
-    """Compile within what gathered parameters leave of a budget.
+    """Compile within what others leave of a budget.
 
     Args:
-        gathered: bytes that FSDP2 allocates at one time; 0 for a model that is not sharded.
+        beside: what they allocate.
         options: the user's.
         on_plan: called with each plan that is made.
         compile_within: compiles with other options, and calls another ``on_plan``.
@@ -77,15 +82,17 @@ def beside_gathered(
     Raises:
         InfeasibleBudgetError: the budget is below what both need at the least, which it names.
     """
-    if not gathered:
-        return compile_within(options, on_plan)
-    budget = options.memory_budget
+    gathered, budget = beside.gathered, options.memory_budget
     if isinstance(budget, int):
         options = dataclasses.replace(options, memory_budget=max(1, budget - gathered))
+
+    def tell(plan: Plan) -> None:
+        on_plan(dataclasses.replace(plan, gathered_bytes=gathered, bucket_bytes=beside.buckets))
+
     try:
-        return compile_within(options, lambda plan: on_plan(dataclasses.replace(plan, gathered_bytes=gathered)))
+        return compile_within(options, tell if gathered or beside.buckets else on_plan)
     except InfeasibleBudgetError as error:
-        if not isinstance(budget, int):
+        if not gathered or not isinstance(budget, int):
             raise
         minimum = error.minimum + gathered
         raise InfeasibleBudgetError(
