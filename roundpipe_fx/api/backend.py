@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
@@ -16,6 +16,7 @@ from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
+from roundpipe_fx.ir.joint_graph import module_paths
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
@@ -88,12 +89,37 @@ def _backend_by_name(
     edited_passes(parsed.passes)  # an invalid list raises before anything is traced
     learned = _learned_of(options or {})
     modules = torch_private.modules_being_compiled()
+    _refuse_inlined(module, modules)
 
     def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
         return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
 
     on_plan = functools.partial(note_plan, modules)
     return within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
+
+
+def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
+    """Raise if a graph holds a part of the model that was compiled in place, whose options Dynamo has dropped.
+
+    Raises:
+        TypeError: it does.
+    """
+    compiled = {
+        name
+        for root in roots
+        for name, part in root.named_modules()
+        if part is not root and part._compiled_call_impl is not None
+    }
+    if not compiled:
+        return
+    traced = {path for node in module.graph.nodes for path in module_paths(node, torch_private.module_path_text)}
+    for name in sorted(compiled & traced):
+        error = TypeError(
+            f"{name!r}, a part of the model, is compiled in place, and its backend and options would be dropped: the "
+            "model around it is compiled as one. Compile the model with all options and leave its parts as they are, "
+            "or compile only the parts."
+        )
+        raise torch_private.passed_through(error)
 
 
 _MOST = 64

@@ -116,6 +116,7 @@ def compile(
             runs.
     """
     _check(model)
+    _check_inside(model)
     options = Options.parse(
         {
             "stages": stages,
@@ -397,6 +398,29 @@ def _check(model: Any) -> None:
         raise TypeError(_COMPILED.format("roundpipe_fx.compile"))
     if isinstance(model, torch_private.OptimizedModule) or model._compiled_call_impl is not None:
         raise TypeError(_COMPILED.format("torch.compile"))
+
+
+def _check_inside(model: nn.Module) -> None:
+    """Raise if a part of a model is compiled already, with options that would be dropped.
+
+    Raises:
+        TypeError: it is.
+    """
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        if isinstance(module, CompiledModule):
+            dropped = module._state_of_roundpipe_fx.own_options
+            by = "roundpipe_fx.compile"
+        else:
+            dropped = isinstance(module, torch_private.OptimizedModule) or module._compiled_call_impl is not None
+            by = "torch.compile"
+        if dropped:
+            raise TypeError(
+                f"{name!r}, a part of the model, is compiled already, by {by}, and its options would be dropped: the "
+                "whole model is compiled as one. Compile the model with all options and leave its parts as they are, "
+                "or compile only the parts."
+            )
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

@@ -48,6 +48,7 @@ class CompiledState:
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
 
     Attributes:
+        own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
         compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
     """
 
@@ -70,6 +71,7 @@ class CompiledState:
         if isinstance(options.stages, tuple):
             options = dataclasses.replace(options, following=_following(original))
         self.options = options
+        self.own_options = pipelining is not None or options != Options(following=options.following)
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self.plans: list[Plan] = []
