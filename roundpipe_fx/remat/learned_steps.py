@@ -126,7 +126,7 @@ class LearnedSteps:
         calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
         held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
         allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
-        if self.beside:
+        if self.beside and isinstance(self._asked, int):
             allowed += f" without the {self.beside} bytes ({bytes_text(self.beside)}) set aside to gather parameters"
         text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
         if peak > budget and self._again:
