@@ -17,7 +17,10 @@ operand is one whose recorded value was replaced before::
     other operator             any                the same; if it cannot be run, what its fake kernel returns now
     output of the forward      any                as before: the caller gets a copy
 
-Nothing else is copied, since a copy would change the order in which sums traverse memory, and thereby their bits.
+Nothing else is copied, since a copy would change the order in which sums traverse memory, and thereby their bits; with
+one exception. For a dimension of size 1 the real ``view`` returns another stride than its fake kernel. This matters to
+group normalization alone, which tells by it whether channels lie innermost, and fails or reads another order. A copy
+has the recorded strides.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ def restore_layouts(joint: JointGraph, device: torch.device | None = None) -> Jo
     for node in list(joint.computed()):
         values.visit(node)
     values.restore_outputs()
+    _copy_single_samples(joint)
     return joint
 
 
@@ -178,6 +182,32 @@ class _RecordedValues:
         if node not in self._restored:
             self._restored[node] = _copied(node, self._before[node])
         return self._restored[node]
+
+
+_NORMALIZED: dict[Any, int] = {aten.native_group_norm.default: 0, aten.native_group_norm_backward.default: 1}
+"""Position of the input."""
+
+
+def _copy_single_samples(joint: JointGraph) -> None:
+    """Give group normalization copies of computed inputs of batch size 1 whose channels lie innermost."""
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in list(joint.computed()):
+        place = _NORMALIZED.get(node.target)
+        source = node.args[place] if place is not None else None
+        if not isinstance(source, fx.Node) or source.op == "placeholder" or not _is_single_sample(source.meta["val"]):
+            continue
+        if source not in copies:
+            form = torch.channels_last if source.meta["val"].dim() == 4 else torch.channels_last_3d
+            copies[source] = insert_call(source.next, aten.clone.default, source, memory_format=form)
+            inherit_origin(copies[source], source)
+        node.replace_input_with(source, copies[source])
+
+
+def _is_single_sample(value: torch.Tensor) -> bool:
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(value.dim())
+    if form is None or value.shape[0] != 1:
+        return False
+    return value.is_contiguous(memory_format=form) and not value.is_contiguous()
 
 
 def _shares_storage(node: fx.Node) -> bool:

@@ -261,3 +261,27 @@ def test_what_autograd_holds_tells_which_calls_are_alive() -> None:
     (step,) = steps
     assert step.events == ((F_, 0), (F_, 1), (B_, 1), (X_, 1), (X_, 0))
     assert [call.brought for call in step.calls] == [0, 0]
+
+
+def test_a_call_that_holds_only_its_output_ends_after_its_own_backward() -> None:
+    """Where the next layer's backward frees the output, gradients of the layer before are still to come."""
+    steps: list[NotedStep] = []
+    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
+    forward = calls.forward(lambda arguments: (arguments[0].exp(),), graph)
+    backward = calls.backward(lambda arguments: (arguments[0],), graph)
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x)
+            return forward([x])[0]
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return backward([gradient])[0]
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        Layer.apply(Layer.apply(x)).square().sum().backward()
+    assert [step.events for step in steps] == 2 * [((F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0))]

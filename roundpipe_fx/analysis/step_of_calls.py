@@ -154,12 +154,12 @@ class NotedStep:
         return calls, self.events
 
 
-def most_alive(step: NotedStep, graph: str) -> int:
-    """Largest number of calls of a graph that are alive at the same time in a step."""
+def most_alive(step: NotedStep, graph: str | None = None) -> int:
+    """Largest number of calls of a graph, or of all graphs, that are alive at the same time in a step."""
     alive: set[int] = set()
     most = 0
     for what, number in step.events:
-        if step.calls[number].graph != graph:
+        if graph is not None and step.calls[number].graph != graph:
             continue
         if what is NotedEvent.FORWARD:
             alive.add(number)
@@ -235,3 +235,8 @@ class StepNeeds:
     def alive(self) -> int:
         """Largest number of calls of the graph that are alive at the same time."""
         return max(most_alive(step, self.graph) for step in self.steps)
+
+    @property
+    def alive_of_all(self) -> int:
+        """Largest number of calls of any graphs that are alive at the same time."""
+        return max(most_alive(step) for step in self.steps)

@@ -6,16 +6,17 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
-from roundpipe_fx.api.fully_sharded import beside_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
+from roundpipe_fx.ir.joint_graph import module_paths
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.remat.learned_steps import LearnedSteps
@@ -33,7 +34,7 @@ def make_backend(
     learned: Learned | None = None,
     pipelining: Pipelining | None = None,
     compile_state: StepCompileState | None = None,
-    gathered: Callable[[], int] = lambda: 0,
+    beside: Callable[[], BesideGraphs] = BesideGraphs,
 ) -> Backend:
     """A Dynamo backend with its options bound.
 
@@ -43,7 +44,7 @@ def make_backend(
         learned: what plans assume about run time; steps extend it.
         pipelining: how microbatches are pipelined; ``None``: they are not.
         compile_state: how the first graph of the current step was cut.
-        gathered: bytes that FSDP2 allocates beside graphs, asked when one is compiled.
+        beside: what others allocate beside graphs, asked when one is compiled.
     """
     torch_private.enter_around_compilations()
     warned: set[UserLine] = set()
@@ -56,7 +57,9 @@ def make_backend(
                 module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
             )
 
-        return beside_gathered(gathered(), options, on_plan, compile_within)
+        own = beside()
+        learned.steps.parts, learned.steps.beside = own.parts, own.gathered
+        return within_the_rest(own, options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
@@ -86,12 +89,37 @@ def _backend_by_name(
     edited_passes(parsed.passes)  # an invalid list raises before anything is traced
     learned = _learned_of(options or {})
     modules = torch_private.modules_being_compiled()
+    _refuse_inlined(module, modules)
 
     def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
         return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
 
-    gathered = sum(torch_private.gathered_bytes(model) for model in modules)
-    return beside_gathered(gathered, parsed, functools.partial(note_plan, modules), compile_within)
+    on_plan = functools.partial(note_plan, modules)
+    return within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
+
+
+def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
+    """Raise if a graph holds a part of the model that was compiled in place, whose options Dynamo has dropped.
+
+    Raises:
+        TypeError: it does.
+    """
+    compiled = {
+        name
+        for root in roots
+        for name, part in root.named_modules()
+        if part is not root and part._compiled_call_impl is not None
+    }
+    if not compiled:
+        return
+    traced = {path for node in module.graph.nodes for path in module_paths(node, torch_private.module_path_text)}
+    for name in sorted(compiled & traced):
+        error = TypeError(
+            f"{name!r}, a part of the model, is compiled in place, and its backend and options would be dropped: the "
+            "model around it is compiled as one. Compile the model with all options and leave its parts as they are, "
+            "or compile only the parts."
+        )
+        raise torch_private.passed_through(error)
 
 
 _MOST = 64

@@ -19,6 +19,8 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.cost import COMPILED_STAGES
 from roundpipe_fx.analysis.outside_loss import expect_loss, lasting_bytes, returned_view_bytes
 from roundpipe_fx.analysis.simulator import allocation_granularity
+from roundpipe_fx.analysis.step_of_calls import StepNeeds
+from roundpipe_fx.api.first_plan_of_parts import lower_as_one_of
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.undisturbed import undisturbed
 from roundpipe_fx.codegen import Program, seen_by_autograd
@@ -78,20 +80,24 @@ class _Compilation:
             return torch_private.default_partition(joint, _inputs, num_fwd_outputs=num_fwd_outputs)
         if self.pipelining is not None:
             return self._partition_for_pipeline(joint, num_fwd_outputs, self.pipelining)
-        run_passes = functools.partial(
-            lower,
-            options=self.options,
-            registered_syncs=self.registered_syncs,
-            share=self.learned.share,
-            workspaces=self.learned.workspaces,
-            step=self.learned.steps.needs(self.call_name),
-        )
         differentiated = torch_private.differentiated_outputs(joint)
-        self.lowered = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda lowered: lowered)
+        self.lowered = self._for_sizes(joint, num_fwd_outputs, self._lower, lambda lowered: lowered)
         self.on_plan(self.lowered.plan)
         assert self.lowered.backward is not None
         self.noted = self._noted(self.lowered, differentiated)
         return self.lowered.forward.module, self.lowered.backward.module
+
+    def _lower(self, joint: JointGraph) -> Lowered:
+        def lower_with(joint: JointGraph, options: Options, step: StepNeeds | None) -> Lowered:
+            learned = self.learned
+            return lower(
+                joint, options, self.registered_syncs, share=learned.share, workspaces=learned.workspaces, step=step
+            )
+
+        parts = self.learned.steps.expected_parts
+        if parts > 1 and self.options.memory_budget is not None:
+            return lower_as_one_of(joint, parts, self.options, lower_with)
+        return lower_with(joint, self.options, self.learned.steps.needs(self.call_name))
 
     def _noted(self, lowered: Lowered, differentiated: Sequence[int]) -> NotedGraph | None:
         """The name under which steps record calls of this graph; ``None`` if that would not change any plan."""
@@ -299,7 +305,8 @@ def compile_graph(
 
 def _shapes(inputs: Sequence[Any]) -> str:
     """A text that distinguishes graphs which differ only in the sizes of their inputs."""
-    kinds = [(str(tuple(value.shape)), str(value.dtype)) for value in inputs if isinstance(value, torch.Tensor)]
+    tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
+    kinds = [(str(tuple(value.shape)), str(value.dtype), value.requires_grad) for value in tensors]
     modes = torch.is_grad_enabled()
     return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
 

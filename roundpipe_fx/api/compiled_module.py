@@ -12,6 +12,7 @@ from torch import nn
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.compiled_state import CompiledState
+from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
@@ -119,6 +120,7 @@ def compile(
             runs.
     """
     _check(model)
+    _check_inside(model)
     options = Options.parse(
         {
             "stages": stages,
@@ -195,7 +197,8 @@ class CompiledModule(nn.Module):
             loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor with one element.
                 Without it, the loss is the model's output, its attribute ``.loss``, or its first item.
             return_outputs: whether to return the model's outputs too, merged and detached.
-            **kwargs: for the model; split into microbatches.
+            **kwargs: for the model; split into microbatches. RoundPipe's ``input_args=``, ``input_kwargs=`` and
+                ``label=`` are taken as there, unless the model's own ``forward`` takes them.
 
         Returns:
             the batch's loss, detached; or (loss, outputs). It and its gradients are the mean of the microbatches',
@@ -208,7 +211,9 @@ class CompiledModule(nn.Module):
                 ``checkpoint``; or autograd is off; or DistributedDataParallel wraps a module of which the model is a
                 part, and would not average; or the model that it wraps has hooks itself.
         """
-        return self._state_of_roundpipe_fx.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
+        state = self._state_of_roundpipe_fx
+        args, kwargs, labels = in_our_names(state.original.forward, args, kwargs, labels)
+        return state.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
 
     @property
     def plan(self) -> Plan:
@@ -447,6 +452,29 @@ def _check(model: Any) -> None:
         raise TypeError(_COMPILED.format("roundpipe_fx.compile"))
     if isinstance(model, torch_private.OptimizedModule) or model._compiled_call_impl is not None:
         raise TypeError(_COMPILED.format("torch.compile"))
+
+
+def _check_inside(model: nn.Module) -> None:
+    """Raise if a part of a model is compiled already, with options that would be dropped.
+
+    Raises:
+        TypeError: it is.
+    """
+    for name, module in model.named_modules():
+        if module is model:
+            continue
+        if isinstance(module, CompiledModule):
+            dropped = module._state_of_roundpipe_fx.own_options
+            by = "roundpipe_fx.compile"
+        else:
+            dropped = isinstance(module, torch_private.OptimizedModule) or module._compiled_call_impl is not None
+            by = "torch.compile"
+        if dropped:
+            raise TypeError(
+                f"{name!r}, a part of the model, is compiled already, by {by}, and its options would be dropped: the "
+                "whole model is compiled as one. Compile the model with all options and leave its parts as they are, "
+                "or compile only the parts."
+            )
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

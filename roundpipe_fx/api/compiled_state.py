@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
+from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, parameters_gathered
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
-from roundpipe_fx.api.fully_sharded import parameters_gathered
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
@@ -48,6 +48,7 @@ class CompiledState:
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
 
     Attributes:
+        own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
         compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
     """
 
@@ -70,6 +71,7 @@ class CompiledState:
         if isinstance(options.stages, tuple):
             options = dataclasses.replace(options, following=_following(original))
         self.options = options
+        self.own_options = pipelining is not None or options != Options(following=options.following)
         self.fullgraph = fullgraph
         self.dynamic = dynamic
         self.plans: list[Plan] = []
@@ -113,7 +115,7 @@ class CompiledState:
             self.learned,
             self.pipelining,
             compile_state,
-            functools.partial(_gathered_bytes, self.compiled),
+            functools.partial(_beside_graphs, self.compiled),
         )
         self._unused = evict_when_unused(self, backend)
         if self.pipelining is None:
@@ -249,10 +251,10 @@ class CompiledState:
         return [device for device in offloaded if device.type == "cuda"]
 
 
-def _gathered_bytes(compiled: Sequence[weakref.ref[nn.Module]]) -> int:
-    """Bytes that FSDP2 allocates; not a method, since what Dynamo keeps must not keep the state."""
+def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
+    """What FSDP2 and DDP do; not a method, since what Dynamo keeps must not keep the state."""
     models = [reference() for reference in compiled]
-    return sum(torch_private.gathered_bytes(model) for model in models if model is not None)
+    return beside_graphs_of(model for model in models if model is not None)
 
 
 def _following(model: nn.Module) -> dict[str, list[str]]:

@@ -34,11 +34,13 @@ class State(Protocol):
         original: the model.
         forward: takes the object and the arguments of the model's ``forward``.
         replaced: the user's replacement of ``forward``.
+        own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
     """
 
     original: nn.Module
     forward: Callable[..., Any]
     replaced: Callable[..., Any] | None
+    own_options: bool
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled forward."""
@@ -141,7 +143,8 @@ class _Forward:
         if state.replaced is not None:
             return state.replaced
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
-            return functools.partial(self.base.forward, instance)  # type: ignore[attr-defined]
+            own = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
+            return functools.partial(own, instance)
         # Bound on access: if it were stored, it would be a cycle, which only garbage collection ends.
         return types.MethodType(state.forward, instance)
 
@@ -152,13 +155,26 @@ class _Forward:
         instance._state_of_roundpipe_fx.replaced = None
 
 
+def _stays_apart(state: State) -> bool:
+    """Whether a compilation around it breaks its graph, so that the model is compiled with its own options."""
+    return state.own_options and torch.compiler.is_dynamo_compiling() and not torch.compiler.is_exporting()
+
+
+@torch.compiler.disable(reason="a model that roundpipe_fx.compile has compiled with options of its own")
+def _run_apart(state: State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return state.run(args, kwargs)
+
+
 def forward_like(model: nn.Module) -> Callable[..., Any]:
     """A ``forward`` with the signature of the model's, which runs the one in the state of its object.
 
-    Where ``torch.compile``, ``torch.export``, ``torch.jit.trace`` or FX trace it, it is the model's own.
+    Where ``torch.export``, ``torch.jit.trace`` or FX trace it, it is the model's own; also in ``torch.compile`` of a
+    module around it, unless the model has options of its own.
     """
 
     def forward(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if _stays_apart(self._state_of_roundpipe_fx):
+            return _run_apart(self._state_of_roundpipe_fx, args, kwargs)
         if torch.compiler.is_compiling() or torch_private.is_traced():
             return model.forward(*args, **kwargs)
         return self._state_of_roundpipe_fx.run(args, kwargs)

@@ -41,10 +41,15 @@ class LearnedSteps:
     Attributes:
         stale: whether steps have shown something that the plans do not take into account.
         outside: lines that run eagerly, with the reasons.
+        parts: how many graphs a step is known to have before one has run; 0: it is not known.
+        beside: bytes of the budget that are set aside for what is no graph.
     """
 
     def __init__(self, again: bool = True) -> None:
         self.stale = False
+        self.parts = 0
+        self.beside = 0
+        self._seen = False
         self._again = again
         self._steps: dict[tuple[object, ...], NotedStep] = {}
         self._planned: dict[str, _Planned] = {}
@@ -54,6 +59,11 @@ class LearnedSteps:
         self.outside: dict[str, str] = {}
         self._warned = False
         self._told_of_outside = False
+
+    @property
+    def expected_parts(self) -> int:
+        """How many graphs the first step is known to have; 0 if it is not known, or once it has been seen."""
+        return self.parts if self._again and not self._seen else 0
 
     def plan(
         self,
@@ -90,32 +100,38 @@ class LearnedSteps:
             noted: the calls it consisted of; not called for the usual step with one call.
         """
         outside = bool(self.outside) and not self._told_of_outside
-        if calls == 1 and not outside:
+        first = self.expected_parts > 0
+        self._seen = True
+        if calls == 1 and not outside and not first:
             return
         step = noted()
         budgets = [self._planned[call.graph].budget for call in step.calls if call.graph in self._planned]
-        budget = max(budgets, default=0)
+        budget = self._asked if first and isinstance(self._asked, int) else max(budgets, default=0)
         peak = peak_of_step(step, {})
-        over = peak > budget and step.kind not in self._steps and len(self._steps) < _MOST
-        if not budgets or not (over or outside):
+        new = step.kind not in self._steps and len(self._steps) < _MOST
+        over = peak > budget and new and not (first and isinstance(self._asked, float))
+        if not budgets or not (over or outside or first):
             return
-        if over:
+        if new and (over or first):
             self._steps[step.kind] = step
             self.stale = self._again
-        if outside or not self._warned:
+        if outside or (over and not self._warned):
             self._warned |= over
             self._told_of_outside |= outside
-            warnings.warn(self._news(step, peak, budget), StepBudgetWarning, stacklevel=2)
+            warnings.warn(self._news(step, peak, budget, first), StepBudgetWarning, stacklevel=2)
 
-    def _news(self, step: NotedStep, peak: int, budget: int) -> str:
+    def _news(self, step: NotedStep, peak: int, budget: int, first: bool) -> str:
         graphs = sorted({call.graph for call in step.calls})
         alive = sum(most_alive(step, graph) for graph in graphs)
         calls = f"up to {alive} calls of {len(graphs)} graphs were alive at once in a step"
         held = f"by their plans they hold {peak} bytes ({bytes_text(peak)}) together"
         allowed = f"the memory_budget is {budget} bytes ({bytes_text(budget)})"
+        if self.beside and isinstance(self._asked, int):
+            allowed += f" without the {self.beside} bytes ({bytes_text(self.beside)}) set aside to gather parameters"
         text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
         if peak > budget and self._again:
-            text += " Each was planned as if it were alone. The next step is planned for all of them."
+            how = "as if all were like it" if first else "as if it were alone"
+            text += f" Each was planned {how}. The next step is planned for all of them."
         elif peak > budget:
             text += (
                 " Each was planned as if it were alone, and torch.compile does not replan: use "
@@ -159,12 +175,17 @@ class LearnedSteps:
         fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
+            beside = self.beside if isinstance(self._asked, int) else 0
+            budget, minimum = fitted.limit + beside, fitted.peak + beside
+            gathering = (
+                f", {beside} bytes ({bytes_text(beside)}) to gather parameters (FSDP2) among them" if beside else ""
+            )
             raise InfeasibleBudgetError(
-                f"memory_budget of {fitted.limit} bytes ({bytes_text(fitted.limit)}) cannot be met: a step of this "
-                f"model is made of {len(graphs)} graphs, which together need at least {fitted.peak} bytes "
-                f"({bytes_text(fitted.peak)}). Use a smaller batch, fewer calls before a backward, or a budget of at "
-                "least the minimum.",
-                fitted.peak,
+                f"memory_budget of {budget} bytes ({bytes_text(budget)}) cannot be met: a step of this model is made "
+                f"of {len(graphs)} graphs, which together need at least {minimum} bytes ({bytes_text(minimum)})"
+                f"{gathering}. Use a smaller batch, fewer calls before a backward, or a budget of at least "
+                "the minimum.",
+                minimum,
             )
         self._footprints.update(fitted.footprints)
         self._limit = fitted.limit

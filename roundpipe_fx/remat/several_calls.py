@@ -44,9 +44,10 @@ def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[ParetoPoint]]:
     found = search(alone)
     candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in found.candidates]
     points = found.points
-    if graph.step.alive > 1:
+    alive = graph.step.alive_of_all
+    if alive > 1:
         chain, save_options = chain_of(alone)
-        run = SegmentRun(0, graph.segments, frozenset({0}), graph.step.alive)
+        run = SegmentRun(0, graph.segments, frozenset({0}), alive)
         more = points_of_run(graph, chain, save_options, run)
         candidates += [work_out(blocks, point.choice()) for point in spread(more, _JUDGED)]
         points = sorted([*points, *more], key=lambda point: point.seconds)

@@ -59,6 +59,8 @@ class Plan:
         tiles: regions that are carried out in tiles; sums over tiles round differently.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
+        bucket_bytes: bytes of the buckets of the DistributedDataParallel around the model, or inside: it allocates them
+            when it is made, not in a step.
         pipeline: how a step is pipelined, if it is; the rest of the plan is then that of one microbatch.
         timing: when each action would run, if pipelined.
         measured: when the actions of the latest step ran, once there was one, for each device.
@@ -80,6 +82,7 @@ class Plan:
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
+    bucket_bytes: int = 0
     pipeline: PlannedPipeline | None = None
     timing: Timing | None = field(compare=False, default=None)
     measured: list[list[list[Span]]] = field(compare=False, default_factory=list)

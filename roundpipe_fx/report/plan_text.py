@@ -24,7 +24,7 @@ _REDUCTIONS = {
 
 
 def header_lines(plan: Plan) -> list[str]:
-    """What was planned as a whole: stages, budget, peak, saved and recomputed values, sizes. At most eleven lines."""
+    """What was planned as a whole: stages, budget, peak, saved and recomputed values, sizes. At most twelve lines."""
     kind = "inference"
     if plan.training:
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
@@ -34,6 +34,8 @@ def header_lines(plan: Plan) -> list[str]:
         lines.append(f"budget: {bytes_text(plan.budget)} ({plan.budget} bytes)")
     if plan.gathered_bytes:
         lines.append(f"beside it, to gather parameters (FSDP2): up to {bytes_text(plan.gathered_bytes)}")
+    if plan.bucket_bytes:
+        lines.append(f"allocated outside of steps, buckets of DistributedDataParallel: {bytes_text(plan.bucket_bytes)}")
     if plan.pipeline is not None:
         lines += pipeline_lines(plan.pipeline)
     what = "predicted peak" if plan.pipeline is None else "of one microbatch alone, predicted peak"

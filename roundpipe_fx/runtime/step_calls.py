@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedCall, NotedEvent, NotedStep
 from roundpipe_fx.runtime.stage_compiler import Boxed
 
@@ -55,6 +56,8 @@ class _Call:
     """Whether only outputs are held, so that the token is one of them."""
     over: bool = False
     """Whether it is no longer alive."""
+    ending: bool = False
+    """Whether its outputs, which were all that is held, were freed in a backward, so that its own may follow."""
 
 
 class StepCalls:
@@ -81,6 +84,7 @@ class StepCalls:
             nonlocal place
             inputs = tuple(map(_storage, arguments))
             with self._lock:
+                self._end_of_backward()
                 self._finish()
                 number = self._begin(graph, inputs, arguments)
             if number is None:
@@ -150,7 +154,11 @@ class StepCalls:
 
         def freed(_: Any) -> None:
             with self._lock:
-                if step is self._calls:
+                if step is not self._calls:
+                    return
+                if returned and torch_private.in_backward():
+                    call.ending = True
+                else:
                     self._freed(number)
 
         call.token = weakref.ref(token, freed)
@@ -175,6 +183,11 @@ class StepCalls:
         if not call.over:
             call.over = True
             self._events.append((NotedEvent.FREED, number))
+
+    def _end_of_backward(self) -> None:
+        for number, call in enumerate(self._calls):
+            if call.ending:
+                self._freed(number)
 
     def _finish(self) -> None:
         """If no call is alive, report the step and start a new one."""

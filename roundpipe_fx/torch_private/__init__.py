@@ -40,7 +40,13 @@ from roundpipe_fx.torch_private.compiling import (
     is_traced,
     without_wrapper,
 )
-from roundpipe_fx.torch_private.data_parallel import as_data_parallel, data_parallel_forward, module_forward
+from roundpipe_fx.torch_private.data_parallel import (
+    active_bucket_bytes,
+    as_data_parallel,
+    bucket_bytes,
+    data_parallel_forward,
+    module_forward,
+)
 from roundpipe_fx.torch_private.dynamo import (
     OptimizedModule,
     PassedThrough,
@@ -102,6 +108,7 @@ __all__ = [
     "PassedThrough",
     "ProfiledMemory",
     "UserLine",
+    "active_bucket_bytes",
     "active_dispatch_modes",
     "aot_autograd",
     "aot_flags",
@@ -111,6 +118,7 @@ __all__ = [
     "bounds_of_data",
     "boxed_codegen",
     "boxed_false",
+    "bucket_bytes",
     "checkpoint_body",
     "checkpoint_policy",
     "data_dependent_symbol",

@@ -83,7 +83,10 @@ USED: Mapping[str, str] = {
         "StrictMinMaxConstraint"
     ),
     "torch.fx.graph": "_BoxedCodeGen",
-    "torch.nn.parallel.distributed": "DistributedDataParallel._post_forward DistributedDataParallel._pre_forward",
+    "torch.nn.parallel.distributed": (
+        "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._post_forward "
+        "DistributedDataParallel._pre_forward"
+    ),
     "torch.utils._python_dispatch": (
         "_disable_current_modes _get_current_dispatch_mode_stack _is_in_any_mode_without_ignore_compile_internals "
         "_is_in_non_infra_torch_dispatch_mode _is_in_torch_dispatch_mode"
@@ -97,8 +100,13 @@ SPELLED: Mapping[str, tuple[str, ...]] = {
     "torch._dynamo.convert_frame": ("_torchdynamo_orig_backend",),
     "torch._dynamo.decorators": ("_torchdynamo_disable",),
     "torch._dynamo.output_graph": ("compile_subgraph_reason", '"grapharg"', "_dynamo_source"),
+    "torch.distributed.fsdp._fully_shard._fsdp_common": ("shard_mesh_size",),
     "torch.distributed.fsdp._fully_shard._fsdp_param": ("_orig_size", "self.param_dtype", "self.orig_dtype"),
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group": ("self.fsdp_params", "self._reduce_dtype"),
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group": (
+        "self.fsdp_params",
+        "self._reduce_dtype",
+        "self.mesh_info",
+    ),
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("_fsdp_param_group",),
     "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(torch.autograd.Function)",),
     "torch._inductor.compile_fx": ("original_output_strides", "user_visible_output_idxs"),

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["as_data_parallel", "data_parallel_forward", "module_forward"]
+__all__ = ["active_bucket_bytes", "as_data_parallel", "bucket_bytes", "data_parallel_forward", "module_forward"]
 
 
 def as_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
@@ -17,6 +17,19 @@ def as_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
     if not isinstance(model, DistributedDataParallel) or "forward" in vars(model):
         return None
     return model if type(model).forward is DistributedDataParallel.forward else None
+
+
+def bucket_bytes(parallel: DistributedDataParallel) -> int:
+    """Bytes of the buckets in which DDP averages gradients."""
+    ignored = parallel.parameters_to_ignore
+    trained = (own for name, own in parallel.module.named_parameters() if own.requires_grad and name not in ignored)
+    return sum(own.nbytes for own in trained)
+
+
+def active_bucket_bytes() -> int:
+    """Bytes of the buckets of the DDP whose forward is running; 0 if none is."""
+    parallel = DistributedDataParallel._get_active_ddp_module()
+    return bucket_bytes(parallel) if parallel is not None else 0
 
 
 def module_forward(parallel: DistributedDataParallel) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ def gathered_bytes(model: nn.Module) -> int:
     FSDP2 gathers the parameters of a group into one buffer and copies them out of it, and copies gradients into
     another once the parameters are resharded. A group that is not resharded after its forward stays gathered until its
     backward. Of the others at most one is in use, while the next one is gathered and gradients of the last one are
-    reduced.
+    reduced. Gradients themselves are not counted, but what reducing them takes beyond them is.
 
     Args:
         model: sharded as a whole, in parts, or not at all.
@@ -27,17 +27,22 @@ def gathered_bytes(model: nn.Module) -> int:
         0 for a model that is not sharded.
     """
     states = {module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)}
-    stay, buffers, in_use, reduced = [0], [0], [0], [0]
+    stay, buffers, in_use, reduced, kept = [0], [0], [0], [0], [0]
     for group in (group for state in states for group in _groups(state)):
         parameters = sum(_bytes(parameter, None) for parameter in group.fsdp_params)
-        gradients = sum(_bytes(parameter, group._reduce_dtype) for parameter in group.fsdp_params)
+        reducing = sum(_bytes(parameter, group._reduce_dtype) for parameter in group.fsdp_params)
+        results = reducing // max(getattr(group.mesh_info, "shard_mesh_size", 1), 1)
+        # Gloo reduces a copy. Gradients are freed once they are copied in.
+        copies = 2 if group.mesh_info.mesh.device_type == "cpu" else 1
+        beyond = max(reducing, copies * reducing + results - parameters)
+        kept.append(max(results - parameters, 0))
         if group._reshard_after_forward:
             in_use.append(parameters)
-            reduced.append(gradients)
+            reduced.append(beyond)
         else:
             stay.append(parameters)
-            buffers.append(max(parameters, gradients - parameters))
-    return sum(stay) + max(buffers) + 2 * max(in_use) + max(reduced)
+            buffers.append(max(parameters, beyond - parameters))
+    return sum(stay) + max(buffers) + 2 * max(in_use) + max(reduced) + sum(kept)
 
 
 def parts_sharded_alone(model: nn.Module) -> list[str]:

@@ -277,6 +277,42 @@ def test_what_is_compiled_already_is_refused() -> None:
     assert torch.equal(compiled(X), expected) and len(compiled.plans) == 1
 
 
+def test_a_part_with_options_of_its_own_keeps_them() -> None:
+    """Others that compile a module around it run it as it is compiled; those that export the model do not."""
+    compiled = roundpipe_fx.compile(linear_chain(), recompute="full")
+    outer, expected = nn.Sequential(compiled, nn.ReLU()), nn.Sequential(compiled, nn.ReLU())(X)
+    assert len(compiled.plans) == 1
+    for backend in ("aot_eager", "roundpipe_fx"):
+        torch._dynamo.reset()
+        plans = len(compiled.plans)
+        assert torch.equal(torch.compile(outer, backend=backend)(X), expected)
+        assert len(compiled.plans) > plans and compiled.plan.recompute == "full"
+    assert torch.equal(torch.export.export(outer, (X,)).module()(X), expected)
+    assert torch.equal(torch.export.export(outer, (X,), strict=True).module()(X), expected)
+    assert torch.equal(torch.jit.trace(outer, X)(X), expected)
+    late = roundpipe_fx.compile(nn.Sequential(nn.Tanh(), nn.ReLU()))
+    late[0] = compiled
+    plans = len(compiled.plans)
+    torch._dynamo.reset()
+    with pytest.warns(roundpipe_fx.GraphBreakWarning):
+        assert torch.equal(late(X), expected)
+    assert len(compiled.plans) > plans
+
+
+def test_parts_whose_options_would_be_dropped_are_refused() -> None:
+    own = roundpipe_fx.compile(linear_chain(), recompute="full")
+    in_place, wrapped = linear_chain(), torch.compile(linear_chain(), backend="eager")
+    in_place.compile(backend="roundpipe_fx", options={"memory_budget": 0.5})
+    piped = roundpipe_fx.compile(linear_chain(), num_microbatches=2)
+    for part in (own, in_place, wrapped, piped):
+        with pytest.raises(TypeError, match=r"^'0', a part of the model, is compiled already, by \w+\.compile"):
+            roundpipe_fx.compile(nn.Sequential(part, nn.ReLU()))
+    with pytest.raises(TypeError, match="'0', a part"):
+        roundpipe_fx.compile(nn.Sequential(piped), num_microbatches=2)
+    with pytest.raises(TypeError, match=r"^'0', a part of the model, is compiled in place"):
+        torch.compile(nn.Sequential(in_place, nn.ReLU()), backend="roundpipe_fx")(X)
+
+
 def test_a_class_that_allows_no_subclass() -> None:
     class Final(type(nn.Module)):
         def __new__(cls, name: str, bases: Any, body: Any) -> Any:

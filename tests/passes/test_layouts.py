@@ -178,3 +178,32 @@ def joint(
     return (view,), ()
 """,
     )
+
+
+class _NormalizedAttention(nn.Module):
+    """As in the U-Nets of diffusion models: a sequence becomes an image, whose channels lie innermost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(8, 8), nn.GroupNorm(2, 8)
+        self.conv = nn.Conv2d(8, 8, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        image = self.layer(x).transpose(1, 2).reshape(x.shape[0], 8, 4, 4)
+        return self.conv(self.norm(image + 1)).square().mean()
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_single_sample_with_innermost_channels_is_normalized_as_eagerly(samples: int) -> None:
+    """``aot_eager`` of torch 2.13 fails on one sample."""
+    torch.manual_seed(0)
+    model, batch = _NormalizedAttention(), {"x": torch.randn(samples, 16, 8)}
+    for options in ({"recompute": "none"}, {"memory_budget": 0.0}):
+        step, _ = compiled_step(model, batch, stages=1, **options)
+        eagerly = train_step(model, model, batch)
+        torch.testing.assert_close(step.loss, eagerly.loss)
+        for name, gradient in step.gradients.items():
+            torch.testing.assert_close(gradient, eagerly.gradients[name], rtol=1e-5, atol=1e-7)
+    joint = restore_layouts(capture_joint(model, batch["x"]))
+    copied = [str(node.target) for node in joint.computed()].count("aten.clone.default")
+    assert (copied > 0) == (samples == 1)

@@ -432,3 +432,35 @@ def test_strides_of_gradients_and_outputs_that_nobody_uses(compiler: str) -> Non
                 assert found.grad is None or not found.grad.any()
             else:
                 torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_roundpipes_names_of_arguments() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+            return self.layer(x) * scale
+
+    class Labelled(Scaled):
+        def forward(self, x: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) - label).square().mean()
+
+    x, y, loss_fn = torch.randn(4, 4), torch.randn(4, 4), nn.MSELoss()
+    model = roundpipe_fx.compile(Scaled(), num_microbatches=2)
+    expected = model.forward_backward(x, scale=2.0, labels=y, loss_fn=loss_fn)
+    given = {"label": y, "loss_fn": loss_fn}
+    assert torch.equal(model.forward_backward(input_args=(x,), input_kwargs={"scale": 2.0}, **given), expected)
+    assert torch.equal(model.forward_backward(x, scale=2.0, **given), expected)
+    for wrong, message in (
+        ({"labels": y}, "both label and labels"),
+        ({"input_args": (x,)}, "both positional arguments and input_args"),
+        ({"scale": 1.0, "input_kwargs": {"scale": 2.0}}, "'scale' twice"),
+        ({"run_config": None}, "no run_config: a plan is made for one setting"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            model.forward_backward(x, **given, **wrong)
+    own = Labelled()
+    loss = roundpipe_fx.compile(own, num_microbatches=2).forward_backward(x, label=y)
+    assert torch.allclose(loss, own(x, y))

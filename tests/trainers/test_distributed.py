@@ -93,19 +93,21 @@ def _in_place(model: nn.Module) -> nn.Module:
 
 
 def _check_budget(_rank: int, _folder: str) -> None:
-    """DDP does not cut the graph: what is measured is the plan of the whole step, and DDP's buckets."""
+    """DDP does not cut the graph: what is measured is the plan of the whole step."""
     x = torch.randn(1024, 64)
     for compiled in (_compiled, _in_place):
         torch._dynamo.reset()
         model = Net(width=64, depth=6)
         buckets = sum(parameter.nbytes for parameter in model.parameters())
         wrapped = DistributedDataParallel(compiled(model), bucket_cap_mb=0.04)
-        for _ in range(3):
+        for step in range(3):
             wrapped.zero_grad()
             with roundpipe_fx.measure_peak("cpu") as peak:
                 wrapped(x).square().sum().backward()
             (plan,) = roundpipe_fx.plans(wrapped)
-            assert plan.recompute_seconds > 0 and peak.bytes <= plan.budget + buckets
+            # In the second step DDP replaces its buckets: the meter counts new ones, but not that old ones are freed.
+            assert plan.recompute_seconds > 0 and peak.bytes <= plan.budget + (buckets if step == 1 else 0)
+            assert plan.bucket_bytes == buckets and "buckets of DistributedDataParallel: 97.5 KiB" in str(plan)
 
 
 PIPELINES: list[dict[str, Any]] = [{"num_microbatches": 2}, {"num_microbatches": 4, "devices": ["cpu", "cpu"]}]
