@@ -22,7 +22,9 @@ __all__ = ["folded", "summary_lines"]
 T = TypeVar("T")
 
 _ROWS = 6
-"""Rows of each table. Four tables with a title and a last row, and the header, are less than 40 lines."""
+"""Rows of the tables of modules and stages. With titles, last rows and the header there are 40 lines at most."""
+_REASONS = 2
+"""Rows of the table of hoisted values."""
 _NUMBER = re.compile(r"(?<![^. ])\d+(?![^. ])")
 
 
@@ -113,7 +115,7 @@ def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
         f"  {module or own[0].name}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}"
         for (reason, module), own in groups.items()
     ]
-    return ["computed once a step, never repeated:", *rows[: _ROWS // 2], *_rest(rows, "others", _ROWS // 2)]
+    return ["computed once a step, never repeated:", *rows[:_REASONS], *_rest(rows, "others", _REASONS)]
 
 
 def _grouped(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T]]:

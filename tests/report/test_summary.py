@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import transformers
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.analysis.simulator import LiveValue
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedTiles, PlannedValue
 from roundpipe_fx.report.summary import folded
 
 _LINES = 40
@@ -101,6 +104,49 @@ def test_a_pipeline_with_everything_in_its_header() -> None:
     plan = compiled.trace(input_ids=tokens, labels=tokens)
     assert len(str(plan).splitlines()) <= _LINES
     assert "pipelined: 2 microbatches" in str(plan)
+
+
+def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:
+    plan = _plan(1)
+    values = tuple(
+        PlannedValue(
+            name=f"v{i}", module=f"{letter}.block", type="float32[8]", bytes=32, reason=f"r{letter}", seconds=1.0
+        )
+        for i, letter in enumerate("abcdefghij")
+    )
+    pipeline = PlannedPipeline(
+        schedule="1f1b",
+        devices=("cpu",) * 20,
+        microbatches=2,
+        checkpoint="",
+        makespan=1.0,
+        bubble=0.1,
+        peak_bytes=(1,) * 20,
+        order="",
+        brought_bytes=1,
+    )
+    tiles = tuple(
+        PlannedTiles(name=f"t{i}", module=f"m{i}", type=f"float32[{i}]", bytes=1, rows=8, tiles=2, seconds=1.0)
+        for i in range(20)
+    )
+    stages = tuple(
+        dataclasses.replace(plan.stages[0], index=i, modules=f"{letter}.block", recomputed=values, hoisted=values)
+        for i, letter in enumerate("abcdefghij")
+    )
+    live = tuple(LiveValue(value.name, value.module, value.bytes) for value in values)
+    full = dataclasses.replace(
+        plan,
+        budget=1,
+        gathered_bytes=1,
+        bucket_bytes=1,
+        pipeline=pipeline,
+        tiles=tiles,
+        stages=stages,
+        sizes={f"s{i}": i for i in range(50)},
+        assumed={f"u{i}": i for i in range(50)},
+        peak=dataclasses.replace(plan.peak, live=live),
+    )
+    assert len(str(full).splitlines()) == _LINES
 
 
 def test_notebooks_get_the_summary_and_the_details() -> None:
