@@ -28,6 +28,7 @@ LAYERS = (
     "runtime",
     "report",
     "compiler",
+    "distributed",
     "pipeline",
     "api",
     "compat",
