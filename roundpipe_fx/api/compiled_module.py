@@ -138,9 +138,15 @@ def compile(
     )
     edited_passes(options.passes)  # an invalid list raises now, not at the first call
     if mesh is not None:
-        refused = {"devices": devices, "optim_dtype": optim_dtype, "deferred_batch_norm": deferred_batch_norm}
-        refused["schedule"] = schedule if schedule == "roundpipe" else None
-        devices = over_processes.devices_of(mesh, model, options, **refused)
+        devices = over_processes.devices_of(
+            mesh,
+            model,
+            options,
+            devices=devices,
+            optim_dtype=optim_dtype,
+            deferred_batch_norm=deferred_batch_norm,
+            schedule=schedule if schedule == "roundpipe" else None,
+        )
     pipelining = parse_pipelining(
         devices,
         num_microbatches,

@@ -125,7 +125,7 @@ class Ownership:
                     raise RanksDifferError(
                         f"{tensors[key][0]!r} is read by rank {max(ranks - self.owners[key])} for this batch, and is "
                         f"owned by rank {min(self.owners[key])} since the first one was planned. Inputs of such "
-                        "different shapes need stages of their own: begin stages at modules of your choice with stages=[…]."
+                        "different shapes need stages that begin at modules of your choice: stages=[…]."
                     )
             return
         self.owners = {key: readers.get(key) or frozenset((0,)) for key in tensors}

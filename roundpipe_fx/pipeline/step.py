@@ -315,7 +315,7 @@ class Pipeline:
             for program, own in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
-        writable = contextlib.nullcontext()
+        writable: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._processes is not None:
             writable = self._processes.ownership.writable(updated.values())
         with self._looking_moved(updated), writable:

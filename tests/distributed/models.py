@@ -97,14 +97,14 @@ class Tied(nn.Module):
         return self.head(x)
 
 
-def _with_loss(model: nn.Module, rows: int = 8) -> Made:
+def _with_loss(model: nn.Module, rows: int = 24) -> Made:
     generator = torch.Generator().manual_seed(1)
     x, y = (torch.randn(rows, 16, generator=generator) for _ in range(2))
     return model, {"x": x, "labels": y, "loss_fn": nn.functional.mse_loss}
 
 
 def _tied() -> Made:
-    tokens = torch.randint(32, (8, 6), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(32, (24, 6), generator=torch.Generator().manual_seed(1))
     return Tied(), {"tokens": tokens, "labels": tokens, "loss_fn": _language_loss}
 
 

@@ -1,4 +1,4 @@
-"""Checks that run in two processes, which communicate by gloo."""
+"""Checks that run in several processes, which communicate by gloo."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["Check", "in_two_processes"]
+__all__ = ["Check", "in_processes", "in_two_processes"]
 
 Check = Callable[[int, str], None]
 """Takes the rank of its process and a folder that both share."""
@@ -21,12 +21,23 @@ def in_two_processes(checks: Sequence[Check], folder: Path) -> None:
         checks: functions of modules.
         folder: an empty one.
     """
+    in_processes(2, checks, folder)
+
+
+def in_processes(count: int, checks: Sequence[Check], folder: Path) -> None:
+    """Run checks one after another, each in all of some processes.
+
+    Args:
+        count: how many processes.
+        checks: functions of modules.
+        folder: an empty one.
+    """
     # A file, not a port: another test may take the port, and a server of keys may leave before its clients.
-    torch.multiprocessing.spawn(_process, (str(folder), checks), nprocs=2)
+    torch.multiprocessing.spawn(_process, (str(folder), count, checks), nprocs=count)
 
 
-def _process(rank: int, folder: str, checks: Sequence[Check]) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+def _process(rank: int, folder: str, count: int, checks: Sequence[Check]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
     try:
         for check in checks:
             check(rank, folder)
