@@ -1,7 +1,9 @@
 """Agreement: before each run all ranks compare what they are about to do, so that a difference is an error on all.
 
 Ranks plan alike because planning is deterministic. Where options, batches, code or versions differ, schedules would
-differ too, and ranks would wait for each other for ever. So digests are exchanged first, and texts if they differ.
+differ too, and ranks would wait for each other for ever. So digests are exchanged, and texts if they differ: options
+and batch before anything is traced, so that a wrong batch leaves no rank with a graph that others do not have; graph
+and plan before anything runs.
 """
 
 from __future__ import annotations
@@ -21,14 +23,12 @@ class Statement:
     """What a rank is about to do.
 
     Attributes:
-        known: by name (options, batch, …), a text that is to be the same on all ranks, known before tracing.
-        decided: likewise, known after tracing (graph, plan); empty if that has failed.
+        texts: by name (options, batch, graph, plan), what is to be the same on all ranks; empty after a failure.
         generator: the state of the generator that the step draws from.
         failure: what tracing or planning has raised; ``None`` if nothing.
     """
 
-    known: dict[str, str]
-    decided: dict[str, str] = field(default_factory=dict)
+    texts: dict[str, str] = field(default_factory=dict)
     generator: bytes = b""
     failure: str | None = None
 
@@ -43,15 +43,14 @@ def agree(group: PipelineGroup, own: Statement) -> bool:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in (own.known | own.decided).items()}
+    digests = {name: _digest(text) for name, text in own.texts.items()}
     gathered = group.gather((digests, _digest(own.generator), own.failure))
-    _compare(group, own.known, [each for each, _, _ in gathered])
     failed = [(rank, failure) for rank, (_, _, failure) in enumerate(gathered) if failure is not None]
     if failed and own.failure is None:
         rank, failure = failed[0]
         raise RemoteError(f"rank {rank} of the pipeline could not prepare the step: {failure}")
     if not failed:
-        _compare(group, own.decided, [each for each, _, _ in gathered])
+        _compare(group, own.texts, [each for each, _, _ in gathered])
     return len({generator for _, generator, _ in gathered}) == 1
 
 

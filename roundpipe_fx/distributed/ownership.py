@@ -5,6 +5,8 @@ model. A rank owns the parameters and buffers that its stages read or update; of
 nothing, as FSDP does with parameters that are sharded. A model that was built on the meta device gets tensors without
 memory on the rank's device first; what a rank owns gets memory when it is loaded or initialized.
 
+Single numbers (a counter of batches) keep their few bytes everywhere, since Dynamo reads them when it traces.
+
 A tensor that no stage reads belongs to the first rank, so that the ranks together have all of the model.
 """
 
@@ -105,6 +107,9 @@ class Ownership:
         return made
 
     def _free(self, value: torch.Tensor) -> None:
+        if not value.dim():
+            value.data.zero_()
+            return
         storage = value.untyped_storage()
         self._sizes[id(value)] = storage.nbytes()
         storage.resize_(0)

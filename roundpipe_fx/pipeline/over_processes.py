@@ -93,7 +93,7 @@ class ProcessPipeline:
             RemoteError: another rank has failed.
             BaseException: this rank has failed.
         """
-        known = {"options": self._options, "batch": _batch_text(batch)}
+        agree(self.group, Statement({"options": self._options, "batch": _batch_text(batch)}))
         try:
             captured, instructions = prepare()
             readers = readers_of(instructions, captured.programs, captured.primals)
@@ -108,11 +108,11 @@ class ProcessPipeline:
                     "has no values yet: call model.load(folder) or model.init_weights(fn) after model.trace(…)."
                 )
         except BaseException as error:
-            agree(self.group, Statement(known, failure=f"{type(error).__name__}: {error}"))
+            agree(self.group, Statement(failure=f"{type(error).__name__}: {error}"))
             raise
         device = home(captured)
         decided = {"graph": graphs, "plan": plan.digest}
-        same = agree(self.group, Statement(known, decided, random_streams.state_of(device).numpy().tobytes()))
+        same = agree(self.group, Statement(decided, random_streams.state_of(device).numpy().tobytes()))
         if not same and any(program.draws for program in captured.programs):
             random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
         return captured

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from tests.distributed.models import MODELS, make
+from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from tests.distributed.models import MODELS, Net, make
 from tests.trainers.processes import Check, in_processes
 
 STEPS = 2
@@ -34,7 +36,8 @@ def _in_one_process(model: nn.Module, **options: Any) -> Any:
 
 
 def _memory(model: nn.Module) -> int:
-    return sum(value.untyped_storage().nbytes() for value in (*model.parameters(), *model.buffers()))
+    """Bytes of a model's tensors, except single numbers."""
+    return sum(value.untyped_storage().nbytes() for value in (*model.parameters(), *model.buffers()) if value.dim())
 
 
 def _check_equal(name: str, **options: Any) -> None:
@@ -52,8 +55,8 @@ def _check_equal(name: str, **options: Any) -> None:
     for key, value in owned.items():
         assert torch.equal(value, expected[key]), key
         if expected[key].grad is not None:
-            assert torch.equal(value.grad, expected[key].grad), (name, options, key, (value.grad-expected[key].grad).abs().max(), expected[key].grad.abs().max())
-    assert _memory(model) == sum(value.untyped_storage().nbytes() for value in owned.values())
+            assert torch.equal(value.grad, expected[key].grad), key
+    assert _memory(model) == sum(value.untyped_storage().nbytes() for value in owned.values() if value.dim())
     assert all(value.grad is None for name, value in model.named_parameters() if name not in owned)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, list(owned))
@@ -90,3 +93,92 @@ def check_schedules(_rank: int, _folder: str) -> None:
 )
 def test_equal_to_one_process(ranks: int, checks: Sequence[Check], tmp_path: Path) -> None:
     in_processes(ranks, checks, tmp_path)
+
+
+class Armed:
+    """Whether the stages of this process raise."""
+
+    now = False
+
+
+def check_failure(rank: int, _folder: str) -> None:
+    """An exception of one rank's stage is raised on all; the next step runs as if nothing had been."""
+    model, batch = make("net")
+    plain = copy.deepcopy(model)
+    expected = _steps(_in_one_process(plain, num_microbatches=4), batch)
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4, stage_compiler=_breaking)
+    compiled.trace(**batch)
+    for broken in (1, 0):
+        Armed.now = rank == broken
+        start = time.monotonic()
+        with pytest.raises(Exception, match="the stage of this rank is broken") as caught:
+            compiled.forward_backward(**batch)
+        assert time.monotonic() - start < 10
+        assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
+        assert rank == broken or f"rank {broken} of the pipeline raised ValueError" in str(caught.value)
+    Armed.now = False
+    assert all(value.grad is None for value in compiled.parameters())
+    assert all(map(torch.equal, _steps(compiled, batch), expected))
+
+
+def _breaking(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A stage compiler whose stages raise while they are armed to."""
+
+    def call(*arguments: Any) -> Any:
+        if Armed.now:
+            raise ValueError("the stage of this rank is broken")
+        return module(*arguments)
+
+    return call
+
+
+def check_differences(rank: int, _folder: str) -> None:
+    """Other options, batches, models or failures on a rank are an error on all of them, which says what differs."""
+    mesh = _mesh()
+    model, batch = make("net")
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), mesh=mesh, num_microbatches=2 + 2 * rank)
+    with pytest.raises(RanksDifferError, match=r"differ in options(.|\n)*microbatches=2(.|\n)*microbatches=4"):
+        compiled.forward_backward(**batch)
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), mesh=mesh, num_microbatches=2)
+    short = {**batch, "x": batch["x"][: 24 - 4 * rank], "labels": batch["labels"][: 24 - 4 * rank]}
+    for run in (compiled.trace, compiled.forward_backward):
+        with pytest.raises(RanksDifferError, match=r"differ in batch(.|\n)*\[24, 16\](.|\n)*\[20, 16\]"):
+            run(**short)
+    compiled = roundpipe_fx.compile(Net(depth=6 + 2 * rank), mesh=mesh, num_microbatches=2)
+    with pytest.raises(RanksDifferError, match=r"differ in (graph|plan)"):
+        compiled.forward_backward(**batch)
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), mesh=mesh, num_microbatches=2)
+    wrong = {**batch, "loss_fn": _wrong_loss if rank else nn.functional.mse_loss}
+    with pytest.raises((RanksDifferError, RemoteError, ValueError)):
+        compiled.forward_backward(**wrong)
+    compiled.forward_backward(**batch)
+
+
+def _wrong_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return output - labels
+
+
+def check_refusals(_rank: int, _folder: str) -> None:
+    """What a pipeline over processes cannot do is refused where it is asked for."""
+    mesh = _mesh()
+    model, batch = make("net")
+    for options, text in (
+        ({"schedule": "roundpipe"}, "schedule='roundpipe'"),
+        ({"devices": ["cpu"]}, "devices="),
+        ({"cost": "measured"}, "all must plan alike"),
+        ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
+        ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),
+        ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))}, "dimension 'dp'"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            roundpipe_fx.compile(model, **{"mesh": mesh, **options})
+    with pytest.raises(TypeError, match="DeviceMesh"):
+        roundpipe_fx.compile(model, mesh=2)
+    compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
+    for early in (compiled.parameters, compiled.state_dict, compiled.named_buffers):
+        with pytest.raises(RuntimeError, match=r"call model\.trace"):
+            list(early())
+    compiled.trace(**batch)
+    assert list(compiled.parameters())
+    with pytest.raises(TypeError, match="save its state_dict"):
+        copy.deepcopy(compiled)
