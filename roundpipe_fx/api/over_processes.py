@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from roundpipe_fx.distributed.agreement import together
 from roundpipe_fx.distributed.group import PIPELINE, PipelineGroup, check_mesh
 from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.ownership import named_tensors
@@ -109,13 +110,17 @@ def _check_planned(processes: ProcessPipeline) -> None:
 def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> None:
     """Read what this rank owns from files."""
     _check_planned(processes)
-    load_files(processes.ownership, path, fill, _seed(processes))
+    seed = _seed(processes)
+    with together(processes.group, "load the model"):
+        load_files(processes.ownership, path, fill, seed)
 
 
 def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
     """Let a function write what this rank owns."""
     _check_planned(processes)
-    initialize(processes.ownership, fill, _seed(processes))
+    seed = _seed(processes)
+    with together(processes.group, "initialize the model"):
+        initialize(processes.ownership, fill, seed)
 
 
 def _seed(processes: ProcessPipeline) -> int:

@@ -8,14 +8,15 @@ and plan before anything runs.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.group import PipelineGroup
 
-__all__ = ["Statement", "agree"]
+__all__ = ["Statement", "agree", "together"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,27 @@ def agree(group: PipelineGroup, own: Statement) -> bool:
     if not failed:
         _compare(group, own.texts, [each for each, _, _ in gathered])
     return len({generator for _, generator, _ in gathered}) == 1
+
+
+@contextlib.contextmanager
+def together(group: PipelineGroup, what: str) -> Iterator[None]:
+    """Context manager in which every rank does something on its own; if one fails, all raise.
+
+    Args:
+        group: the ranks.
+        what: what they do, for the message.
+
+    Raises:
+        RemoteError: another rank has failed, and this one has not.
+    """
+    try:
+        yield
+    except BaseException as error:
+        group.gather(f"{type(error).__name__}: {error}")
+        raise
+    for rank, failure in enumerate(group.gather(None)):
+        if failure is not None:
+            raise RemoteError(f"rank {rank} of the pipeline could not {what}: {failure}")
 
 
 def _compare(group: PipelineGroup, own: dict[str, str], gathered: Sequence[dict[str, str]]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -182,3 +183,106 @@ def check_refusals(_rank: int, _folder: str) -> None:
     assert list(compiled.parameters())
     with pytest.raises(TypeError, match="save its state_dict"):
         copy.deepcopy(compiled)
+
+
+def check_calls(_rank: int, _folder: str) -> None:
+    """A call with ``backward()``, and one without gradients, are those of one process, after a step and before one."""
+    for name, first in (("net", True), ("tied", False)):
+        model, batch = make(name)
+        plain = copy.deepcopy(model)
+        x, labels, loss_fn = (batch[key] for key in ("x" if name == "net" else "tokens", "labels", "loss_fn"))
+        both = []
+        for compiled in (
+            _in_one_process(plain, num_microbatches=4),
+            roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4),
+        ):
+            torch.manual_seed(5)
+            if first:
+                compiled.forward_backward(**batch)
+            loss = loss_fn(compiled(x), labels)
+            loss.backward()
+            compiled.eval()
+            with torch.no_grad():
+                both.append((loss, compiled(x)))
+            compiled.train()
+            both[-1] += compiled.forward_backward(**batch, return_outputs=True)
+        assert all(map(torch.equal, *both))
+        gradients = {key: value.grad for key, value in plain.named_parameters()}
+        assert all(torch.equal(value.grad, gradients[key]) for key, value in compiled.named_parameters())
+
+
+def check_input_gradients(_rank: int, _folder: str) -> None:
+    """The gradient of an input is the same on all ranks, whichever of them read it."""
+    model, batch = make("skips")
+    x, both = batch["x"], []
+    for compiled in (
+        _in_one_process(copy.deepcopy(model), num_microbatches=3),
+        roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=3),
+    ):
+        own, scale = x.clone().requires_grad_(), torch.ones(16, requires_grad=True)
+        compiled.forward_backward(own * scale, labels=batch["labels"], loss_fn=nn.functional.mse_loss)
+        both.append((own.grad, scale.grad))
+    assert all(map(torch.equal, *both))
+
+
+def _on_meta(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    with torch.device("meta"):
+        model, _ = make(name)
+    return model, make(name)[1]
+
+
+def check_without_memory(rank: int, folder: str) -> None:
+    """A model without memory is planned, loaded from files of which each rank reads its own, and trained."""
+    for name in ("llama", "tied"):
+        path = Path(folder) / name
+        whole, batch = make(name)
+        if rank == 0:
+            _save(whole, path)
+        dist.barrier()
+        losses = _steps(_in_one_process(whole, num_microbatches=2), batch)
+        model, _ = _on_meta(name)
+        compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2)
+        compiled.trace(**batch)
+        assert _memory(model) == 0
+        with pytest.raises(RuntimeError, match=r"call model\.load"):
+            compiled.forward_backward(**batch)
+        buffers = dict(make(name)[0].named_buffers())
+        if name == "llama":
+            with pytest.raises((KeyError, RemoteError), match="inv_freq"):
+                compiled.load(path)
+            compiled.load(path, fill=lambda name, value, buffers=buffers: value.copy_(buffers[name]))
+        else:
+            compiled.load(path)
+        assert all(map(torch.equal, _steps(compiled, batch), losses))
+        expected = dict(whole.named_parameters())
+        assert all(torch.equal(value.grad, expected[key].grad) for key, value in compiled.named_parameters())
+        assert 0 < _memory(model) < _memory(whole)
+
+
+def _save(model: nn.Module, path: Path) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(path, max_shard_size="50KB")
+        assert (path / "model.safetensors.index.json").exists()
+    else:
+        path.mkdir()
+        safetensors.torch.save_model(model, str(path / "model.safetensors"))
+
+
+def check_initialization(_rank: int, _folder: str) -> None:
+    """Initial values do not depend on the ranks: a tied tensor has the same on each, and so does another cut."""
+    found = []
+    for stages in ("auto", ["layers.1"]):
+        model, batch = _on_meta("tied")
+        compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2, stages=stages)
+        compiled.trace(**batch)
+        compiled.init_weights(lambda name, value: nn.init.normal_(value) if "weight" in name else value.zero_())
+        own = {name: value.detach() for name, value in compiled.named_parameters()}
+        both: list[Any] = [None, None]
+        dist.all_gather_object(both, own)
+        assert all(torch.equal(both[0][name], both[1][name]) for name in both[0].keys() & both[1].keys())
+        assert "embed.weight" in both[0].keys() & both[1].keys()
+        found.append(both[0] | both[1])
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    assert found[0]["layers.0.up.weight"].std() > 0.5
+    assert not torch.equal(found[0]["layers.0.up.weight"], found[0]["layers.1.up.weight"])
