@@ -153,7 +153,7 @@ def load_own_state(processes: ProcessPipeline, state: Mapping[str, Any], strict:
     if strict and (missing or unexpected):
         raise RuntimeError(f"state_dict: missing on this rank: {missing}; not in the model: {unexpected}.")
     load_tensors(processes.ownership, state)
-    return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)
+    return nn.Identity().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 
 def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float) -> torch.Tensor:

@@ -114,6 +114,25 @@ class Ownership:
         self._sizes[id(value)] = storage.nbytes()
         storage.resize_(0)
 
+    def refuse_shared_updates(self, updated: Iterable[object], readers: Mapping[int, frozenset[int]]) -> None:
+        """Refuse buffers that a microbatch updates on one rank and the next one reads on another.
+
+        Args:
+            updated: tensors that stages update.
+            readers: the ranks that read or update each input, by identity.
+
+        Raises:
+            ValueError: there is one; the message names it.
+        """
+        names = {id(value): name for name, value in named_tensors(self.model)}
+        for value in updated:
+            ranks = sorted(readers.get(id(value), ()))
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"{names.get(id(value), 'a tensor')!r} is updated by stages, and ranks {ranks} have stages "
+                    "that read it: begin stages at modules of your choice, stages=[…], so that one rank has all of them."
+                )
+
     def own(self, readers: Mapping[int, frozenset[int]]) -> None:
         """Free what other ranks own. When another shape is planned, check that the owners have what it reads.
 

@@ -6,8 +6,8 @@ them in. Each is started just before the first action during which it can arrive
 that the sender's action depends on are certain to be over by then (as in :mod:`roundpipe_fx.schedules.vector_clocks`).
 The plan counts a received value from the same action on, so started receives take no memory that it does not know. ::
 
-    rank 0   F0.0 S:F0.0>1   F0.1 S:F0.1>1   V:B1.0<1 B0.0  …
-    rank 1   V:F0.0<0 V:F0.1<0   F1.0   B1.0 S:B1.0>0   F1.1  …
+    rank 0   F0.0 S:F0.0>1   V:B1.0<1 F0.1 S:F0.1>1   V:B1.1<1 B0.0   B0.1
+    rank 1   V:F0.0<0 V:F0.1<0 F1.0   B1.0 S:B1.0>0   F1.1   B1.1 S:B1.1>0
 
 Before an action a rank first starts receives, then waits until its earlier sends are done. The sender's action depends
 on all of the receiver's actions before the one at which the receive is started, so that one is reached without waiting

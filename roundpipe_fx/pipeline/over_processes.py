@@ -97,6 +97,14 @@ class ProcessPipeline:
         try:
             captured, instructions = prepare()
             readers = readers_of(instructions, captured.programs, captured.primals)
+            self.ownership.refuse_shared_updates(
+                (
+                    primals[place]
+                    for program, primals in zip(captured.programs, captured.primals, strict=True)
+                    for place in program.mutations.values()
+                ),
+                readers,
+            )
             plan = self._plan(captured, instructions, None)
             graphs = "\n\n".join(dict.fromkeys(self._graph_text(graph) for graph in captured.graphs))
             self.ownership.own(readers)

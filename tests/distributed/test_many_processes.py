@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from tests.distributed.models import MODELS, Net, make
+from tests.distributed.models import MODELS, Block, Net, make
 from tests.trainers.processes import Check, in_processes
 
 STEPS = 2
@@ -82,18 +85,8 @@ SCHEDULES: list[dict[str, Any]] = [
 
 def check_schedules(_rank: int, _folder: str) -> None:
     for options in SCHEDULES:
-        for name in ("net", "tied"):
-            _check_equal(name, num_microbatches=2 * dist.get_world_size(), **options)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "checks"),
-    [(2, [check_models]), (3, [check_schedules])],
-    ids=["models", "schedules"],
-)
-def test_equal_to_one_process(ranks: int, checks: Sequence[Check], tmp_path: Path) -> None:
-    in_processes(ranks, checks, tmp_path)
+        _check_equal("net", num_microbatches=2 * dist.get_world_size(), **options)
+    _check_equal("tied", num_microbatches=4, schedule="interleaved")
 
 
 class Armed:
@@ -175,6 +168,10 @@ def check_refusals(_rank: int, _folder: str) -> None:
             roundpipe_fx.compile(model, **{"mesh": mesh, **options})
     with pytest.raises(TypeError, match="DeviceMesh"):
         roundpipe_fx.compile(model, mesh=2)
+    both_ends = nn.Sequential(norm := nn.BatchNorm1d(16), *(Block(16) for _ in range(4)), norm)
+    compiled = roundpipe_fx.compile(both_ends, mesh=mesh, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"num_batches_tracked' is updated by stages, and ranks \[0, 1\]"):
+        compiled.forward_backward(batch["x"], labels=batch["labels"], loss_fn=batch["loss_fn"])
     compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
     for early in (compiled.parameters, compiled.state_dict, compiled.named_buffers):
         with pytest.raises(RuntimeError, match=r"call model\.trace"):
@@ -286,3 +283,100 @@ def check_initialization(_rank: int, _folder: str) -> None:
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     assert found[0]["layers.0.up.weight"].std() > 0.5
     assert not torch.equal(found[0]["layers.0.up.weight"], found[0]["layers.1.up.weight"])
+
+
+def _train(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Any], steps: int) -> list[torch.Tensor]:
+    losses = []
+    for _ in range(steps):
+        losses.append(model.forward_backward(**batch))
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+"""The optimizer's state by names of parameters, which differ from rank to rank."""
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def check_checkpoints(_rank: int, folder: str) -> None:
+    """Training goes on from a checkpoint with the same bits, with other stages too, and in one process."""
+    for name in ("net", "tied"):
+        model, batch = make(name)
+        initial = copy.deepcopy(model)
+        plain = _in_one_process(copy.deepcopy(initial), num_microbatches=2)
+        torch.manual_seed(5)
+        expected = _train(plain, _adam(plain), batch, 4)
+        compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2)
+        compiled.trace(**batch)
+        optimizer = _adam(compiled)
+        torch.manual_seed(5)
+        losses = _train(compiled, optimizer, batch, 2)
+        state = get_state_dict(compiled, optimizer, options=FLAT)
+        path = f"{folder}/checkpoint of {name}"
+        dcp.save({"model": state[0], "optimizer": state[1]}, checkpoint_id=path)
+        generator = torch.get_rng_state()
+        losses += _train(compiled, optimizer, batch, 2)
+        assert all(map(torch.equal, losses, expected))
+        for stages in ("auto", ["layers.1"]):
+            model, _ = _on_meta(name)
+            again = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2, stages=stages)
+            again.trace(**batch)
+            again.init_weights(lambda name, value: value.zero_())
+            optimizer = _adam(again)
+            model_state, optimizer_state = get_state_dict(again, optimizer, options=FLAT)
+            dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+            states = {"model_state_dict": model_state, "optim_state_dict": optimizer_state}
+            set_state_dict(again, optimizer, **states, options=FLAT)
+            torch.set_rng_state(generator)
+            assert all(map(torch.equal, _train(again, optimizer, batch, 2), expected[2:])), stages
+        alone = initial
+        state = alone.state_dict()
+        dcp.load({"model": state}, checkpoint_id=path)
+        alone.load_state_dict(state)
+        compiled.load_state_dict(state)
+        own = compiled.state_dict()
+        assert own.keys() < state.keys() or name == "tied"
+        assert all(torch.equal(value, state[key]) for key, value in own.items())
+
+
+def check_killed(rank: int, _folder: str) -> None:
+    """If a rank dies in a step, the others raise."""
+    model, batch = make("net")
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4, stage_compiler=_dying)
+    compiled.trace(**batch)
+    Armed.now = rank == 1
+    start = time.monotonic()
+    with pytest.raises(RuntimeError):
+        compiled.forward_backward(**batch)
+    assert time.monotonic() - start < 10
+    os._exit(0)  # no barrier with a dead rank
+
+
+def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        if Armed.now:
+            os._exit(0)
+        return module(*arguments)
+
+    return call
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "checks"),
+    [
+        (2, [check_models]),
+        (3, [check_schedules]),
+        (2, [check_failure, check_differences, check_refusals, check_killed]),
+        (2, [check_calls, check_input_gradients]),
+        (2, [check_without_memory, check_initialization, check_checkpoints]),
+    ],
+    ids=["models", "schedules", "failures", "calls", "state"],
+)
+def test_processes(ranks: int, checks: Sequence[Check], tmp_path: Path) -> None:
+    in_processes(ranks, checks, tmp_path)
