@@ -35,6 +35,7 @@ class Model(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits of each next token."""
         x = self.embed(tokens)
         mask = torch.full((tokens.shape[1], tokens.shape[1]), float("-inf"), device=tokens.device).triu(1)
         for layer in self.layers:

@@ -130,7 +130,7 @@ class Ownership:
             if len(ranks) > 1:
                 raise ValueError(
                     f"{names.get(id(value), 'a tensor')!r} is updated by stages, and ranks {ranks} have stages "
-                    "that read it: begin stages at modules of your choice, stages=[…], so that one rank has all of them."
+                    "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them."
                 )
 
     def own(self, readers: Mapping[int, frozenset[int]]) -> None:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["MODELS", "Block", "Net", "make"]
+__all__ = ["MODELS", "Block", "Net", "Tied", "language_loss", "make"]
 
 Made = tuple[nn.Module, dict[str, Any]]
 """A model and the arguments of a step."""
@@ -105,10 +105,11 @@ def _with_loss(model: nn.Module, rows: int = 24) -> Made:
 
 def _tied() -> Made:
     tokens = torch.randint(32, (24, 6), generator=torch.Generator().manual_seed(1))
-    return Tied(), {"tokens": tokens, "labels": tokens, "loss_fn": _language_loss}
+    return Tied(), {"tokens": tokens, "labels": tokens, "loss_fn": language_loss}
 
 
-def _language_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def language_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens."""
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 

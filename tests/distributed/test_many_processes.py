@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from tests.distributed.models import MODELS, Block, Net, make
+from tests.distributed.models import MODELS, Block, Net, Tied, language_loss, make
 from tests.trainers.processes import Check, in_processes
 
 STEPS = 2
@@ -65,6 +65,29 @@ def _check_equal(name: str, **options: Any) -> None:
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, list(owned))
     assert set().union(*everywhere) == expected.keys()
+
+
+def check_budget(_rank: int, _folder: str) -> None:
+    """What a rank allocates in a step, received values and summed gradients included, is within the budget."""
+    tokens = make("tied")[1]["tokens"].repeat(8, 4)
+    net, x = Net(width=128), torch.randn(512, 128)
+    mean = nn.functional.mse_loss
+    for plain, inputs, labels, loss_fn in ((net, x, x, mean), (Tied(512, 64), tokens, tokens, language_loss)):
+        peaks = []
+        for share in (1.0, 0.3, 0.0):
+            compiled = roundpipe_fx.compile(
+                copy.deepcopy(plain), mesh=_mesh(), num_microbatches=4, memory_budget=share, tiling="never"
+            )
+            compiled.trace(inputs, labels=labels, loss_fn=loss_fn)
+            found = []
+            for _ in range(2):
+                compiled.zero_grad()
+                with roundpipe_fx.measure_peak("cpu") as peak:
+                    compiled.forward_backward(inputs, labels=labels, loss_fn=loss_fn)
+                found.append(peak.bytes)
+            assert max(found) <= compiled.plan.budget, (share, found, compiled.plan.budget)
+            peaks.append(max(found))
+        assert peaks[0] >= peaks[1] >= peaks[2]
 
 
 def check_models(_rank: int, _folder: str) -> None:
@@ -373,7 +396,7 @@ def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[...
         (2, [check_models]),
         (3, [check_schedules]),
         (2, [check_failure, check_differences, check_refusals, check_killed]),
-        (2, [check_calls, check_input_gradients]),
+        (2, [check_calls, check_input_gradients, check_budget]),
         (2, [check_without_memory, check_initialization, check_checkpoints]),
     ],
     ids=["models", "schedules", "failures", "calls", "state"],
