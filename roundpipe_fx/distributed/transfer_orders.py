@@ -13,11 +13,15 @@ Before an action a rank first starts receives, then waits until its earlier send
 on all of the receiver's actions before the one at which the receive is started, so that one is reached without waiting
 for anything that is sent later, and every send is matched: :func:`check_transfers` follows the orders and proves it for
 the schedule at hand.
+
+Where sizes depend on data, the receiver can start a receive only when it knows them, which is when it reads the value
+at the latest. A rank that waited for such a send could wait for ever. So to a rank to which anything of unknown size is
+sent, sends are waited for at the end of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -64,11 +68,13 @@ class RankTransfers:
         starts: for each instruction, the receives to start before it, in the order of the senders.
         reads: for each instruction, the parcels that it waits for.
         sends: for each instruction, by number of the receiver, what is sent after it.
+        late: the receivers whose sends are waited for at the end, since sizes depend on data.
     """
 
     starts: tuple[tuple[Parcel, ...], ...]
     reads: tuple[tuple[Parcel, ...], ...]
     sends: tuple[Mapping[int, Parcel], ...]
+    late: frozenset[int]
 
 
 def transfers_of(
@@ -118,6 +124,7 @@ def transfers_of(
             tuple(map(tuple, starts[rank])),
             tuple(tuple(parcel for _, parcel in own) for own in reads[rank]),
             tuple(sends[rank]),
+            frozenset(peer for own in sends[rank] for peer, parcel in own.items() if parcel.integers),
         )
         for rank in range(len(instructions))
     ]
@@ -187,15 +194,20 @@ def _transfer(kind: ActionKind, parcel: Parcel) -> Action:
     return Action(kind, parcel.step[1], parcel.microbatch, parcel.step[0], peer)
 
 
-def check_transfers(orders: Sequence[Sequence[Action]], reads: Mapping[StageAction, Sequence[StageAction]]) -> None:
+def check_transfers(
+    orders: Sequence[Sequence[Action]],
+    reads: Mapping[StageAction, Sequence[StageAction]],
+    late: Sequence[Collection[int]] = (),
+) -> None:
     """Check that sends and receives match and cannot deadlock where each direction of a pair has one stream.
 
     A send is over when the receive at the same place of its stream was started. An action runs when the receives that
-    it reads are over, and all that its rank has sent before.
+    it reads are over, and all that its rank has sent before, except to ranks for which it waits at the end.
 
     Args:
         orders: what each rank issues, in order; receives where they are started.
         reads: which stage action reads which.
+        late: for each rank, the receivers whose sends it waits for at the end.
 
     Raises:
         InvalidScheduleError: another order of receives than of sends, a receive that is started after its reader, or a
@@ -218,7 +230,9 @@ def check_transfers(orders: Sequence[Sequence[Action]], reads: Mapping[StageActi
                 )
             if place >= sent[peer, rank]:
                 return False
-        return all(started[pair] >= sent[pair] for pair in streams if pair[0] == rank)
+        at_end = late[rank] if late else ()
+        awaited = (pair for pair in streams if pair[0] == rank and pair[1] not in at_end)
+        return all(started[pair] >= sent[pair] for pair in awaited)
 
     places = [0] * len(orders)
     going_on = True

@@ -4,7 +4,8 @@ Sends and receives are started in the orders of :mod:`roundpipe_fx.distributed.t
 rank computes. What is in flight costs memory at both ends: received values from the action at which their receive is
 started, as the plan counts them; sent ones until they were waited for. With a budget that is before the next action,
 since the plan lets a value die with the action that computes it. Without one it is an action later, so that sending
-overlaps with it, and what one action has sent lives for one action more.
+overlaps with it, and what one action has sent lives for one action more. To a rank to which values of unknown size are
+sent, sends are waited for at the end, and what was sent lives until then, which no plan counts.
 
 If a stage raises, its rank reports that and goes through its remaining transfers with zeros, which nobody uses. So no
 operation of another rank is left without its counterpart: every rank comes to its next action, sees the report, and
@@ -81,6 +82,7 @@ class ProcessTransport:
         self._unsized: dict[int, deque[_Arriving]] = {}
         """By sender, in order, parcels whose tensors are not being received yet."""
         self._leaving: deque[tuple[int, list[Any]]] = deque()
+        self._late: list[Any] = []
         self._place, self._sent = -1, True
         self._looked = time.monotonic()
         self._stopped = False
@@ -109,6 +111,9 @@ class ProcessTransport:
         while self._leaving and (whole or self._leaving[0][0] < place - self._lag):
             for work, _ in self._leaving.popleft()[1]:
                 work.wait()
+        while whole and self._late:
+            work, _ = self._late.pop(0)
+            work.wait()
 
     def _start(self, parcel: Parcel) -> None:
         arriving = _Arriving(parcel)
@@ -194,7 +199,10 @@ class ProcessTransport:
         for body in bodies:
             if body.numel():
                 start(body, _TENSORS)
-        self._leaving.append((self._place, works))
+        if parcel.target in self._transfers.late:
+            self._late += works
+        else:
+            self._leaving.append((self._place, works))
 
     def stop(self) -> None:
         """Make the worker stop before its next action."""

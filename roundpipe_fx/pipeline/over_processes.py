@@ -130,7 +130,8 @@ class ProcessPipeline:
         if key not in self._plans:
             transfers = transfers_of(instructions, captured.programs)
             orders = orders_of(instructions, transfers)
-            check_transfers(orders, union([program.graph for program in captured.programs]).reads)
+            reads = union([program.graph for program in captured.programs]).reads
+            check_transfers(orders, reads, [own.late for own in transfers])
             digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
             self._plans[key] = _Plan(transfers[self.group.rank], digest)
         return self._plans[key]

@@ -75,9 +75,8 @@ def check_budget(_rank: int, _folder: str) -> None:
     for plain, inputs, labels, loss_fn in ((net, x, x, mean), (Tied(512, 64), tokens, tokens, language_loss)):
         peaks = []
         for share in (1.0, 0.3, 0.0):
-            compiled = roundpipe_fx.compile(
-                copy.deepcopy(plain), mesh=_mesh(), num_microbatches=4, memory_budget=share, tiling="never"
-            )
+            options = {"memory_budget": share, "tiling": "never", "dynamic": False}
+            compiled = roundpipe_fx.compile(copy.deepcopy(plain), mesh=_mesh(), num_microbatches=4, **options)
             compiled.trace(inputs, labels=labels, loss_fn=loss_fn)
             found = []
             for _ in range(2):

@@ -55,6 +55,15 @@ SCHEDULES = {
 }
 
 
+def test_what_is_awaited_at_the_end_cannot_deadlock() -> None:
+    """Each rank starts the other's receive only after an action that follows its own send."""
+    text = "F0.0 S:F0.0>1 F2.0 V:F1.0<1\nF1.0 S:F1.0>0 F3.0 V:F0.0<0"
+    orders = [[Action.parse(word) for word in line.split()] for line in text.splitlines()]
+    with pytest.raises(InvalidScheduleError, match="for ever"):
+        check_transfers(orders, {})
+    check_transfers(orders, {}, [{1}, {0}])
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("devices", [2, 3, 5])
 @pytest.mark.parametrize("skips", [False, True])
