@@ -22,6 +22,7 @@ from roundpipe_fx.compat.checkpointing import (
 )
 from roundpipe_fx.compat.rotor import Backward, Chain, ForwardCheck, ForwardEnable, ForwardNograd, Loss, Sequence
 from roundpipe_fx.compat.rotor.checkpointable import Checkpointable
+from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.region import memory_budget
@@ -54,6 +55,8 @@ __all__ = [
     "PassContext",
     "PassLevel",
     "Plan",
+    "RanksDifferError",
+    "RemoteError",
     "Schedule",
     "Sequence",
     "StepBudgetWarning",

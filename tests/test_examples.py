@@ -32,6 +32,27 @@ def test_demo(tmp_path: Path) -> None:
     assert (tmp_path / "program.py").exists()
 
 
+def _run_in_processes(script: str, *arguments: str, cwd: Path = ROOT) -> str:
+    return _run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, *arguments, cwd=cwd)
+
+
+@pytest.mark.long
+def test_processes(tmp_path: Path) -> None:
+    output = _run_in_processes("examples/processes.py", "--steps", "4", "--folder", str(tmp_path / "trained"))
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
+    assert len(losses) == 4 and losses == sorted(losses, reverse=True)
+    owned = re.findall(r"rank \d has (\d+) parameters", output)
+    assert len(owned) == 2 and (tmp_path / "trained" / ".metadata").exists()
+
+
+@pytest.mark.long
+def test_many_processes(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/many-processes.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    _run_in_processes("page.py", cwd=tmp_path)
+    assert (tmp_path / "checkpoint" / ".metadata").exists()
+
+
 def test_own_passes() -> None:
     *_, peaks, error = _run("examples/own_passes.py").splitlines()
     plain, cast = re.findall(r"([0-9.]+) MiB", peaks)

@@ -27,6 +27,7 @@ LAYERS = (
     "runtime",
     "report",
     "compiler",
+    "distributed",
     "pipeline",
     "api",
     "compat",

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_state import CompiledState
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
 from roundpipe_fx.passes.pipeline import Pass
+from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.report.plan import Plan
@@ -41,6 +46,7 @@ def compile(
     dynamic: bool | None = None,
     optim_dtype: torch.dtype | None = None,
     devices: Sequence[torch.device | str] | None = None,
+    mesh: DeviceMesh | None = None,
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
     checkpoint: str | None = None,
@@ -88,6 +94,9 @@ def compile(
             workers that divide the cores). The model stays where it is. On a GPU: stages on other devices get copies
             of their parameters for each step. On the CPU, with GPUs here: stages get copies of what they read while
             they run, gradients are copied back, and inputs and outputs are moved; a budget counts all of that.
+        mesh: run pipelined over the processes of a ``DeviceMesh``, along its dimension ``"pp"``: one rank is one device
+            of the schedule, and has the parameters of its own stages only. Every rank must be given the same model,
+            options and batches. See docs/many-processes.md.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
         schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
             default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
@@ -133,6 +142,16 @@ def compile(
         }
     )
     edited_passes(options.passes)  # an invalid list raises now, not at the first call
+    if mesh is not None:
+        devices = over_processes.devices_of(
+            mesh,
+            model,
+            options,
+            devices=devices,
+            optim_dtype=optim_dtype,
+            deferred_batch_norm=deferred_batch_norm,
+            schedule=schedule if schedule == "roundpipe" else None,
+        )
     pipelining = parse_pipelining(
         devices,
         num_microbatches,
@@ -143,6 +162,8 @@ def compile(
         options.memory_budget,
         loss_reduction,
     )
+    if mesh is not None and pipelining is not None:
+        pipelining = dataclasses.replace(pipelining, over_processes=True)
     splitting = Splitting(split_input, split_label, merge_output)
     if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
         raise ValueError(
@@ -158,6 +179,7 @@ def compile(
         pipelining=pipelining,
         splitting=splitting,
         deferred_batch_norm=deferred_batch_norm,
+        mesh=mesh,
     )
 
 
@@ -279,11 +301,13 @@ class CompiledModule(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledModule:
         state = self._state_of_roundpipe_fx
+        _check_in_one_process(state)
         state.optimizer.synchronize()
         return _rebuild(copy.deepcopy(state.original, memo), state.settings(), state.optimizer.state())
 
     def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
         state = self._state_of_roundpipe_fx
+        _check_in_one_process(state)
         state.optimizer.synchronize()
         return _rebuild, (state.original, state.settings(), state.optimizer.state())
 
@@ -296,6 +320,8 @@ class CompiledModule(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """As the model's own; inside :class:`roundpipe_fx.OptimizerCtx` :meth:`optim_named_parameters`.
 
+        With a mesh, those of this rank's stages.
+
         Args:
             prefix: put before each name.
             recurse: whether parameters of submodules are included.
@@ -303,10 +329,75 @@ class CompiledModule(nn.Module):
 
         Returns:
             names and parameters.
+
+        Raises:
+            RuntimeError: with a mesh, before :meth:`trace` or the first step.
         """
         if in_optimizer_context() and recurse:
             return self._state_of_roundpipe_fx.optimizer.named(prefix, remove_duplicate)
-        return super().named_parameters(prefix, recurse, remove_duplicate)
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        processes = self._state_of_roundpipe_fx.processes
+        return named if processes is None else over_processes.of_this_rank(processes, named)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """As the model's own; with a mesh, those of this rank's stages.
+
+        Args:
+            prefix: put before each name.
+            recurse: whether buffers of submodules are included.
+            remove_duplicate: whether a buffer with several names is given once.
+
+        Returns:
+            names and buffers.
+        """
+        named = super().named_buffers(prefix, recurse, remove_duplicate)
+        processes = self._state_of_roundpipe_fx.processes
+        return named if processes is None else over_processes.of_this_rank(processes, named)
+
+    def load(self, path: str | Path, fill: Callable[[str, torch.Tensor], object] | None = None) -> None:
+        """Read what this rank's stages need from safetensors files. Every rank must call it, after :meth:`trace`.
+
+        Args:
+            path: a folder as Hugging Face saves it (one file, or several with their index), or a file.
+            fill: called with the name and the tensor of what the files do not have, such as buffers that are not
+                saved; it writes the values.
+
+        Raises:
+            RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
+            KeyError: the files lack something, and there is no ``fill``; or a shape differs.
+        """
+        over_processes.load(_processes(self), path, fill)
+
+    def init_weights(self, fill: Callable[[str, torch.Tensor], object]) -> None:
+        """Let a function write the parameters and buffers of this rank's stages. Every rank must call it.
+
+        Generators are seeded for each tensor by its name and the first rank's ``torch.initial_seed()``: the values do
+        not depend on the number of ranks.
+
+        Args:
+            fill: called with a tensor's name and the tensor, under ``no_grad``.
+
+        Raises:
+            RuntimeError: the model was compiled without ``mesh``, or is not planned yet.
+        """
+        over_processes.initialize_own(_processes(self), fill)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Clip the gradients of all ranks by their norm. Every rank must call it.
+
+        Args:
+            max_norm: the largest norm that they may have together.
+            norm_type: of the norm.
+
+        Returns:
+            the norm before, with the bits of ``torch.nn.utils.clip_grad_norm_`` in one process.
+        """
+        processes = self._state_of_roundpipe_fx.processes
+        if processes is None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return over_processes.clip_gradients(processes, max_norm, norm_type)
 
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
@@ -362,7 +453,8 @@ class CompiledModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. With ``optim_dtype`` the optimizer's parameters go with it, as metadata.
 
-        ``torch.save`` and ``torch.load`` keep metadata; formats of tensors alone do not.
+        ``torch.save`` and ``torch.load`` keep metadata; formats of tensors alone do not. With a mesh, only what this
+        rank's stages need.
 
         Args:
             *args: as for ``nn.Module.state_dict``.
@@ -374,6 +466,9 @@ class CompiledModule(nn.Module):
         optimizer = self._state_of_roundpipe_fx.optimizer
         optimizer.synchronize()
         state = super().state_dict(*args, **kwargs)
+        processes = self._state_of_roundpipe_fx.processes
+        if processes is not None:
+            return over_processes.own_state(processes, state, kwargs.get("prefix", ""))
         copies = optimizer.state()
         if copies and hasattr(state, "_metadata"):
             state._metadata[_OPTIMIZER] = copies
@@ -391,6 +486,10 @@ class CompiledModule(nn.Module):
         Returns:
             as of ``nn.Module.load_state_dict``: missing and unexpected keys.
         """
+        processes = self._state_of_roundpipe_fx.processes
+        if processes is not None:
+            strict = args[0] if args else kwargs.get("strict", True)
+            return over_processes.load_own_state(processes, state_dict, strict)
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
         self._state_of_roundpipe_fx.optimizer.load(saved)
@@ -405,7 +504,10 @@ _OPTIMIZER = "roundpipe_fx.optim_parameters"
 """The key of the optimizer's parameters in a state dict's metadata."""
 
 _OWN = (
+    "clip_grad_norm_",
     "forward_backward",
+    "init_weights",
+    "load",
     "plan",
     "plans",
     "trace",
@@ -415,6 +517,9 @@ _OWN = (
     "synchronize",
 )
 """Attributes that a compiled module has in addition to the model's."""
+
+_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load")
+"""Those that every model compiled with a mesh has."""
 
 _COMPILED = (
     "the model is compiled already, by {}; compile a model once, with all options. The model that it was made from "
@@ -431,7 +536,9 @@ def compiled_module(model: nn.Module, options: Options, **settings: Any) -> Comp
         **settings: see :class:`CompiledState`.
     """
     state = CompiledState(model, options, **settings)
-    compiled = instance_beside(model, CompiledModule, state, _OWN)
+    # Without memory, a model's own methods of these names would write to nothing.
+    names = _OWN if state.processes is None else [name for name in _OWN if name not in _OF_PROCESSES]
+    compiled = instance_beside(model, CompiledModule, state, names)
     state.compiled.append(weakref.ref(compiled))
     return compiled
 
@@ -475,6 +582,18 @@ def _check_inside(model: nn.Module) -> None:
                 "whole model is compiled as one. Compile the model with all options and leave its parts as they are, "
                 "or compile only the parts."
             )
+
+
+def _processes(model: CompiledModule) -> ProcessPipeline:
+    processes = model._state_of_roundpipe_fx.processes
+    if processes is None:
+        raise RuntimeError("the model was compiled without mesh=, so all of it is in this process.")
+    return processes
+
+
+def _check_in_one_process(state: CompiledState) -> None:
+    if state.processes is not None:
+        raise TypeError("a model that is distributed over processes cannot be copied or pickled: save its state_dict.")
 
 
 def _rebuild(original: nn.Module, settings: dict[str, Any], copies: Mapping[str, torch.Tensor]) -> CompiledModule:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
@@ -19,6 +20,7 @@ from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, param
 from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_around, note_data_parallel
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
+from roundpipe_fx.api.over_processes import process_pipeline
 from roundpipe_fx.api.replanning import replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
@@ -46,10 +48,12 @@ class CompiledState:
         pipelining: how microbatches are pipelined; ``None``: they are not.
         splitting: how batches are split and outputs put together.
         deferred_batch_norm: whether batch norm's statistics are updated once a step.
+        mesh: the processes over which stages are distributed; ``None``: they are in this one.
 
     Attributes:
         own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
         compiled: a weak reference to the compiled model, which ``fully_shard`` may have been given.
+        processes: this rank's part in a pipeline over processes; ``None`` without a mesh.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class CompiledState:
         pipelining: Pipelining | None = None,
         splitting: Splitting = _BY_CONVENTION,
         deferred_batch_norm: bool = False,
+        mesh: DeviceMesh | None = None,
     ) -> None:
         self.original = original
         self.compiled: list[weakref.ref[nn.Module]] = []
@@ -86,6 +91,9 @@ class CompiledState:
         if pipelining is not None:
             check_not_inside(original)
             note_data_parallel()
+        self.processes = process_pipeline(
+            original, mesh, options, pipelining, splitting, fullgraph, dynamic, optim_dtype
+        )
         self._called = False
         self._unused: Unused | None = None
         self.compile()
@@ -136,6 +144,7 @@ class CompiledState:
             compile_state=compile_state,
             splitting=self.splitting,
             deferred_batch_norm=self.deferred_batch_norm,
+            processes=self.processes,
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -239,7 +248,7 @@ class CompiledState:
         budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
-        return replanning(run, self.compile, self.learned, devices, budgeted)
+        return replanning(run, self.compile, self.learned, devices, budgeted, self.processes)
 
     def _cuda_devices(self) -> list[torch.device]:
         if not torch.cuda.is_initialized():  # looking at parameters in every step takes longer

@@ -67,6 +67,13 @@ class Learned:
         self.assumed.setdefault(name, 0)
         self.see(name, size)
 
+    def merge(self, largest: Mapping[str, int]) -> None:
+        """Record what steps have shown elsewhere."""
+        for name, size in largest.items():
+            if name.startswith(f"{_WORKSPACE}/"):
+                self.assumed.setdefault(name, 0)
+            self.see(name, size)
+
     def see_brought(self, graph: str, tangent: str) -> None:
         """Record that a step has passed an incoming gradient that its plan did not expect."""
         self.see(f"{_BROUGHT}/{graph} {tangent}", 1)

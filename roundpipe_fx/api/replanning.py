@@ -16,6 +16,7 @@ import torch
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 
 __all__ = ["replanning"]
@@ -36,6 +37,7 @@ def replanning(
     learned: Learned,
     devices: Sequence[torch.device],
     budgeted: bool,
+    processes: ProcessPipeline | None = None,
 ) -> Any:
     """Run a step; recompile it first if its plan is stale, and once more if memory runs out.
 
@@ -45,11 +47,16 @@ def replanning(
         learned: what plans assume; steps extend it.
         devices: whose random number generators the step draws from, besides the CPU's.
         budgeted: whether the step has a memory budget, which can be made smaller.
+        processes: the ranks that plan alike; what their steps have shown is put together. A rank that runs out of
+            memory fails, and all others with it.
 
     Raises:
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
+    if processes is not None and budgeted:
+        for largest in processes.group.gather(learned.largest):
+            learned.merge(largest)
     if learned.steps.stale and torch.is_grad_enabled():
         learned.steps.plan_together(learned.share)
         learned.stale = True
@@ -59,6 +66,8 @@ def replanning(
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
         return run()
+    if processes is not None:
+        return _fitted(run, compile_anew, learned)
     restore = torch_private.save_rng_states(devices)
     try:
         return _fitted(run, compile_anew, learned)

@@ -49,7 +49,8 @@ def capture_calls(
     """
     graphs: list[PipelinedGraph] = []
     primals = []
-    compile_state.structure, compile_state.forwards_before_backwards = None, forwards_before_backwards
+    compile_state.structure = compile_state.pinned
+    compile_state.forwards_before_backwards = forwards_before_backwards
     for call in calls:
         graph, arguments = capture_call(call)
         graphs.append(graph)

@@ -74,7 +74,7 @@ def cut_for_schedule(
     starts = starts_like(joint, like.starts) if like is not None else None
     asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, name))
     if not setting.context.training:  # there is nothing to interleave: each device runs its stages in order
-        name = "roundpipe" if pipelining.offloaded else "gpipe"
+        name = "roundpipe" if pipelining.offloaded else like.name if like is not None else "gpipe"
     cut: RoundPipePartition | tuple[int, ...]
     if name == "roundpipe":
         # Slots begin at stages of the user's choice only where the model is offloaded.

@@ -209,6 +209,8 @@ def _program(
         ),
         tangents=tuple(differentiated),
         mutations=lowered.updates,
+        values=tuple(node.meta.get("val") for node in numbers),
+        draws=variant.steps.draws,
     )
 
 

@@ -117,4 +117,28 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)
+    if pipelining.over_processes:
+        costs = dataclasses.replace(costs, transport_bytes=_transport_bytes(steps, costs, setting, pipelining))
     return Variant(lowered, steps, costs)
+
+
+_GENERATOR_BYTES = 5056
+"""Of the state of the CPU's generator; a GPU's lies on the host."""
+_LOSS_BYTES = 512
+"""Of a microbatch's loss, received from the rank that computes it; as much as CUDA's allocator rounds up to."""
+
+
+def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelining: Pipelining) -> int:
+    """What a process holds of messages beside the values of the graph.
+
+    At the end of a step the gradients of each tensor that several stages read are summed, one tensor after the other:
+    beside a rank's own there are then another's and the sum.
+    """
+    stages: dict[int, set[int]] = {}
+    largest = 0
+    for (_, stage), gradients in costs.base_bytes.items():
+        for parameter, size in gradients.items():
+            stages.setdefault(parameter, set()).add(stage)
+            largest = max(largest, size) if len(stages[parameter]) > 1 else largest
+    drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
+    return 2 * largest + pipelining.microbatches * (drawn + _LOSS_BYTES)

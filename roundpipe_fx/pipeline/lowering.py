@@ -107,7 +107,9 @@ def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) 
         return [pipelining.schedule or ("roundpipe" if pipelining.offloaded else "1f1b")]
     if not training:
         return ["gpipe"]
-    return [name for name in SCHEDULES if name != "roundpipe" or options.stages == "auto"]
+    # RoundPipe's dispatch runs any stage on any device, and a process has the parameters of its own stages only.
+    dispatched = options.stages == "auto" and not pipelining.over_processes
+    return [name for name in SCHEDULES if name != "roundpipe" or dispatched]
 
 
 def _within_budget_or_in_tiles(

@@ -26,12 +26,14 @@ class StepCompileState:
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
         loss_reduction: how the microbatches' losses become the batch's in this step.
+        pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
     """
 
     structure: Any = None
     forwards_before_backwards: bool = False
     offloaded: bool = False
     loss_reduction: str = "mean"
+    pinned: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,7 @@ class Pipelining:
         offloaded: whether the model is on the host, and devices hold what they currently need of it. If it is not
             given, it is determined when a step is traced.
         loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
+        over_processes: whether each device is a process with the parameters of its own stages.
     """
 
     devices: tuple[torch.device, ...]
@@ -56,6 +59,7 @@ class Pipelining:
     checkpoint: str | None
     offloaded: bool = False
     loss_reduction: str = "mean"
+    over_processes: bool = False
 
     @property
     def workers(self) -> int:

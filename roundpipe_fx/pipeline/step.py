@@ -39,6 +39,7 @@ from roundpipe_fx.pipeline.microbatch import (
     weighted_sum,
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
+from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.unequal import check_together
@@ -87,8 +88,10 @@ class Pipeline:
         compile_state: StepCompileState,
         splitting: Splitting,
         deferred_batch_norm: bool,
+        processes: ProcessPipeline | None = None,
     ) -> None:
         self.settings = settings
+        self._processes = processes
         self._model = model
         self._compile_state = compile_state
         self._splitting = splitting
@@ -131,8 +134,9 @@ class Pipeline:
         kind = "outputs" if return_outputs else "loss"
         with self._lock, self._batch_norm():
             args, kwargs, labels = self._placed((args, kwargs, labels), loss_fn)
-            calls, splits, weights = self._calls_of_step(args, kwargs, labels, loss_fn, kind)
-            captured = self._take(calls, forwards_before_backwards=False)
+            captured, splits, weights = self._captured(
+                lambda: self._calls_of_step(args, kwargs, labels, loss_fn, kind), (args, kwargs, labels, loss_fn, kind)
+            )
             receivers = receivers_of(captured.primals, splits)
             losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
@@ -154,10 +158,11 @@ class Pipeline:
         """The model's outputs; where autograd is on, all backwards run when they are differentiated."""
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs))
-            calls, splits, weights = self._calls_of_model(args, kwargs)
+            make = functools.partial(self._calls_of_model, args, kwargs)
             try:
-                captured = self._take(calls, forwards_before_backwards=True)
+                captured, splits, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
+                calls, _, weights = make()
                 outputs = [uncomputed.output, *(call() for call in calls[1:])]
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
             training = any(program.tangents for program in captured.programs)
@@ -176,11 +181,44 @@ class Pipeline:
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs), loss_fn)
             labels = kwargs.get("labels")
+            batch = (args, kwargs)
             if labels is None and loss_fn is None:
-                self._take(self._calls_of_model(args, kwargs)[0], forwards_before_backwards=True)
+                make = functools.partial(self._calls_of_model, args, kwargs)
+                self._captured(make, batch, forwards_before_backwards=True, runs=False)
                 return
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            self._take(self._calls_of_step(args, given, labels, loss_fn, "loss")[0], forwards_before_backwards=False)
+            self._captured(lambda: self._calls_of_step(args, given, labels, loss_fn, "loss"), batch, runs=False)
+
+    def _captured(
+        self,
+        make: Callable[[], tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]],
+        batch: Any,
+        forwards_before_backwards: bool = False,
+        runs: bool = True,
+    ) -> tuple[CapturedCalls, list[SplitTensor], list[float]]:
+        """The microbatches, what was split, and weights; the same on all ranks.
+
+        Args:
+            make: makes the calls.
+            batch: the step's inputs.
+            forwards_before_backwards: whether all forwards are to run before all backwards.
+            runs: whether they are to run.
+        """
+        made: list[Any] = []
+
+        def capture() -> CapturedCalls:
+            made.extend(make())
+            return self._take(made[0], forwards_before_backwards)
+
+        def prepare() -> tuple[CapturedCalls, list[list[Instruction]]]:
+            captured = capture()
+            return captured, self._instructions(captured, None)
+
+        if self._processes is None:
+            captured = capture()
+        else:
+            captured = self._processes.agreed((batch, torch.is_grad_enabled()), self._home, prepare, runs)
+        return captured, made[1], made[2]
 
     def _calls_of_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -249,6 +287,8 @@ class Pipeline:
 
     def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
         self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded
+        if self._processes is not None:
+            self._compile_state.pinned = self._processes.structure
         with self._looking_moved():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
@@ -271,11 +311,14 @@ class Pipeline:
         """
         answers = []
         updated = {
-            id(own[place])
+            id(own[place]): own[place]
             for program, own in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
-        with self._looking_moved(updated):
+        writable: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self._processes is not None:
+            writable = self._processes.ownership.writable(updated.values())
+        with self._looking_moved(updated), writable:
             for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
                 with return_results(given, functools.partial(check_unchanged, captured, index)):
@@ -304,14 +347,18 @@ class Pipeline:
         home = self._home(captured)
         streams = random_streams.random_streams(home, len(captured.programs))
         if self._workers is None:
-            self._workers = Workers(self.settings.devices or (home,))
+            devices = self.settings.devices if self._processes is None else self.settings.devices[:1]
+            self._workers = Workers(devices or (home,))
         on_host: Collection[int] = ()
         if self._offloaded is not None:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
-        finished = run_pipeline(
-            self._workers, instructions, captured.programs, captured.primals, tangents, streams, given, on_host
-        )
+        if self._processes is not None:
+            finished = self._processes.run(self._workers, captured, kinds, self._instructions, tangents, streams, given)
+        else:
+            finished = run_pipeline(
+                self._workers, instructions, captured.programs, captured.primals, tangents, streams, given, on_host
+            )
         random_streams.finish(home, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]

@@ -28,11 +28,13 @@ class Steps:
         modules: the stage module of each step, in an order in which they can run.
         graph: who reads whom.
         maker: the step that computes a value of the joint graph.
+        draws: the steps that draw random numbers, in order.
     """
 
     modules: Mapping[StageAction, StageModule]
     graph: StageGraph
     maker: Mapping[fx.Node, StageAction]
+    draws: tuple[StageAction, ...]
 
 
 def steps_of(lowered: Lowered) -> Steps:
@@ -56,7 +58,7 @@ def steps_of(lowered: Lowered) -> Steps:
     for before, step in pairwise(drawing):
         if before not in reads[step]:
             reads[step] = (*reads[step], before)
-    return Steps(modules, StageGraph(reads, _carried(lowered, modules, maker)), maker)
+    return Steps(modules, StageGraph(reads, _carried(lowered, modules, maker)), maker, tuple(drawing))
 
 
 def _carried(

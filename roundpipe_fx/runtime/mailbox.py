@@ -1,13 +1,18 @@
-"""Mailboxes: where messages from other devices arrive."""
+"""Mailboxes: the transport between the workers of one process."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
 
-from roundpipe_fx.runtime.device_streams import Message
+import torch
+
+from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
+from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import StageAction
 
-__all__ = ["Mailbox", "Stopped"]
+__all__ = ["Mailbox", "Mailboxes", "Stopped"]
 
 
 class Stopped(Exception):
@@ -50,3 +55,54 @@ class Mailbox:
         with self._arrived:
             self._stopped = True
             self._arrived.notify_all()
+
+
+class Mailboxes:
+    """The transport between workers that are threads of one process: a mailbox for each.
+
+    Args:
+        all_device_streams: the streams of each worker.
+    """
+
+    def __init__(self, all_device_streams: Sequence[DeviceStreams]) -> None:
+        self._all_device_streams = all_device_streams
+        self._mailboxes = [Mailbox() for _ in all_device_streams]
+
+    def before(self, device: int, place: int) -> None:
+        """Nothing to start: messages arrive by themselves."""
+
+    def receive(self, device: int, step: StageAction, microbatch: int) -> dict[int, Any]:
+        """Block until a message was sent; on an accelerator its values may still be on their way."""
+        message = self._mailboxes[device].take(step, microbatch)
+        return dict(zip(message.numbers, self._all_device_streams[device].receive(message), strict=True))
+
+    def pack(self, device: int, instruction: Instruction, results: Sequence[Any]) -> list[Message]:
+        """Start copying results to the devices that read them."""
+        own = self._all_device_streams[device]
+        return [
+            own.send(
+                tuple(number for _, number in places),
+                [results[place] for place, _ in places],
+                self._all_device_streams[peer],
+            )
+            for peer, places in instruction.sends
+        ]
+
+    def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
+        """Wake the workers that wait for the messages."""
+        for peer, _ in reversed(instruction.sends):
+            self._mailboxes[peer].put(instruction.action.step, instruction.action.microbatch, messages)
+
+    def stop(self) -> None:
+        """Make every worker that waits, now or later, raise :class:`Stopped`."""
+        for mailbox in self._mailboxes:
+            mailbox.stop()
+
+    def abandon(self, device: int, failure: BaseException | None) -> None:
+        """Nothing to do: no worker waits any more."""
+
+    def settle(self, failure: BaseException | None) -> None:
+        """Nothing to ask: all workers are in this process."""
+
+    def combine(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Nothing to add: all gradients are in this process."""

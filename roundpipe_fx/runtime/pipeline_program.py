@@ -79,6 +79,8 @@ class PipelineProgram:
         tangents: for each tangent, number of the forward output that it is the gradient of.
         mutations: numbers of primals that the caller updates in place, by number of the forward output that is the new
             value.
+        values: fake values of what stage actions compute, by number.
+        draws: the stage actions that draw random numbers, in order.
     """
 
     steps: Mapping[StageAction, StepCode]
@@ -87,6 +89,8 @@ class PipelineProgram:
     gradients: tuple[Gradient, ...]
     tangents: tuple[int, ...]
     mutations: Mapping[int, int]
+    values: tuple[Any, ...] = ()
+    draws: tuple[StageAction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

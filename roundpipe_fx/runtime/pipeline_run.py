@@ -1,6 +1,6 @@
 """A pipeline run: executes the instructions of all microbatches of a step on all devices.
 
-Each worker executes the instructions of its device in order. It blocks only on its mailbox, for messages of other
+Each worker executes the instructions of its device in order. It blocks only on its transport, for messages of other
 devices. If an exception is raised, the other workers stop before their next action, and the caller gets the exception
 unchanged.
 """
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 
 from roundpipe_fx.runtime.buffer_versions import BufferVersions
-from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
+from roundpipe_fx.runtime.device_streams import DeviceStreams
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
-from roundpipe_fx.runtime.mailbox import Mailbox, Stopped
+from roundpipe_fx.runtime.mailbox import Mailboxes, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
+from roundpipe_fx.runtime.transport import Transport
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -79,6 +80,7 @@ def run_pipeline(
     streams: Sequence[RandomStream],
     given: Sequence[dict[int, Any]] = (),
     on_host: Collection[int] = (),
+    transport: Transport | None = None,
 ) -> Finished:
     """Run instructions and wait until they are done.
 
@@ -93,6 +95,7 @@ def run_pipeline(
             once they have been read.
         on_host: identities of primals that stay on the host while the workers are on accelerators. Workers hold copies
             during residency windows, and gradients are copied to the host.
+        transport: carries messages between devices; ``None``: the devices are these workers.
 
     Returns:
         outputs, gradients, values for a later run, and times.
@@ -109,6 +112,7 @@ def run_pipeline(
         streams=streams,
         given=given,
         on_host=on_host,
+        transport=transport or Mailboxes(workers.all_device_streams),
     )
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
@@ -125,11 +129,12 @@ def run_pipeline(
             device_streams.finish()
             if on_host:
                 device_streams.synchronize_copies()
-    if run.failure is not None:
-        try:
+    try:
+        run.transport.settle(run.failure)
+        if run.failure is not None:
             raise run.failure
-        finally:
-            run.failure = None  # its traceback holds this frame
+    finally:
+        run.failure = None  # its traceback holds this frame
     return run.finished()
 
 
@@ -150,6 +155,7 @@ class _PipelineRun:
         streams: Sequence[RandomStream],
         given: Sequence[dict[int, Any]],
         on_host: Collection[int],
+        transport: Transport,
     ) -> None:
         self._all_device_streams = workers.all_device_streams
         self._instructions = instructions
@@ -172,7 +178,7 @@ class _PipelineRun:
         self._buffer_versions = (
             BufferVersions(programs, primals) if any(program.mutations for program in programs) else None
         )
-        self._mailboxes = [Mailbox() for _ in workers.all_device_streams]
+        self.transport = transport
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
         self._inherits = bool(given)
         self._left_gradients = _gradients_among(given, programs, primals)
@@ -211,8 +217,7 @@ class _PipelineRun:
     def stop(self) -> None:
         """Make the workers stop before their next action."""
         self._stopping = True
-        for mailbox in self._mailboxes:
-            mailbox.stop()
+        self.transport.stop()
         if self._buffer_versions is not None:
             self._buffer_versions.stop()
 
@@ -223,7 +228,7 @@ class _PipelineRun:
                 if device < len(self._instructions):
                     self._go_through(device, device_streams)
         except Stopped:
-            pass
+            self.stop()
         except BaseException as error:  # handed to the caller's thread
             with self._done:
                 if self.failure is None:
@@ -232,6 +237,7 @@ class _PipelineRun:
         finally:
             if self._stopping:
                 self._values[device] = [{} for _ in self._programs]
+                self.transport.abandon(device, self.failure)
             with self._done:
                 self._running -= 1
                 self._done.notify_all()
@@ -250,13 +256,12 @@ class _PipelineRun:
                 raise Stopped
             if place in prefetch_steps:
                 self._prefetch(device, device_streams, prefetch_steps[place])
+            self.transport.before(device, place)
             batch = instruction.action.microbatch
             own = values[batch]
             # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
             for step in instruction.receives:
-                message = self._mailboxes[device].take(step, batch)
-                own.update(zip(message.numbers, device_streams.receive(message), strict=True))
-                del message
+                own.update(self.transport.receive(device, step, batch))
             code = instruction.code
             if self._inherits:
                 _inherit(device_streams, own, code.inputs)
@@ -283,8 +288,8 @@ class _PipelineRun:
             spans.append(Span(instruction.action, base, start, device_streams.mark()))
             messages = self._deliver(device, device_streams, instruction, results)
             del arguments, results  # before peers are woken, whose planned memory assumes that these are freed
-            for peer, _ in reversed(instruction.sends):
-                self._mailboxes[peer].put(instruction.action.step, batch, messages)
+            self.transport.send(device, instruction, messages)
+        self.transport.before(device, len(instructions))
         if prefetch_steps:
             self._prefetch(device, device_streams, prefetch_steps[len(instructions)])
 
@@ -299,15 +304,10 @@ class _PipelineRun:
 
     def _deliver(
         self, device: int, device_streams: DeviceStreams, instruction: Instruction, results: Sequence[Any]
-    ) -> list[Message]:
-        """Store the results of an action. Returns the messages to other workers, in the order of the sends."""
+    ) -> list[Any]:
+        """Store the results of an action. Returns the messages to other devices, in the order of the sends."""
         batch = instruction.action.microbatch
-        messages = []
-        for peer, places in instruction.sends:
-            numbers = tuple(number for _, number in places)
-            messages.append(
-                device_streams.send(numbers, [results[place] for place, _ in places], self._all_device_streams[peer])
-            )
+        messages = self.transport.pack(device, instruction, results)
         for place, number in instruction.kept:
             self._values[device][batch][number] = results[place]
         program = self._programs[batch]
@@ -353,6 +353,7 @@ class _PipelineRun:
         for key, value in self._left_gradients:
             value = value.cpu() if key in self._on_host else self._all_device_streams[0].to_caller(value)
             gradients[key] = gradients[key] + value if key in gradients else value
+        self.transport.combine(gradients)
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
                 if source is not None and source.kind == "primal":

@@ -20,7 +20,17 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import is_seeded
 from roundpipe_fx.torch_private import graph_module, run_and_save_rng_state, run_with_rng_state
 
-__all__ = ["RandomStream", "drawing", "draws", "finish", "random_streams", "whole", "with_streams"]
+__all__ = [
+    "RandomStream",
+    "drawing",
+    "draws",
+    "finish",
+    "random_streams",
+    "set_state",
+    "state_of",
+    "whole",
+    "with_streams",
+]
 
 _local = threading.local()
 _locks: dict[torch.device, threading.RLock] = {}
@@ -38,7 +48,7 @@ class RandomStream:
 
 def random_streams(device: torch.device, microbatches: int) -> list[RandomStream]:
     """A stream for each microbatch: the first has the state of the device's generator, the others are seeded by it."""
-    first = _get(device)
+    first = state_of(device)
     digest = hashlib.sha256(first.numpy().tobytes()).digest()
     streams = [RandomStream(first)]
     for microbatch in range(1, microbatches):
@@ -50,7 +60,7 @@ def random_streams(device: torch.device, microbatches: int) -> list[RandomStream
 def finish(device: torch.device, streams: list[RandomStream]) -> None:
     """Set the device's generator to the state of the first stream, if any random number was drawn."""
     if any(stream.drawn for stream in streams):
-        _set(device, streams[0].state)
+        set_state(device, streams[0].state)
 
 
 class drawing:
@@ -98,16 +108,16 @@ def _from_stream(operation: Callable[..., Any]) -> Callable[..., Any]:
             return operation(*args, **kwargs)
         stream, device = place
         with stream.lock, _lock(device):
-            before = _get(device)
-            _set(device, stream.state)
+            before = state_of(device)
+            set_state(device, stream.state)
             try:
                 return operation(*args, **kwargs)
             finally:
-                after = _get(device)
+                after = state_of(device)
                 # As bytes: comparing tensors is an operation, which ``count_host_syncs`` would count.
                 stream.drawn = stream.drawn or after.numpy().tobytes() != stream.state.numpy().tobytes()
                 stream.state = after
-                _set(device, before)
+                set_state(device, before)
 
     return from_stream
 
@@ -117,11 +127,13 @@ def _lock(device: torch.device) -> threading.RLock:
         return _locks.setdefault(device, threading.RLock())
 
 
-def _get(device: torch.device) -> torch.Tensor:
+def state_of(device: torch.device) -> torch.Tensor:
+    """The state of a device's generator."""
     return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
 
 
-def _set(device: torch.device, state: torch.Tensor) -> None:
+def set_state(device: torch.device, state: torch.Tensor) -> None:
+    """Set the state of a device's generator."""
     if device.type == "cpu":
         torch.set_rng_state(state)
     else:

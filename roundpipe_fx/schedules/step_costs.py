@@ -61,6 +61,7 @@ class StepCosts:
             residency windows (:mod:`roundpipe_fx.schedules.residency`). The caller's other tensors are on its device.
             ``None``: the model is not offloaded.
         host_bandwidth: bytes per second between the host and a device.
+        transport_bytes: bytes that each device holds of messages in any case, where devices are processes.
     """
 
     seconds: Mapping[StageAction, float]
@@ -78,6 +79,7 @@ class StepCosts:
     away: frozenset[int] = frozenset()
     on_host: frozenset[int] | None = None
     host_bandwidth: float = 1.0
+    transport_bytes: int = 0
 
     def windows(
         self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]

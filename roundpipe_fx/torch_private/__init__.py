@@ -78,6 +78,7 @@ from roundpipe_fx.torch_private.modes import (
     set_dispatch_mode_flags,
     without_modes,
 )
+from roundpipe_fx.torch_private.process_groups import default_store, group_timeout
 from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
@@ -124,6 +125,7 @@ __all__ = [
     "data_dependent_symbol",
     "data_parallel_forward",
     "default_partition",
+    "default_store",
     "detached_with_version",
     "differentiated_outputs",
     "dispatch_mode_flags",
@@ -138,6 +140,7 @@ __all__ = [
     "graph_break",
     "graph_breaks",
     "graph_module",
+    "group_timeout",
     "has_kernel",
     "in_backward",
     "inductor",

@@ -35,6 +35,7 @@ USED: Mapping[str, str] = {
         "_disable_profiler_legacy _enable_profiler_legacy _pop_saved_tensors_default_hooks _profiler_enabled "
         "_push_saved_tensors_default_hooks _top_saved_tensors_default_hooks"
     ),
+    "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroup._get_backend",
     "torch._C._dynamo.eval_frame": "_debug_get_cache_entry_list",
     "torch._C._profiler": "ProfilerConfig ProfilerState _ExperimentalConfig",
     "torch._VF": "_pack_padded_sequence _pad_packed_sequence lstm",
@@ -73,6 +74,7 @@ USED: Mapping[str, str] = {
         "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback",
+    "torch.distributed.distributed_c10d": "_get_default_store",
     "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",

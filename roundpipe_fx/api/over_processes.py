@@ -1,0 +1,180 @@
+"""What a compiled module has if its stages run in several processes: parameters and state of its own rank only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from roundpipe_fx.distributed.agreement import together
+from roundpipe_fx.distributed.group import PIPELINE, PipelineGroup, check_mesh
+from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
+from roundpipe_fx.distributed.ownership import named_tensors
+from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.over_processes import ProcessPipeline
+from roundpipe_fx.pipeline.settings import Pipelining
+
+__all__ = [
+    "clip_gradients",
+    "devices_of",
+    "initialize_own",
+    "load",
+    "load_own_state",
+    "of_this_rank",
+    "own_state",
+    "process_pipeline",
+]
+
+T = TypeVar("T", bound=torch.Tensor)
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=index=)\d+")
+
+
+def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: Any) -> list[str]:
+    """The devices to plan for: one for each rank, all like this one's.
+
+    Args:
+        mesh: the user's.
+        model: what is compiled.
+        options: the user's.
+        **others: options that contradict a mesh, with the values that the user gave.
+
+    Raises:
+        TypeError: ``mesh`` is no mesh.
+        ValueError: the mesh, or an option beside it, is not supported.
+    """
+    check_mesh(mesh)
+    for name, value in others.items():
+        if value not in (None, False):
+            raise ValueError(f"{name}={value!r} is not supported with a mesh.")
+    if options.cost == "measured":
+        raise ValueError("cost='measured' differs from rank to rank, and all must plan alike: use cost='roofline'.")
+    device = mesh.device_type
+    if device != "cpu":
+        device = f"{device}:{torch.accelerator.current_device_index()}"
+        if options.memory_budget is None and options.recompute is None:
+            raise ValueError(
+                "memory_budget=None takes what is free on each rank's device, and all ranks must plan alike: give "
+                "memory_budget=, or recompute='none' for no limit."
+            )
+    for name, value in named_tensors(model):
+        if value.device.type != "meta" and value.device != torch.device(device):
+            raise ValueError(
+                f"{name!r} lies on {str(value.device)!r}, and this rank's device is {device!r}: move the model there, "
+                "or build it under torch.device('meta')."
+            )
+    return [device] * mesh[PIPELINE].size()
+
+
+def process_pipeline(
+    model: nn.Module, mesh: DeviceMesh | None, options: Options, pipelining: Pipelining | None, *others: Any
+) -> ProcessPipeline | None:
+    """This rank's part in a pipeline over processes; ``None`` without a mesh.
+
+    Args:
+        model: the model.
+        mesh: the user's.
+        options: the user's.
+        pipelining: the user's.
+        *others: more that is to be the same on all ranks.
+    """
+    if mesh is None:
+        return None
+    text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others))))
+    return ProcessPipeline(model, PipelineGroup(mesh), text)
+
+
+def of_this_rank(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Those that this rank owns.
+
+    Raises:
+        RuntimeError: nothing is planned yet.
+    """
+    _check_planned(processes)
+    return ((name, value) for name, value in named if processes.ownership.owns(value))
+
+
+def _check_planned(processes: ProcessPipeline) -> None:
+    if processes.ownership.owners is None:
+        raise RuntimeError(
+            "which parameters this rank has is known once the model is planned: call model.trace(**batch) first, with "
+            "the inputs of a step, labels or loss_fn included."
+        )
+
+
+def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> None:
+    """Read what this rank owns from files."""
+    _check_planned(processes)
+    seed = _seed(processes)
+    with together(processes.group, "load the model"):
+        load_files(processes.ownership, path, fill, seed)
+
+
+def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
+    """Let a function write what this rank owns."""
+    _check_planned(processes)
+    seed = _seed(processes)
+    with together(processes.group, "initialize the model"):
+        initialize(processes.ownership, fill, seed)
+
+
+def _seed(processes: ProcessPipeline) -> int:
+    """That of the first rank, on all."""
+    seed: int = processes.group.share(torch.initial_seed(), 0)
+    return seed
+
+
+def own_state(processes: ProcessPipeline, state: Any, prefix: str) -> Any:
+    """A state dict without the tensors of other ranks."""
+    _check_planned(processes)
+    for name, value in named_tensors(processes.ownership.model):
+        if not processes.ownership.owns(value):
+            state.pop(prefix + name, None)
+    return state
+
+
+def load_own_state(processes: ProcessPipeline, state: Mapping[str, Any], strict: bool) -> Any:
+    """Copy what this rank owns from a state dict, which may have more.
+
+    Raises:
+        RuntimeError: it lacks something, or has what the model does not.
+    """
+    _check_planned(processes)
+    model = processes.ownership.model
+    known = model.state_dict(keep_vars=True).keys()
+    own = set(processes.ownership.names())
+    missing = [name for name in known if name in own and name not in state]
+    unexpected = [name for name in state if name not in known]
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"state_dict: missing on this rank: {missing}; not in the model: {unexpected}.")
+    load_tensors(processes.ownership, state)
+    return nn.Identity().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+
+def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale this rank's gradients so that the norm of all ranks' is at most ``max_norm``; returns the norm."""
+    _check_planned(processes)
+    ownership, group = processes.ownership, processes.group
+    assert ownership.owners is not None
+    named = dict(ownership.model.named_parameters())
+    own = [(name, value) for name, value in named.items() if ownership.owns(value) and value.grad is not None]
+    counted = {
+        name: torch.linalg.vector_norm(value.grad, norm_type).cpu()
+        for name, value in own
+        if min(ownership.owners[id(value)]) == group.rank and value.grad is not None
+    }
+    norms = {name: norm for found in group.gather(counted) for name, norm in found.items()}
+    if not norms:
+        return torch.zeros(())
+    # In the model's order: the bits do not depend on the ranks.
+    total = torch.linalg.vector_norm(torch.stack([norms[name] for name in named if name in norms]), norm_type)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for _, value in own:
+        if value.grad is not None:
+            value.grad.mul_(scale.to(value.grad.device))
+    return total

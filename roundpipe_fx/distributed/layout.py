@@ -1,0 +1,154 @@
+"""Layouts: what a rank knows of a value before it receives it.
+
+A traced graph knows shapes, strides and dtypes. What depends on data (a number, a size that a step shows) travels
+first, as integers. Elements then travel dense, in the order of memory, and get the strides of the graph again:
+reductions accumulate in memory order, so other strides would be other bits.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Layout", "count", "dense", "numbers_of", "received", "strided"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of a value.
+
+    Attributes:
+        kind: ``"tensor"``, or ``"int"``, ``"float"`` or ``"bool"`` for a number.
+        shape: of a tensor; ``None`` if it depends on data.
+        stride: likewise.
+        dims: number of dimensions of a tensor.
+        dtype: of a tensor.
+        device: type of its device.
+    """
+
+    kind: str
+    shape: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None
+    dims: int = 0
+    dtype: torch.dtype = torch.int64
+    device: str = "cpu"
+
+    @classmethod
+    def of(cls, fake: Any) -> Layout:
+        """The layout of a value of a traced graph.
+
+        Raises:
+            TypeError: it is neither a tensor nor a number.
+        """
+        if isinstance(fake, (bool, torch.SymBool)):
+            return cls("bool")
+        if isinstance(fake, (int, torch.SymInt)):
+            return cls("int")
+        if isinstance(fake, (float, torch.SymFloat)):
+            return cls("float")
+        if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
+            raise TypeError(f"a value of type {type(fake).__name__} cannot be sent to another process.")
+        shape, stride = tuple(fake.shape), tuple(fake.stride())
+        static = all(type(size) is int for size in (*shape, *stride))
+        return cls(
+            "tensor",
+            shape if static else None,
+            stride if static else None,
+            fake.dim(),
+            fake.dtype,
+            fake.device.type,
+        )
+
+    @property
+    def numbers(self) -> int:
+        """How many integers travel first."""
+        return 1 if self.kind != "tensor" else 0 if self.shape is not None else 2 * self.dims
+
+
+def numbers_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[int]:
+    """The integers that travel before some values."""
+    found: list[int] = []
+    for value, layout in zip(values, layouts, strict=True):
+        if layout.kind == "float":
+            found += struct.unpack("<q", struct.pack("<d", float(value)))
+        elif layout.kind != "tensor":
+            found.append(int(value))
+        elif layout.shape is None:
+            found += (*value.shape, *value.stride())
+    return found
+
+
+def received(layouts: Sequence[Layout], numbers: Sequence[int]) -> list[Any]:
+    """From what has travelled first: the numbers among the values, and (shape, stride) of each tensor."""
+    rest = iter(numbers)
+    return [_received(layout, rest) for layout in layouts]
+
+
+def _received(layout: Layout, rest: Iterator[int]) -> Any:
+    if layout.kind == "tensor":
+        if layout.shape is not None:
+            return layout.shape, layout.stride
+        sizes = [next(rest) for _ in range(2 * layout.dims)]
+        return tuple(sizes[: layout.dims]), tuple(sizes[layout.dims :])
+    number = next(rest)
+    if layout.kind == "float":
+        return struct.unpack("<d", struct.pack("<q", number))[0]
+    return bool(number) if layout.kind == "bool" else number
+
+
+def dense(value: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The elements of a tensor in the order in which they lie in memory with given strides, one-dimensional.
+
+    It is a view if the tensor is dense with those strides, else a copy. What is repeated (stride 0) occurs once.
+    """
+    narrow = _narrow(shape, stride)
+    if tuple(value.stride()) != tuple(stride) or not _is_dense(narrow, stride):
+        order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
+        once = value[tuple(slice(0, size) for size in narrow)]
+        return once.permute(order).contiguous().view(-1)
+    return value.as_strided((_count(narrow),), (1,))
+
+
+def strided(flat: torch.Tensor, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The tensor of a shape and strides whose elements :func:`dense` has put in a row."""
+    narrow = _narrow(shape, stride)
+    if _is_dense(narrow, stride):
+        return flat.as_strided(shape, stride)
+    order = sorted(range(len(narrow)), key=lambda dim: -stride[dim])
+    made = torch.empty_strided(narrow, stride, dtype=flat.dtype, device=flat.device)
+    made.permute(order).copy_(flat.view([narrow[dim] for dim in order]))
+    return made.expand(shape)
+
+
+def count(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """How many elements :func:`dense` returns."""
+    return _count(_narrow(shape, stride))
+
+
+def _narrow(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """A shape with every dimension along which elements are repeated once."""
+    return tuple(min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True))
+
+
+def _count(shape: Sequence[int]) -> int:
+    found = 1
+    for size in shape:
+        found *= size
+    return found
+
+
+def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Whether elements lie in memory without gaps, each once."""
+    expected = 1
+    for step, size in sorted(zip(stride, shape, strict=True)):
+        if size == 0:
+            return True
+        if size > 1:
+            if step != expected:
+                return False
+            expected *= size
+    return True

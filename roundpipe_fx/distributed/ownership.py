@@ -1,0 +1,241 @@
+"""Ownership: which of a model's tensors a rank keeps, and how the others stay without their memory.
+
+Every rank has the whole model as objects, so that each traces it: names, shapes, hooks and guards are those of the
+model. A rank owns the parameters and buffers that its stages read or update; of the others the storage is resized to
+nothing, as FSDP does with parameters that are sharded. A model that was built on the meta device gets tensors without
+memory on the rank's device first; what a rank owns gets memory when it is loaded or initialized.
+
+Single numbers (a counter of batches) keep their few bytes everywhere, since Dynamo reads them when it traces.
+
+A tensor that no stage reads belongs to the first rank, so that the ranks together have all of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from roundpipe_fx.distributed.errors import RanksDifferError
+from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.schedules import StageAction
+
+__all__ = ["Ownership", "gradients_elsewhere", "named_tensors", "readers_of"]
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers with all their names; a tied one occurs under each of its names."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def readers_of(
+    instructions: Sequence[Sequence[Instruction]],
+    programs: Sequence[PipelineProgram],
+    primals: Sequence[Sequence[object]],
+) -> dict[int, frozenset[int]]:
+    """The ranks that read or update each input, by its identity.
+
+    Args:
+        instructions: of each rank.
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+    """
+    found: dict[int, set[int]] = {}
+    where: dict[tuple[StageAction, int], int] = {}
+    for rank, of_rank in enumerate(instructions):
+        for own in of_rank:
+            batch = own.action.microbatch
+            where[own.action.step, batch] = rank
+            for source in own.code.inputs:
+                if source.kind == "primal":
+                    found.setdefault(id(primals[batch][source.index]), set()).add(rank)
+    for batch, program in enumerate(programs):
+        makers = {number: step for step, code in program.steps.items() for number in code.outputs}
+        for output, primal in program.mutations.items():
+            made = program.outputs[output]
+            if made is not None and made.kind == "value" and (makers[made.index], batch) in where:
+                found.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
+        for gradient in program.gradients:
+            if gradient.source is not None and gradient.source.kind == "primal":
+                owners = found.get(id(primals[batch][gradient.primal]), ())
+                found.setdefault(id(primals[batch][gradient.source.index]), set()).update(owners)
+    return {key: frozenset(ranks) for key, ranks in found.items()}
+
+
+class Ownership:
+    """The tensors of a model on one rank.
+
+    Args:
+        model: the model. What lies on the meta device is replaced by tensors without memory on ``device``.
+        rank: number of this rank.
+        device: of this rank.
+
+    Attributes:
+        owners: by identity, the ranks that own a tensor; ``None`` until the model is planned.
+        unloaded: identities of the tensors that have no values yet.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
+        self.model, self.rank = model, rank
+        self.owners: Mapping[int, frozenset[int]] | None = None
+        self.unloaded: set[int] = set()
+        self._sizes: dict[int, int] = {}
+        self._replace_meta(device)
+
+    def _replace_meta(self, device: torch.device) -> None:
+        made: dict[int, torch.Tensor] = {}
+        for module in self.model.modules():
+            for registered in (module._parameters, module._buffers):
+                for name, value in registered.items():
+                    if value is None or value.device.type != "meta":
+                        continue
+                    if id(value) not in made:
+                        made[id(value)] = self._without_memory(value, device)
+                    registered[name] = made[id(value)]  # type: ignore[assignment]
+
+    def _without_memory(self, value: torch.Tensor, device: torch.device) -> torch.Tensor:
+        empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+        made: torch.Tensor = empty
+        if isinstance(value, nn.Parameter):
+            made = nn.Parameter(empty, value.requires_grad)
+            made.__dict__.update(value.__dict__)
+        self.unloaded.add(id(made))
+        self._free(made)
+        return made
+
+    def _free(self, value: torch.Tensor) -> None:
+        if not value.dim():
+            value.data.zero_()
+            return
+        storage = value.untyped_storage()
+        self._sizes[id(value)] = storage.nbytes()
+        storage.resize_(0)
+
+    def refuse_shared_updates(self, updated: Iterable[object], readers: Mapping[int, frozenset[int]]) -> None:
+        """Refuse buffers that a microbatch updates on one rank and the next one reads on another.
+
+        Args:
+            updated: tensors that stages update.
+            readers: the ranks that read or update each input, by identity.
+
+        Raises:
+            ValueError: there is one; the message names it.
+        """
+        names = {id(value): name for name, value in named_tensors(self.model)}
+        for value in updated:
+            ranks = sorted(readers.get(id(value), ()))
+            if len(ranks) > 1:
+                raise ValueError(
+                    f"{names.get(id(value), 'a tensor')!r} is updated by stages, and ranks {ranks} have stages "
+                    "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them."
+                )
+
+    def own(self, readers: Mapping[int, frozenset[int]]) -> None:
+        """Free what other ranks own. When another shape is planned, check that the owners have what it reads.
+
+        Args:
+            readers: the ranks that read each input, by identity.
+
+        Raises:
+            RanksDifferError: a stage of another rank than before reads a tensor.
+        """
+        tensors = {id(value): (name, value) for name, value in named_tensors(self.model)}
+        if self.owners is not None:
+            for key, ranks in readers.items():
+                if key in tensors and not ranks <= self.owners.get(key, frozenset((0,))):
+                    raise RanksDifferError(
+                        f"{tensors[key][0]!r} is read by rank {max(ranks - self.owners[key])} for this batch, and is "
+                        f"owned by rank {min(self.owners[key])} since the first one was planned. Inputs of such "
+                        "different shapes need stages that begin at modules of your choice: stages=[…]."
+                    )
+            return
+        self.owners = {key: readers.get(key) or frozenset((0,)) for key in tensors}
+        kept = {v.untyped_storage()._cdata for _, v in tensors.values() if self.owns(v)}
+        for key, (_, value) in tensors.items():
+            if not self.owns(value) and key not in self._sizes:
+                if value.untyped_storage()._cdata in kept or not value.untyped_storage().resizable():
+                    value.data = torch.empty_strided(
+                        value.shape, value.stride(), dtype=value.dtype, device=value.device
+                    )
+                self._free(value)
+
+    def owns(self, value: torch.Tensor) -> bool:
+        """Whether a tensor of the model is owned by this rank."""
+        assert self.owners is not None
+        return self.rank in self.owners.get(id(value), ())
+
+    def names(self) -> list[str]:
+        """The names of what this rank owns, in the model's order."""
+        return [name for name, value in named_tensors(self.model) if self.owns(value)]
+
+    def fill(self, value: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
+        """Give a tensor that this rank owns memory, if it has none, and write its values.
+
+        Args:
+            value: a tensor of the model.
+            write: called with it, under ``no_grad``.
+        """
+        size = self._sizes.pop(id(value), None)
+        if size is not None:
+            value.untyped_storage().resize_(size)
+        with torch.no_grad():
+            write(value.data)
+        self.unloaded.discard(id(value))
+
+    def missing(self) -> list[str]:
+        """The names of what this rank owns and has no values of."""
+        return [name for name, value in named_tensors(self.model) if self.owns(value) and id(value) in self.unloaded]
+
+    def writable(self, updated: Iterable[torch.Tensor]) -> _Writable:
+        """Context manager in which tensors that other ranks own can be written to, to no effect."""
+        return _Writable([(value, self._sizes[id(value)]) for value in updated if id(value) in self._sizes])
+
+
+class _Writable:
+    def __init__(self, tensors: Sequence[tuple[torch.Tensor, int]]) -> None:
+        self._tensors = tensors
+
+    def __enter__(self) -> None:
+        for value, size in self._tensors:
+            value.untyped_storage().resize_(size)
+
+    def __exit__(self, *exc: object) -> None:
+        for value, _ in self._tensors:
+            value.untyped_storage().resize_(0)
+
+
+def gradients_elsewhere(
+    instructions: Sequence[Sequence[Instruction]],
+    programs: Sequence[PipelineProgram],
+    primals: Sequence[Sequence[object]],
+    owners: Callable[[int], frozenset[int]],
+) -> list[tuple[int, dict[int, Layout], frozenset[int]]]:
+    """Tensors whose gradients are to be summed over ranks, or sent to others: see :func:`sum_gradients`.
+
+    Args:
+        instructions: of each rank.
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+        owners: the ranks that get the gradient of a tensor, by its identity.
+    """
+    where = {
+        (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
+    }
+    computed: dict[int, dict[int, Layout]] = {}
+    for batch, program in enumerate(programs):
+        makers = {number: step for step, code in program.steps.items() for number in code.outputs}
+        for gradient in program.gradients:
+            if gradient.source is None or gradient.source.kind != "value":
+                continue
+            rank = where.get((makers[gradient.source.index], batch))
+            if rank is not None:
+                layouts = computed.setdefault(id(primals[batch][gradient.primal]), {})
+                layouts.setdefault(rank, Layout.of(program.values[gradient.source.index]))
+    return [
+        (key, layouts, owners(key))
+        for key, layouts in computed.items()
+        if len(layouts) > 1 or frozenset(layouts) != owners(key)
+    ]

@@ -1,0 +1,289 @@
+"""Transfer orders: when each rank starts its sends and receives, worked out from the schedule before anything runs.
+
+What one rank sends to another arrives in the order in which it is sent, and NCCL fills the receives in the order in
+which they were started. So receives are started in the order of the sender's sends, whatever order the receiver reads
+them in. Each is started just before the first action during which it can arrive: only those actions of the receiver
+that the sender's action depends on are certain to be over by then (as in :mod:`roundpipe_fx.schedules.vector_clocks`).
+The plan counts a received value from the same action on, so started receives take no memory that it does not know. ::
+
+    rank 0   F0.0 S:F0.0>1   V:B1.0<1 F0.1 S:F0.1>1   V:B1.1<1 B0.0   B0.1
+    rank 1   V:F0.0<0 V:F0.1<0 F1.0   B1.0 S:B1.0>0   F1.1   B1.1 S:B1.1>0
+
+Before an action a rank first starts receives, then waits until its earlier sends are done. The sender's action depends
+on all of the receiver's actions before the one at which the receive is started, so that one is reached without waiting
+for anything that is sent later, and every send is matched: :func:`check_transfers` follows the orders and proves it for
+the schedule at hand.
+
+Where sizes depend on data, the receiver can start a receive only when it knows them, which is when it reads the value
+at the latest. A rank that waited for such a send could wait for ever. So to a rank to which anything of unknown size is
+sent, sends are waited for at the end of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, StageAction
+
+__all__ = ["Parcel", "RankTransfers", "check_transfers", "orders_of", "transfers_of"]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """What an action's results are to one other rank.
+
+    Attributes:
+        step: the stage action.
+        microbatch: of it.
+        source: number of the rank that runs it.
+        target: number of the rank that reads it.
+        numbers: of the values.
+        layouts: of the values.
+        generator: whether the state of the microbatch's random numbers goes along, for the next action that draws.
+    """
+
+    step: StageAction
+    microbatch: int
+    source: int
+    target: int
+    numbers: tuple[int, ...]
+    layouts: tuple[Layout, ...]
+    generator: bool
+
+    @property
+    def integers(self) -> int:
+        """How many integers travel first."""
+        return sum(layout.numbers for layout in self.layouts)
+
+
+@dataclass(frozen=True)
+class RankTransfers:
+    """The transfers of one rank.
+
+    Attributes:
+        starts: for each instruction, the receives to start before it, in the order of the senders.
+        reads: for each instruction, the parcels that it waits for.
+        sends: for each instruction, by number of the receiver, what is sent after it.
+        late: the receivers whose sends are waited for at the end, since sizes depend on data.
+    """
+
+    starts: tuple[tuple[Parcel, ...], ...]
+    reads: tuple[tuple[Parcel, ...], ...]
+    sends: tuple[Mapping[int, Parcel], ...]
+    late: frozenset[int]
+
+
+def transfers_of(
+    instructions: Sequence[Sequence[Instruction]], programs: Sequence[PipelineProgram]
+) -> list[RankTransfers]:
+    """The transfers of each rank.
+
+    Args:
+        instructions: of each rank.
+        programs: of each microbatch.
+
+    Raises:
+        TypeError: a value between two ranks is neither a tensor nor a number.
+    """
+    where = {
+        (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
+    }
+    sends = [
+        [_parcels(rank, own, programs[own.action.microbatch], where) for own in of_rank]
+        for rank, of_rank in enumerate(instructions)
+    ]
+    made = {
+        (rank, parcel.target, parcel.step, parcel.microbatch): (place, parcel)
+        for rank, of_rank in enumerate(sends)
+        for place, parcels in enumerate(of_rank)
+        for parcel in parcels.values()
+    }
+    reads = [
+        [
+            tuple(
+                made[key]
+                for step in own.receives
+                if (key := (where[step, own.action.microbatch], rank, step, own.action.microbatch)) in made
+            )
+            for own in of_rank
+        ]
+        for rank, of_rank in enumerate(instructions)
+    ]
+    over = _over_before(reads)
+    starts: list[list[list[Parcel]]] = [[[] for _ in of_rank] for of_rank in instructions]
+    for rank, of_rank in enumerate(sends):
+        for place, parcels in enumerate(of_rank):
+            for target, parcel in parcels.items():
+                starts[target][over[rank][place][target]].append(parcel)
+    return [
+        RankTransfers(
+            tuple(map(tuple, starts[rank])),
+            tuple(tuple(parcel for _, parcel in own) for own in reads[rank]),
+            tuple(sends[rank]),
+            frozenset(peer for own in sends[rank] for peer, parcel in own.items() if parcel.integers),
+        )
+        for rank in range(len(instructions))
+    ]
+
+
+def _parcels(
+    rank: int, instruction: Instruction, program: PipelineProgram, where: Mapping[tuple[StageAction, int], int]
+) -> dict[int, Parcel]:
+    """What is sent after an instruction, by receiver."""
+    step, batch = instruction.action.step, instruction.action.microbatch
+    drawing = [own for own in program.draws if (own, batch) in where]
+    after = drawing[drawing.index(step) + 1 :] if step in drawing else []
+    found = {}
+    for peer, places in instruction.sends:
+        numbers = tuple(number for _, number in places)
+        generator = bool(after) and where[after[0], batch] == peer
+        if numbers or generator:
+            layouts = tuple(Layout.of(program.values[number]) for number in numbers)
+            found[peer] = Parcel(step, batch, rank, peer, numbers, layouts, generator)
+    return found
+
+
+def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> list[list[list[int]]]:
+    """For each instruction of a rank, how many of each rank's instructions are over when it begins."""
+    ranks = len(reads)
+    clocks: list[list[list[int]]] = [[] for _ in reads]
+    going_on = True
+    while going_on:
+        going_on = False
+        for rank, of_rank in enumerate(reads):
+            while len(clocks[rank]) < len(of_rank):
+                place = len(clocks[rank])
+                sources = of_rank[place]
+                if any(at >= len(clocks[parcel.source]) for at, parcel in sources):
+                    break
+                clock = list(clocks[rank][-1]) if place else [0] * ranks
+                for at, parcel in sources:
+                    own = list(clocks[parcel.source][at])
+                    own[parcel.source] = at + 1
+                    clock = [max(pair) for pair in zip(clock, own, strict=True)]
+                clock[rank] = place
+                clocks[rank].append(clock)
+                going_on = True
+    if any(len(own) < len(of_rank) for own, of_rank in zip(clocks, reads, strict=True)):
+        raise InvalidScheduleError("the schedule deadlocks: ranks would wait for each other's results.")
+    return clocks
+
+
+def orders_of(instructions: Sequence[Sequence[Instruction]], transfers: Sequence[RankTransfers]) -> list[list[Action]]:
+    """The actions, sends and receives of each rank, in the order in which it issues them."""
+    return [
+        [
+            item
+            for own, starts, sends in zip(of_rank, ranks.starts, ranks.sends, strict=True)
+            for item in (
+                *(_transfer(ActionKind.RECEIVE, parcel) for parcel in starts),
+                own.action,
+                *(_transfer(ActionKind.SEND, sends[peer]) for peer, _ in own.sends if peer in sends),
+            )
+        ]
+        for of_rank, ranks in zip(instructions, transfers, strict=True)
+    ]
+
+
+def _transfer(kind: ActionKind, parcel: Parcel) -> Action:
+    peer = parcel.target if kind is ActionKind.SEND else parcel.source
+    return Action(kind, parcel.step[1], parcel.microbatch, parcel.step[0], peer)
+
+
+def check_transfers(
+    orders: Sequence[Sequence[Action]],
+    reads: Mapping[StageAction, Sequence[StageAction]],
+    late: Sequence[Collection[int]] = (),
+) -> None:
+    """Check that sends and receives match and cannot deadlock where each direction of a pair has one stream.
+
+    A send is over when the receive at the same place of its stream was started. An action runs when the receives that
+    it reads are over, and all that its rank has sent before, except to ranks for which it waits at the end.
+
+    Args:
+        orders: what each rank issues, in order; receives where they are started.
+        reads: which stage action reads which.
+        late: for each rank, the receivers whose sends it waits for at the end.
+
+    Raises:
+        InvalidScheduleError: another order of receives than of sends, a receive that is started after its reader, or a
+            deadlock. The message names the transfer.
+    """
+    streams = _streams(orders)
+    where = {(own.step, own.microbatch): rank for rank, order in enumerate(orders) for own in order if own.of is None}
+    sent, started = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0)
+
+    def can_run(rank: int, action: Action) -> bool:
+        for source in reads.get(action.step, ()):
+            peer = where.get((source, action.microbatch), rank)
+            place = streams.get((peer, rank), {}).get((source, action.microbatch))
+            if place is None:
+                continue
+            if place >= started[peer, rank]:
+                raise InvalidScheduleError(
+                    f"rank {rank}: {action} reads {source[0]}{source[1]}.{action.microbatch} of rank {peer} before the "
+                    "receive is started."
+                )
+            if place >= sent[peer, rank]:
+                return False
+        at_end = late[rank] if late else ()
+        awaited = (pair for pair in streams if pair[0] == rank and pair[1] not in at_end)
+        return all(started[pair] >= sent[pair] for pair in awaited)
+
+    places = [0] * len(orders)
+    going_on = True
+    while going_on:
+        going_on = False
+        for rank, order in enumerate(orders):
+            while places[rank] < len(order):
+                action = order[places[rank]]
+                if action.of is None:
+                    if not can_run(rank, action):
+                        break
+                elif action.kind is ActionKind.SEND:
+                    sent[rank, _peer(action)] += 1
+                else:
+                    started[_peer(action), rank] += 1
+                places[rank] += 1
+                going_on = True
+    for rank, order in enumerate(orders):
+        if places[rank] < len(order):
+            raise InvalidScheduleError(f"rank {rank} waits at {order[places[rank]]} for ever: the transfers deadlock.")
+
+
+def _streams(orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], dict[tuple[StageAction, int], int]]:
+    """For each ordered pair of ranks with transfers, the place of each on the pair's stream.
+
+    Raises:
+        InvalidScheduleError: the receiver starts receives in another order than the sender sends.
+    """
+    sends: dict[tuple[int, int], list[tuple[StageAction, int]]] = {}
+    receives: dict[tuple[int, int], list[tuple[StageAction, int]]] = {}
+    for rank, order in enumerate(orders):
+        for action in order:
+            if action.kind is ActionKind.SEND:
+                sends.setdefault((rank, _peer(action)), []).append((action.step, action.microbatch))
+            elif action.kind is ActionKind.RECEIVE:
+                receives.setdefault((_peer(action), rank), []).append((action.step, action.microbatch))
+    for source, target in sorted(sends.keys() | receives.keys()):
+        own, others = sends.get((source, target), []), receives.get((source, target), [])
+        for place, (sent, received) in enumerate(zip_longest(own, others)):
+            if sent != received:
+                raise InvalidScheduleError(
+                    f"transfer {place} from rank {source} to rank {target}: {_text(sent)} is sent, and "
+                    f"{_text(received)} is received."
+                )
+    return {pair: {key: place for place, key in enumerate(own)} for pair, own in sends.items()}
+
+
+def _text(transfer: tuple[StageAction, int] | None) -> str:
+    return "nothing" if transfer is None else f"{transfer[0][0]}{transfer[0][1]}.{transfer[1]}"
+
+
+def _peer(action: Action) -> int:
+    assert action.peer is not None
+    return action.peer

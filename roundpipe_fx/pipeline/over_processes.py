@@ -1,0 +1,271 @@
+"""A pipeline over processes: this rank's part in it.
+
+Each rank traces the whole model and plans for all devices; then it runs the instructions of its own, in one worker::
+
+    capture, plan ──▶ agree with the other ranks ──▶ run instructions[rank] ──▶ outputs of others, sums of gradients
+                          │                               └── transport: torch.distributed instead of mailboxes
+                          └── at the first plan: free what others own
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten
+
+from roundpipe_fx.distributed.agreement import Statement, agree
+from roundpipe_fx.distributed.group import PipelineGroup
+from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
+from roundpipe_fx.distributed.results import shared_value, sum_gradients
+from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
+from roundpipe_fx.distributed.transport import ProcessTransport
+from roundpipe_fx.pipeline.captured_calls import CapturedCalls
+from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
+from roundpipe_fx.runtime.worker import Workers
+
+__all__ = ["ProcessPipeline"]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is worked out once for a schedule.
+
+    Attributes:
+        transfers: of this rank.
+        digest: of all ranks' orders, and the code of all stages.
+    """
+
+    transfers: RankTransfers
+    digest: str
+
+
+class ProcessPipeline:
+    """This rank's part in a pipeline over processes. Constructed by all ranks at the same time.
+
+    Args:
+        model: the model.
+        group: the ranks.
+        options: the user's options as a text, which is to be the same on all ranks.
+
+    Attributes:
+        group: the ranks.
+        ownership: the model's tensors on this rank.
+        structure: how the first graph was cut; all others are cut alike, since what a stage reads stays where it is.
+    """
+
+    def __init__(self, model: nn.Module, group: PipelineGroup, options: str) -> None:
+        self.group = group
+        self.ownership = Ownership(model, group.rank, group.device)
+        self.structure: Any = None
+        self._options = f"{options}\ntorch {torch.__version__}"
+        self._plans: dict[Any, _Plan] = {}
+        self._graphs: dict[int, tuple[PipelinedGraph, str]] = {}
+        self._runs = 0
+
+    def agreed(
+        self,
+        batch: Any,
+        home: Callable[[CapturedCalls], torch.device],
+        prepare: Callable[[], tuple[CapturedCalls, list[list[Instruction]]]],
+        runs: bool,
+    ) -> CapturedCalls:
+        """Capture and plan on all ranks, and compare.
+
+        Args:
+            batch: the step's inputs, any tree.
+            home: returns the device of whose generator a step draws.
+            prepare: captures the microbatches, and works out the instructions of a whole step.
+            runs: whether the step is to run, which needs a loaded model.
+
+        Raises:
+            RanksDifferError: ranks differ in options, batch, graph or plan.
+            RemoteError: another rank has failed.
+            BaseException: this rank has failed.
+        """
+        agree(self.group, Statement({"options": self._options, "batch": _batch_text(batch)}))
+        try:
+            captured, instructions = prepare()
+            readers = readers_of(instructions, captured.programs, captured.primals)
+            self.ownership.refuse_shared_updates(
+                (
+                    primals[place]
+                    for program, primals in zip(captured.programs, captured.primals, strict=True)
+                    for place in program.mutations.values()
+                ),
+                readers,
+            )
+            plan = self._plan(captured, instructions, None)
+            graphs = "\n\n".join(dict.fromkeys(self._graph_text(graph) for graph in captured.graphs))
+            self.ownership.own(readers)
+            self.structure = self.structure or captured.graphs[0].pipeline.structure
+            missing = self.ownership.missing() if runs else []
+            if missing:
+                raise RuntimeError(
+                    f"the model was built without memory, and {missing[0]!r} (of {len(missing)} tensors of this rank) "
+                    "has no values yet: call model.load(folder) or model.init_weights(fn) after model.trace(…)."
+                )
+        except BaseException as error:
+            agree(self.group, Statement(failure=f"{type(error).__name__}: {error}"))
+            raise
+        device = home(captured)
+        decided = {"graph": graphs, "plan": plan.digest}
+        same = agree(self.group, Statement(decided, random_streams.state_of(device).numpy().tobytes()))
+        if not same and any(program.draws for program in captured.programs):
+            random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
+        return captured
+
+    def _plan(self, captured: CapturedCalls, instructions: list[list[Instruction]], kinds: Any) -> _Plan:
+        key = (kinds, *(id(program) for program in captured.programs))
+        if key not in self._plans:
+            transfers = transfers_of(instructions, captured.programs)
+            orders = orders_of(instructions, transfers)
+            reads = union([program.graph for program in captured.programs]).reads
+            check_transfers(orders, reads, [own.late for own in transfers])
+            digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
+            self._plans[key] = _Plan(transfers[self.group.rank], digest)
+        return self._plans[key]
+
+    def _graph_text(self, graph: PipelinedGraph) -> str:
+        if id(graph) not in self._graphs:
+            texts = [
+                f"{kind}{stage}: {_module_text(module.module)}"
+                for variant in (graph.pipeline.main, graph.pipeline.last)
+                for (kind, stage), module in variant.steps.modules.items()
+            ]
+            self._graphs[id(graph)] = graph, "\n".join(texts)
+        return self._graphs[id(graph)][1]
+
+    def run(
+        self,
+        workers: Workers,
+        captured: CapturedCalls,
+        kinds: Any,
+        instructions_of: Callable[[CapturedCalls, Any], list[list[Instruction]]],
+        tangents: Sequence[Sequence[Any]],
+        streams: list[random_streams.RandomStream],
+        given: Sequence[dict[int, Any]],
+    ) -> Finished:
+        """Run this rank's instructions of a step, or of its forwards or backwards.
+
+        Args:
+            workers: one.
+            captured: the microbatches.
+            kinds: which kinds of actions the run consists of; ``None``: all.
+            instructions_of: returns those of all ranks, of some kinds.
+            tangents: for each microbatch, the incoming gradients.
+            streams: of the microbatches' random numbers.
+            given: for each microbatch, what an earlier run has left on this rank.
+
+        Returns:
+            outputs of all ranks, except updated buffers that others own; the gradients that belong to this rank.
+        """
+        self._runs += 1
+        instructions = instructions_of(captured, kinds)
+        plan, programs, primals = self._plan(captured, instructions, kinds), captured.programs, captured.primals
+        budgeted = captured.graphs[0].pipeline.budget is not None
+        transport = ProcessTransport(self.group, self._runs, plan.transfers, streams, overlap=not budgeted)
+        if any(program.tangents for program in programs) and (kinds is None or given):
+            shared = gradients_elsewhere(instructions_of(captured, None), programs, primals, self._owners_of)
+            transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared))
+        rank = self.group.rank
+        finished = run_pipeline(
+            workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
+        )
+        where = {
+            (own.action.step, own.action.microbatch): device
+            for device, of_device in enumerate(instructions)
+            for own in of_device
+        }
+        for batch, program in enumerate(programs):
+            self._share_outputs(program, primals[batch], finished.outputs[batch], batch, where, captured)
+        self._share_generator(programs[0], where, streams[0])
+        spans = [[] if device != rank else finished.spans[0] for device in range(self.group.size)]
+        return dataclasses.replace(finished, spans=spans)
+
+    def _owners_of(self, key: int) -> frozenset[int]:
+        """The ranks that get a tensor's gradient; all, for inputs and for tensors that are not the model's."""
+        assert self.ownership.owners is not None
+        return self.ownership.owners.get(key, frozenset(range(self.group.size)))
+
+    def _share_outputs(
+        self,
+        program: PipelineProgram,
+        primals: Sequence[Any],
+        outputs: list[Any],
+        batch: int,
+        where: Mapping[Any, int],
+        captured: CapturedCalls,
+    ) -> None:
+        makers = {number: step for step, code in program.steps.items() for number in code.outputs}
+        fakes = captured.graphs[batch].outputs
+        for place, source in enumerate(program.outputs):
+            if source is None or source.kind == "token":
+                continue
+            if source.kind == "value":
+                root = where.get((makers[source.index], batch))
+                if root is None:  # of the forward, which was an earlier run
+                    continue
+                if place in program.mutations:
+                    if root != self.group.rank:
+                        like = primals[program.mutations[place]]
+                        outputs[place] = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
+                    continue
+            elif source.kind == "primal" and id(primals[source.index]) in (self.ownership.owners or {}):
+                root = min(self._owners_of(id(primals[source.index])))
+            else:
+                continue
+            outputs[place] = shared_value(self.group, outputs[place], Layout.of(fakes[place]), root)
+
+    def _share_generator(
+        self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream
+    ) -> None:
+        """The state in which the step leaves the generator: that after the first microbatch's last random numbers."""
+        drawn = [step for step in program.draws if (step, 0) in where]
+        if drawn:
+            stream.state = self.group.share(stream.state, where[drawn[-1], 0])
+            stream.drawn = True
+
+
+def _batch_text(batch: Any) -> str:
+    leaves, tree = tree_flatten(batch)
+    return f"{tree}: " + ", ".join(
+        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+        if isinstance(leaf, torch.Tensor)
+        else _value(leaf)
+        for leaf in leaves
+    )
+
+
+def _value(leaf: Any) -> str:
+    """A text without addresses."""
+    return repr(leaf) if isinstance(leaf, (int, float, bool, str, type(None))) else _name(leaf)
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+_INDEX = re.compile(r"(cuda:|index=)\d+")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def _module_text(module: fx.GraphModule) -> str:
+    """A stage's code, without the number of this rank's device."""
+    lines = [f"{node.format_node()} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
+    text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}" if isinstance(value, torch.Tensor) else ""
