@@ -58,7 +58,7 @@ class LiveValue:
     gradient: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PeakMoment:
     """The peak of a step.
 
@@ -115,7 +115,7 @@ def peak_of_course(
         live = sorted([*live, LiveValue("loss outside", "", workspace)], key=lambda value: -value.bytes)
     elif workspace:
         live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
-    return PeakMoment(peak.bytes, call, name, module, tuple(live), line)
+    return PeakMoment(bytes=peak.bytes, call=call, value=name, module=module, live=tuple(live), line=line)
 
 
 def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:

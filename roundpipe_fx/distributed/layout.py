@@ -17,7 +17,7 @@ import torch
 __all__ = ["Layout", "count", "dense", "numbers_of", "received", "strided"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The layout of a value.
 
@@ -45,22 +45,22 @@ class Layout:
             TypeError: it is neither a tensor nor a number.
         """
         if isinstance(fake, (bool, torch.SymBool)):
-            return cls("bool")
+            return cls(kind="bool")
         if isinstance(fake, (int, torch.SymInt)):
-            return cls("int")
+            return cls(kind="int")
         if isinstance(fake, (float, torch.SymFloat)):
-            return cls("float")
+            return cls(kind="float")
         if not isinstance(fake, torch.Tensor) or fake.layout is not torch.strided:
             raise TypeError(f"a value of type {type(fake).__name__} cannot be sent to another process.")
         shape, stride = tuple(fake.shape), tuple(fake.stride())
         static = all(type(size) is int for size in (*shape, *stride))
         return cls(
-            "tensor",
-            shape if static else None,
-            stride if static else None,
-            fake.dim(),
-            fake.dtype,
-            fake.device.type,
+            kind="tensor",
+            shape=shape if static else None,
+            stride=stride if static else None,
+            dims=fake.dim(),
+            dtype=fake.dtype,
+            device=fake.device.type,
         )
 
     @property

@@ -32,7 +32,7 @@ from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, Sta
 __all__ = ["Parcel", "RankTransfers", "check_transfers", "orders_of", "transfers_of"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parcel:
     """What an action's results are to one other rank.
 
@@ -143,7 +143,15 @@ def _parcels(
         generator = bool(after) and where[after[0], batch] == peer
         if numbers or generator:
             layouts = tuple(Layout.of(program.values[number]) for number in numbers)
-            found[peer] = Parcel(step, batch, rank, peer, numbers, layouts, generator)
+            found[peer] = Parcel(
+                step=step,
+                microbatch=batch,
+                source=rank,
+                target=peer,
+                numbers=numbers,
+                layouts=layouts,
+                generator=generator,
+            )
     return found
 
 
