@@ -5,7 +5,8 @@ decides what is saved and what is recomputed, never repeats a host synchronizati
 """
 
 from roundpipe_fx.analysis.sync_ops import register_sync_op
-from roundpipe_fx.api.compiled_module import CompiledModule, compile
+from roundpipe_fx.api.compile import compile
+from roundpipe_fx.api.compiled_module import CompiledModule
 from roundpipe_fx.api.planning import plan
 from roundpipe_fx.api.plans_of_modules import plans
 from roundpipe_fx.budget import InfeasibleBudgetError

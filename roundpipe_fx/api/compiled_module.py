@@ -3,184 +3,24 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
-from roundpipe_fx import torch_private
 from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_state import CompiledState
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
-from roundpipe_fx.compiler.run_passes import edited_passes
-from roundpipe_fx.ir.options import Options, names_checked
-from roundpipe_fx.passes.pipeline import Pass
+from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
-from roundpipe_fx.pipeline.settings import parse_pipelining
-from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
-from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CompiledModule", "NoPlanError", "compile", "compiled_module"]
-
-
-@names_checked
-def compile(
-    model: nn.Module,
-    *,
-    stages: int | str | list[str] | tuple[str, ...] = "auto",
-    recompute: str | None = None,
-    memory_budget: int | float | str | None = None,
-    tiling: str | None = None,
-    cost: str = "roofline",
-    stage_compiler: str | Callable[..., Any] | None = None,
-    passes: Callable[[list[Pass]], Sequence[Pass]] | None = None,
-    fullgraph: bool = False,
-    dynamic: bool | None = None,
-    optim_dtype: torch.dtype | None = None,
-    devices: Sequence[torch.device | str] | None = None,
-    mesh: DeviceMesh | None = None,
-    num_microbatches: int | None = None,
-    schedule: str | Schedule | None = None,
-    checkpoint: str | None = None,
-    split_input: Any = None,
-    split_label: Any = None,
-    merge_output: Any = None,
-    loss_reduction: str = "mean",
-    deferred_batch_norm: bool = False,
-) -> CompiledModule:
-    """Compile a model for training, in pipeline stages.
-
-    The result is used in place of the model: same ``forward`` signature and outputs, same ``state_dict`` keys, same
-    parameter objects; ``train()``, ``eval()`` and ``to()`` act on the model itself. Nothing is traced until the first
-    call (or :meth:`CompiledModule.trace`); changed shapes recompile as ``torch.compile`` does.
-
-    Args:
-        model: any module that ``torch.compile`` can trace.
-        stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
-            times the heaviest segment; or the names of the modules (as in ``model.named_modules()``) at which stages
-            begin.
-        recompute: ``"none"``: everything that the backward reads is saved. ``"full"``: each stage saves only what
-            enters it and the results of host synchronizations (``nonzero``, ``item``, routing); the rest is recomputed.
-            ``None``: as ``memory_budget`` requires; without one, ``"none"``.
-        memory_budget: the most bytes that a step may allocate at one time beyond what was allocated when it began, from
-            the forward's beginning to the backward's end, new gradients included: an ``int``, a size like ``"6GiB"``,
-            or a share in [0, 1] of the way from the least that can be reached to nothing recomputed. ``None``: on CUDA
-            90 % of the memory that is free at the first step, unless ``recompute`` is given; on the CPU no limit.
-        tiling: whether operations whose intermediate values are wide (the logits of a loss head, the inner width of an
-            MLP, attention scores) may be carried out on one tile of rows after another. Sums over tiles round
-            differently, so bitwise equality is promised only without tiles. ``None``: where a budget in bytes cannot be
-            met otherwise; the plan says so. ``"auto"``: also where a step within the budget is then modelled to be
-            shorter. ``"never"``.
-        cost: how operations are priced: ``"roofline"`` (modelled, always the same) or ``"measured"`` (timed on the
-            device once, kept on disk).
-        stage_compiler: ``"eager"``, ``"inductor"``, or a callable ``(GraphModule, example_inputs) -> callable``.
-            ``None``: eager on the CPU, Inductor on CUDA.
-        passes: a function that gets the list of passes (:func:`roundpipe_fx.default_passes`) and returns the one that
-            is run on each graph: passes added, removed, replaced or in another order. ``None``: the list as it is.
-        fullgraph: make a graph break an error, which names the user's line, instead of a warning.
-        dynamic: as for ``torch.compile``.
-        optim_dtype: the optimizer works on copies of the parameters in this dtype (``torch.float32`` for a model in
-            bfloat16): see :meth:`CompiledModule.optim_parameters` and :meth:`CompiledModule.step`. ``None``: on the
-            parameters themselves.
-        devices: run pipelined, one worker on each; a device may be named several times (``["cpu", "cpu"]`` are two
-            workers that divide the cores). The model stays where it is. On a GPU: stages on other devices get copies
-            of their parameters for each step. On the CPU, with GPUs here: stages get copies of what they read while
-            they run, gradients are copied back, and inputs and outputs are moved; a budget counts all of that.
-        mesh: run pipelined over the processes of a ``DeviceMesh``, along its dimension ``"pp"``: one rank is one device
-            of the schedule, and has the parameters of its own stages only. Every rank must be given the same model,
-            options and batches. See docs/many-processes.md.
-        num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
-        schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
-            default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
-            shortest within the budget), or a :class:`roundpipe_fx.Schedule`.
-        checkpoint: which microbatches are recomputed when pipelined: ``"always"`` all, ``"except_last"`` all but the
-            last, ``"never"`` none. ``None``: as ``recompute`` and ``memory_budget`` say; the budget then applies per
-            device.
-        split_input: how inputs are split into microbatches: ``None`` (tensors that have the batch's size, which is the
-            first input's, along dimension 0; everything else is the same for each), (specs of args, specs of kwargs) as
-            of ``torch.distributed.pipelining``, or a callable ``(args, kwargs, count) -> (list of args, list of
-            kwargs)``.
-        split_label: the same for labels: a spec or a callable ``(labels, count) -> list``.
-        merge_output: how outputs are put together: ``None`` (tensors are concatenated along dimension 0, losses
-            combined as ``loss_reduction`` says), specs, or a callable that gets the list.
-        loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
-            batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
-            microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that
-            count differently. Where the model is given ``num_items_in_batch``, as by Hugging Face's Trainer, its losses
-            are parts of one mean, and added in any case.
-        deferred_batch_norm: update the running statistics of batch norm once per step, from all microbatches, instead
-            of once per microbatch.
-
-    Returns:
-        the compiled model: an instance of a subclass of the model's class.
-
-    Raises:
-        TypeError: ``model`` is not a module, or an option has a wrong type.
-        ValueError: an option has an unknown value, or ``passes`` returns a list that cannot be run. The first call
-            raises :class:`InfeasibleBudgetError` (a ``ValueError``) where the budget cannot be met, before anything
-            runs.
-    """
-    _check(model)
-    _check_inside(model)
-    options = Options.parse(
-        {
-            "stages": stages,
-            "recompute": recompute,
-            "memory_budget": memory_budget,
-            "tiling": tiling,
-            "cost": cost,
-            "stage_compiler": stage_compiler,
-            "passes": passes,
-        }
-    )
-    edited_passes(options.passes)  # an invalid list raises now, not at the first call
-    if mesh is not None:
-        devices = over_processes.devices_of(
-            mesh,
-            model,
-            options,
-            devices=devices,
-            optim_dtype=optim_dtype,
-            deferred_batch_norm=deferred_batch_norm,
-            schedule=schedule if schedule == "roundpipe" else None,
-        )
-    pipelining = parse_pipelining(
-        devices,
-        num_microbatches,
-        schedule,
-        checkpoint,
-        options.stages,
-        options.recompute,
-        options.memory_budget,
-        loss_reduction,
-    )
-    if mesh is not None and pipelining is not None:
-        pipelining = dataclasses.replace(pipelining, over_processes=True)
-    splitting = Splitting(split_input, split_label, merge_output)
-    if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
-        raise ValueError(
-            "split_input, split_label, merge_output, loss_reduction and deferred_batch_norm require microbatches: give "
-            "num_microbatches or devices too."
-        )
-    return compiled_module(
-        model,
-        options,
-        fullgraph=fullgraph,
-        dynamic=dynamic,
-        optim_dtype=optim_dtype,
-        pipelining=pipelining,
-        splitting=splitting,
-        deferred_batch_norm=deferred_batch_norm,
-        mesh=mesh,
-    )
+__all__ = ["COMPILED", "CompiledModule", "NoPlanError", "compiled_module"]
 
 
 class CompiledModule(nn.Module):
@@ -280,7 +120,7 @@ class CompiledModule(nn.Module):
         Raises:
             RuntimeError: always.
         """
-        raise RuntimeError(_COMPILED.format("roundpipe_fx.compile"))
+        raise RuntimeError(COMPILED.format("roundpipe_fx.compile"))
 
     @property
     def _compiled_call_impl(self) -> None:  # type: ignore[override]
@@ -521,10 +361,11 @@ _OWN = (
 _OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load")
 """Those that every model compiled with a mesh has."""
 
-_COMPILED = (
+COMPILED = (
     "the model is compiled already, by {}; compile a model once, with all options. The model that it was made from "
     "is still the eager one."
 )
+"""The text of an error; its gap is for the function that has compiled the model."""
 
 
 def compiled_module(model: nn.Module, options: Options, **settings: Any) -> CompiledModule:
@@ -541,47 +382,6 @@ def compiled_module(model: nn.Module, options: Options, **settings: Any) -> Comp
     compiled = instance_beside(model, CompiledModule, state, names)
     state.compiled.append(weakref.ref(compiled))
     return compiled
-
-
-def _check(model: Any) -> None:
-    """Raise if a model cannot be compiled, or is compiled already."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"roundpipe_fx.compile takes an nn.Module, not {type(model).__name__}; "
-            'for a function use torch.compile(fn, backend="roundpipe_fx").'
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(
-            "roundpipe_fx.compile takes no ScriptModule: code that torch.jit has compiled cannot be traced. "
-            "Compile the model that it was made from."
-        )
-    if isinstance(model, CompiledModule):
-        raise TypeError(_COMPILED.format("roundpipe_fx.compile"))
-    if isinstance(model, torch_private.OptimizedModule) or model._compiled_call_impl is not None:
-        raise TypeError(_COMPILED.format("torch.compile"))
-
-
-def _check_inside(model: nn.Module) -> None:
-    """Raise if a part of a model is compiled already, with options that would be dropped.
-
-    Raises:
-        TypeError: it is.
-    """
-    for name, module in model.named_modules():
-        if module is model:
-            continue
-        if isinstance(module, CompiledModule):
-            dropped = module._state_of_roundpipe_fx.own_options
-            by = "roundpipe_fx.compile"
-        else:
-            dropped = isinstance(module, torch_private.OptimizedModule) or module._compiled_call_impl is not None
-            by = "torch.compile"
-        if dropped:
-            raise TypeError(
-                f"{name!r}, a part of the model, is compiled already, by {by}, and its options would be dropped: the "
-                "whole model is compiled as one. Compile the model with all options and leave its parts as they are, "
-                "or compile only the parts."
-            )
 
 
 def _processes(model: CompiledModule) -> ProcessPipeline:
