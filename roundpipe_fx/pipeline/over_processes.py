@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,8 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten
 
+from roundpipe_fx.analysis.cost import tensor_bytes
+from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.distributed.agreement import Statement, agree
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import Layout
@@ -29,6 +32,7 @@ from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transf
 from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
@@ -72,6 +76,7 @@ class ProcessPipeline:
         self._plans: dict[Any, _Plan] = {}
         self._graphs: dict[int, tuple[PipelinedGraph, str]] = {}
         self._runs = 0
+        self._warned = False
 
     def agreed(
         self,
@@ -173,8 +178,10 @@ class ProcessPipeline:
         self._runs += 1
         instructions = instructions_of(captured, kinds)
         plan, programs, primals = self._plan(captured, instructions, kinds), captured.programs, captured.primals
-        budgeted = captured.graphs[0].pipeline.budget is not None
-        transport = ProcessTransport(self.group, self._runs, plan.transfers, streams, overlap=not budgeted)
+        budget = captured.graphs[0].pipeline.budget
+        if budget is not None:
+            self._warn_of_late_sends(plan.transfers, programs, budget)
+        transport = ProcessTransport(self.group, self._runs, plan.transfers, streams, overlap=budget is None)
         if any(program.tangents for program in programs) and (kinds is None or given):
             shared = gradients_elsewhere(instructions_of(captured, None), programs, primals, self._owners_of)
             transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared))
@@ -192,6 +199,29 @@ class ProcessPipeline:
         self._share_generator(programs[0], where, streams[0])
         spans = [[] if device != rank else finished.spans[0] for device in range(self.group.size)]
         return dataclasses.replace(finished, spans=spans)
+
+    def _warn_of_late_sends(self, transfers: RankTransfers, programs: Sequence[PipelineProgram], budget: int) -> None:
+        """Say once what a budget does not count: messages that are held until the end of the step."""
+        late = [
+            parcel
+            for sends in transfers.sends
+            for target, parcel in sends.items()
+            if target in transfers.late and not self._warned
+        ]
+        if not late:
+            return
+        self._warned = True
+        sent = (programs[own.microbatch].values[number] for own in late for number in own.numbers)
+        held = sum(tensor_bytes([value]) for value in sent if isinstance(value, torch.Tensor))
+        warnings.warn(
+            f"roundpipe_fx: rank {self.group.rank} sends values whose sizes depend on data or are symbolic to ranks "
+            f"{sorted(transfers.late)}, and holds what it sends there until the end of the step: up to "
+            f"{bytes_text(held)} beside the memory_budget of {budget} bytes ({bytes_text(budget)}). Begin stages at "
+            "modules of your choice, stages=[…], so that no such value is sent; compile with dynamic=False for batches "
+            "of fixed sizes; or give a smaller budget.",
+            StepBudgetWarning,
+            stacklevel=2,
+        )
 
     def _owners_of(self, key: int) -> frozenset[int]:
         """The ranks that get a tensor's gradient; all, for inputs and for tensors that are not the model's."""

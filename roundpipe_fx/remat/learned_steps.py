@@ -22,7 +22,7 @@ _MOST = 16
 
 
 class StepBudgetWarning(UserWarning):
-    """A step took more bytes than its budget, because it made several calls."""
+    """A step takes, or may take, more bytes than its budget: it makes several calls, or holds what no plan counts."""
 
 
 @dataclass(frozen=True)

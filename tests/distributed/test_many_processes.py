@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,23 @@ def check_budget(_rank: int, _folder: str) -> None:
             assert max(found) <= compiled.plan.budget, (share, found, compiled.plan.budget)
             peaks.append(max(found))
         assert peaks[0] >= peaks[1] >= peaks[2]
+
+
+def check_a_budget_that_does_not_count_all(_rank: int, _folder: str) -> None:
+    """Messages of unknown size are held to the end of the step: the user is told once, with figures."""
+    model, batch = make("experts")
+    told = []
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2, memory_budget=0.3)
+    for _ in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            compiled.forward_backward(**batch)
+        told.append([str(own.message) for own in caught if own.category is roundpipe_fx.StepBudgetWarning])
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, told)
+    texts = [text for first, _ in everywhere for text in first]
+    assert texts and all("until the end of the step" in text and "memory_budget of" in text for text in texts)
+    assert all(len(first) <= 1 and not second for first, second in everywhere)
 
 
 def check_models(_rank: int, _folder: str) -> None:
@@ -395,7 +413,7 @@ def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[...
         (2, [check_models]),
         (3, [check_schedules]),
         (2, [check_failure, check_differences, check_refusals, check_killed]),
-        (2, [check_calls, check_input_gradients, check_budget]),
+        (2, [check_calls, check_input_gradients, check_budget, check_a_budget_that_does_not_count_all]),
         (2, [check_without_memory, check_initialization, check_checkpoints]),
     ],
     ids=["models", "schedules", "failures", "calls", "state"],
