@@ -39,6 +39,7 @@ class PeakReducer:
         self._lasting = lasting
         used = {storage for step in steps for storage in (*step.reads, *step.makes)}
         self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
+        self._seen: dict[tuple[int, ...], tuple[list[Event], dict[int, int], dict[int, int]]] = {}
         self._peaks: dict[tuple[int, ...], int] = {}
 
     def structure(self) -> Any:
@@ -105,9 +106,12 @@ class PeakReducer:
 
     def _events(self, sequence: Sequence[int]) -> tuple[list[Event], dict[int, int], dict[int, int]]:
         """Events, bytes by storage and by copy, and storages by copy."""
-        sizes = dict(self._sizes)
-        events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
-        return events, sizes, copied
+        known = tuple(sequence)
+        if known not in self._seen:
+            sizes = dict(self._sizes)
+            events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
+            self._seen[known] = events, sizes, copied
+        return self._seen[known]
 
     def _peak(self, sequence: Sequence[int]) -> int:
         known = tuple(sequence)
