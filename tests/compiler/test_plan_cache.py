@@ -129,6 +129,7 @@ def digest_of(model: Any) -> str:
     return hashlib.sha256("\n".join([*_texts(model.plan), *gradients]).encode()).hexdigest()
 
 
+@pytest.mark.long
 def test_another_process_finds_the_plan(folder: Path) -> None:
     """Keys are of values alone: no identities, no numbers that a process counts."""
 

@@ -77,6 +77,7 @@ def test_no_plan_is_searched_for_below_what_one_operation_needs(monkeypatch: pyt
     assert is_tiled(compiled) and len(searched) == 1
 
 
+@pytest.mark.long
 def test_what_an_error_names_is_met_from_wherever_it_was_asked() -> None:
     """Which tiles are tried depends on the budget, so errors for several budgets may name several minima."""
     model, batch = HeadAndMLP(), _batch()

@@ -161,6 +161,7 @@ def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.Mo
     assert ours.makespan < theirs.makespan
 
 
+@pytest.mark.long
 def test_a_budget_holds_with_the_microbatches_in_flight() -> None:
     model, batch = hugging_face.gpt2(layers=1), hugging_face.language_batch(batch=8, length=32)
     peaks = []

@@ -346,6 +346,7 @@ def _unlogged() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_unlogged")
+@pytest.mark.long
 def test_workers_end_with_their_model_and_nothing_leaks() -> None:
     def workers() -> int:
         return sum(thread.name.startswith("roundpipe_fx") for thread in threading.enumerate())

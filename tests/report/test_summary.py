@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 import roundpipe_fx
@@ -96,21 +95,12 @@ def test_hoisted_values_are_named_with_their_reason() -> None:
     assert len(text.splitlines()) <= _LINES
 
 
-def test_a_pipeline_with_everything_in_its_header() -> None:
-    config = transformers.LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
-    tokens = torch.randint(512, (4, 32))
-    compiled = roundpipe_fx.compile(model, devices=["cpu", "cpu"], num_microbatches=2, memory_budget=0.0)
-    plan = compiled.trace(input_ids=tokens, labels=tokens)
-    assert len(str(plan).splitlines()) <= _LINES
-    assert "pipelined: 2 microbatches" in str(plan)
+def test_a_pipeline_is_in_the_header() -> None:
+    model = nn.Sequential(*(_Block(8) for _ in range(2)))
+    compiled = roundpipe_fx.compile(model, devices=["cpu", "cpu"], num_microbatches=2)
+    text = str(compiled.trace(torch.randn(8, 8)))
+    assert len(text.splitlines()) <= _LINES
+    assert "pipelined: 2 microbatches" in text
 
 
 def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:

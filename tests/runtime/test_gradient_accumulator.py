@@ -102,6 +102,7 @@ def test_a_stage_compiler_gets_an_ordinary_addition() -> None:
     assert seen and all(isinstance(target, torch._ops.OpOverload) for target in targets)
 
 
+@pytest.mark.long
 def test_inductor_adds_up() -> None:
     model, (x, y) = Blocks(dropout=0.5), batch_of(8)
     options: dict[str, Any] = {"labels": y, "loss_fn": squares, "num_microbatches": 4}

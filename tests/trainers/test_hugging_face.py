@@ -98,6 +98,7 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert _same_weights(resumed, eager)
 
 
+@pytest.mark.long
 def test_trainer_with_microbatches(tmp_path: Path) -> None:
     """The Trainer gives the model the number of items in the batch, which the model divides its sum by."""
     eager, model = _gpt2(), _gpt2()
