@@ -6,6 +6,7 @@ The order is written down here, and nowhere else.
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -146,3 +147,9 @@ def test_what_is_forbidden(module: str, imported: str) -> None:
 
 def test_few_modules_lie_at_the_top() -> None:
     assert len(list(ROOT.glob("roundpipe_fx/*.py"))) <= MODULES_AT_THE_TOP
+
+
+def test_every_folder_is_packaged() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("roundpipe_fx/**/__init__.py")}
+    assert set(packages) == folders | {"roundpipe_fx.passes"}
