@@ -1,9 +1,9 @@
-"""Runs the passes undisturbed by the interpreter, which would take as long as they do.
+"""Runs the passes undisturbed by the interpreter.
 
 Passes create many objects that stay alive, and garbage collection would scan them again and again. And CPython keeps
 the frames of a thread in chunks of 16 KiB: a function that is called at the end of a chunk gets a new one, mapped and
-unmapped by the operating system at each call. Where a chunk ends depends on how deep the user's call is, so the same
-plan took 1.3 to 3 seconds (CPython 3.11).
+unmapped by the operating system at each call (seen with CPython 3.11). Where a chunk ends depends on how deep the
+user's call is, and so would the time that the same plan takes.
 """
 
 from __future__ import annotations
