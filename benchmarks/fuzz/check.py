@@ -164,43 +164,35 @@ def _check_step(program: Program, references: References, way: Mapping[str, Any]
         options["memory_budget"] = _between(references, way)
         torch._dynamo.reset()
     model = roundpipe_fx.compile(net, fullgraph=True, **options)
-    places = [0, 1, 2] if way.get("third") else [0, 1]
-    for place in places:
-        inputs, (_, seed) = references.inputs(place), references.batches[place]
+    for place in [0, 1, 2] if way.get("third") else [0, 1]:
         try:
-            storages = StoragePeak() if place else None
-            left = take_step(model, net, inputs, seed, count=place == 1, meter=storages)
+            _check_batch(model, net, place, references, way, result)
         except roundpipe_fx.InfeasibleBudgetError:
             if place == 2:
                 return  # another batch may need more than these bytes
             raise
-        _held(
-            result,
-            way,
-            references.wrong(
-                left, place, rounded="tiles" in way or _is_tiled(model), dynamic=way.get("dynamic", False)
-            ),
-            left,
-            references.state(place),
-            f"step {place + 1}",
-        )
-        if place == 1:
-            _check_host_syncs(references, left, way, result)
-        if place and model.plans:
-            assert storages is not None
-            peak = _settled(
-                model,
-                net,
-                storages,
-                lambda meter: take_step(model, net, inputs, seed, meter=meter),  # noqa: B023
-            )
-            _check_peak(model.plan, peak, way, result, f"step {place + 1}", same=place < 2)
-        del left
     if model.plans and model.plan.budget is not None and not way.get("third"):
         allocated = _allocated(model, net, references.inputs(1))
         # The generator's state is read before anything else is there: a peak of so many bytes by itself.
         peak = 0 if allocated <= torch.get_rng_state().nbytes else allocated
         _check_peak(model.plan, peak, way, result, "the allocator, in step 3", same=True)
+
+
+def _check_batch(
+    model: Any, net: nn.Module, place: int, references: References, way: Mapping[str, Any], result: Result
+) -> None:
+    inputs, (_, seed) = references.inputs(place), references.batches[place]
+    storages = StoragePeak() if place else None
+    left = take_step(model, net, inputs, seed, count=place == 1, meter=storages)
+    rounded = "tiles" in way or _is_tiled(model)
+    wrong = references.wrong(left, place, rounded=rounded, dynamic=way.get("dynamic", False))
+    _held(result, way, wrong, left, references.state(place), f"step {place + 1}")
+    if place == 1:
+        _check_host_syncs(references, left, way, result)
+    del left
+    if storages is not None and model.plans:
+        peak = _settled(model, net, storages, lambda meter: take_step(model, net, inputs, seed, meter=meter))
+        _check_peak(model.plan, peak, way, result, f"step {place + 1}", same=place < 2)
 
 
 def _is_tiled(model: Any) -> bool:

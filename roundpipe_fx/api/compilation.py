@@ -59,6 +59,7 @@ class _Compilation:
     registered_syncs: Collection[Any]
     learned: Learned
     name: str
+    operations_name: str
     labels: list[tuple[str, bool]]
     autocast: frozenset[str]
     on_plan: Callable[[Plan], None]
@@ -192,7 +193,7 @@ class _Compilation:
         if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
-        return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.name))
+        return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.operations_name))
 
     def _watch(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
@@ -251,7 +252,7 @@ class _Compilation:
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
         joint = joint_graph_of(module, num_forward_outputs, self.labels)
-        return expect_loss(joint, self.autocast, self.learned.brought(self.name))
+        return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
 
 
 def compile_graph(
@@ -293,6 +294,7 @@ def compile_graph(
         registered_syncs=registered_syncs,
         learned=learned,
         name=name,
+        operations_name=_operations_name(module),
         labels=labels,
         autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
         on_plan=on_plan,
@@ -309,6 +311,20 @@ def _shapes(inputs: Sequence[Any]) -> str:
     kinds = [(str(tuple(value.shape)), str(value.dtype), value.requires_grad) for value in tensors]
     modes = torch.is_grad_enabled()
     return hashlib.sha256(f"{kinds} {modes}".encode()).hexdigest()[:8]
+
+
+def _operations_name(module: fx.GraphModule) -> str:
+    """A name that graphs of the same operations share, whatever their sizes, symbolic ones included.
+
+    Which outputs a step differentiates is learned with one batch and holds for others.
+    """
+    sizes = (int, torch.SymInt, torch.Size)
+    targets = [
+        str(node.target)
+        for node in module.graph.nodes
+        if node.op.startswith("call") and not isinstance(node.meta.get("example_value"), sizes)
+    ]
+    return hashlib.sha256(" ".join(targets).encode()).hexdigest()[:8]
 
 
 def _stand_in(node: Any) -> Any:

@@ -161,3 +161,34 @@ def test_without_a_budget_running_out_of_memory_is_an_error_at_once() -> None:
             compiled.forward_backward(x, labels=y, loss_fn=squares)
     finally:
         _Scarce.failures = 0
+
+
+class LossAndLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))), nn.Linear(16, 64)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(x).relu().flatten(0, 0))
+        return logits.logsumexp(-1).mean(), logits
+
+
+def test_outputs_that_one_batch_differentiates_are_planned_with_for_any_batch() -> None:
+    model = LossAndLogits()
+    compiled = roundpipe_fx.compile(model, memory_budget=0.5)
+
+    def step(rows: int) -> tuple[int, int]:
+        gc.collect()
+        x = torch.randn(rows, 16)
+        with roundpipe_fx.measure_peak("cpu") as peak:
+            loss, logits = compiled(x)
+            (loss + ((logits - 1) ** 2).mean()).backward()
+            del loss, logits
+        model.zero_grad()
+        return peak.bytes, compiled.plan.budget
+
+    unexpected, budget = step(256)
+    assert unexpected > budget
+    for rows in (256, 512, 320):  # the second size makes sizes symbolic
+        peak, budget = step(rows)
+        assert peak <= budget, rows
