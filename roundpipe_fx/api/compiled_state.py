@@ -21,7 +21,7 @@ from roundpipe_fx.api.data_parallel import check_not_inside, data_parallel_aroun
 from roundpipe_fx.api.dynamo_cache_eviction import Unused, evict_unused, evict_when_unused
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.over_processes import process_pipeline
-from roundpipe_fx.api.replanning import replanning
+from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
@@ -96,6 +96,7 @@ class CompiledState:
         )
         self._called = False
         self._unused: Unused | None = None
+        self._kept_cuts: dict[bool, Any] = {}
         self.compile()
 
     def settings(self) -> dict[str, Any]:
@@ -116,7 +117,7 @@ class CompiledState:
         if self._unused is not None:
             self._unused()
         evict_unused()
-        compile_state = StepCompileState()
+        compile_state = StepCompileState(kept=self._kept_cuts)
         backend = make_backend(
             self.options,
             self.plans.append,
@@ -217,11 +218,15 @@ class CompiledState:
         with parameters_gathered(model):
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)
-                self._pipeline.trace(args, kwargs)
+                cut_alike(lambda: self._trace_pipeline(args, kwargs), self.compile)
                 return
             with contextlib.suppress(TraceOnly), trace_only():
                 self._call(args, kwargs)
         self._called = True
+
+    def _trace_pipeline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._pipeline is not None  # recreated when it is recompiled
+        self._pipeline.trace(args, kwargs)
 
     def why_no_plan(self) -> str:
         """Why nothing has been compiled."""

@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.pipeline.captured_calls import UnlikeStagesError
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 
-__all__ = ["replanning"]
+__all__ = ["cut_alike", "replanning"]
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 _SMALLER = 0.8
@@ -65,7 +67,7 @@ def replanning(
         log.info("replanning with what steps have shown: %s", learned.assumed)
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
-        return run()
+        return cut_alike(run, compile_anew)
     if processes is not None:
         return _fitted(run, compile_anew, learned)
     restore = torch_private.save_rng_states(devices)
@@ -92,9 +94,33 @@ def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: L
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
     for _ in range(_TRIES):
         try:
-            return run()
+            return cut_alike(run, compile_anew)
         except UnequalMicrobatchesError as error:
             learned.share *= _CLOSER * error.allowed / error.needed
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
             compile_anew()
+    return run()
+
+
+def cut_alike(run: Callable[[], T], compile_anew: Callable[[], None]) -> T:
+    """Run a step; recompile it if earlier steps cut some of its microbatches otherwise than others.
+
+    A graph stays as it was cut when it was compiled, with microbatches of other shapes or alone. Recompiled in one
+    step, all are cut like the first.
+
+    Args:
+        run: the step. Nothing of it has run when microbatches turn out to be cut differently.
+        compile_anew: makes the next ``run`` recompile.
+
+    Returns:
+        what ``run`` returns.
+
+    Raises:
+        UnlikeStagesError: they cannot be cut alike.
+    """
+    try:
+        return run()
+    except UnlikeStagesError as error:
+        log.info("recompiling: %s", error)
+    compile_anew()
     return run()

@@ -14,7 +14,7 @@ from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.runtime.pipelined_calls import capture_call
 from roundpipe_fx.schedules import ActionKind
 
-__all__ = ["CapturedCalls", "capture_calls", "check_unchanged"]
+__all__ = ["CapturedCalls", "UnlikeStagesError", "capture_calls", "check_unchanged"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,10 @@ class CapturedCalls:
     primals: list[list[Any]]
 
 
+class UnlikeStagesError(ValueError):
+    """Microbatches of one step were cut into different stages."""
+
+
 def capture_calls(
     calls: Sequence[Callable[[], Any]], compile_state: StepCompileState, forwards_before_backwards: bool
 ) -> CapturedCalls:
@@ -45,18 +49,25 @@ def capture_calls(
         forwards_before_backwards: whether all forwards are to run before all backwards.
 
     Raises:
-        ValueError: they were cut into different stages all the same.
+        UnlikeStagesError: they were cut into different stages all the same, as those of which an earlier step compiled
+            one by itself.
     """
     graphs: list[PipelinedGraph] = []
     primals = []
-    compile_state.structure = compile_state.pinned
+    gradients = torch.is_grad_enabled()
+    compile_state.structure = compile_state.pinned or compile_state.kept.get(gradients)
     compile_state.forwards_before_backwards = forwards_before_backwards
     for call in calls:
         graph, arguments = capture_call(call)
         graphs.append(graph)
         primals.append(arguments)
         compile_state.structure = graphs[0].pipeline.structure
-        _check_alike(graphs[0], graph)
+        if graph is not graphs[0] and not _are_cut_alike(graphs[0], graph):
+            compile_state.kept[gradients] = compile_state.structure
+            raise UnlikeStagesError(
+                "microbatches of different shapes were cut into different stages, so no schedule fits both: use a "
+                "batch size that is divisible by num_microbatches."
+            )
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
     return CapturedCalls(calls, graphs, programs, primals)
 
@@ -128,14 +139,8 @@ def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Sour
     return Source(source.kind, numbers[source.kind][source.index])
 
 
-def _check_alike(first: PipelinedGraph, other: PipelinedGraph) -> None:
-    """Microbatches of different shapes must have the same stages, since one schedule runs them all."""
-    if other is first:
-        return
+def _are_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
+    """Whether microbatches have the same stages: one schedule runs them all."""
     # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
     own, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
-    if own != others:
-        raise ValueError(
-            "microbatches of different shapes were cut into different stages, so no schedule fits both: use a batch "
-            "size that is divisible by num_microbatches."
-        )
+    return own == others

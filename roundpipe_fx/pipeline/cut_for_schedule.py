@@ -8,12 +8,13 @@
                                     └── other schedules: one stage a device; two if interleaved; the user's number
 
 If a graph was cut before, for a microbatch of another shape in the same step, segments and stages begin at the same
-operations as in that one.
+operations as in that one; where it does not have all of these operations, at the nearest, so that there are as many.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.cost import tensor_bytes
@@ -23,7 +24,7 @@ from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
 from roundpipe_fx.pipeline.lowered_pipeline import Structure
-from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
+from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.schedules.balance_offloaded_stages import Weights, balance_offloaded_stages
@@ -88,8 +89,9 @@ def cut_for_schedule(
         updates_whole = name in ("interleaved", "given")
         setting = setting.knowing(options=asked, updates_whole=updates_whole, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
-        if like is not None and like.segments == len(joint.segments) and not isinstance(like.cut, RoundPipePartition):
-            setting = setting.knowing(stage_starts=like.cut)
+        if like is not None and not isinstance(like.cut, RoundPipePartition):
+            found = same_boundaries(like.cut, like.starts, segment_starts(joint))
+            setting = setting.knowing(stage_starts=tuple(found[first] for first in like.cut) if found else None)
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
     joint = setting.run(joint, PassLevel.STAGED)
@@ -133,8 +135,10 @@ def _slots(
     training, segments = setting.context.training, joint.segments
     recompute = pipelining.checkpoint in ("always", "except_last")
     devices, microbatches = pipelining.workers, pipelining.microbatches
-    if like is not None and like.segments == len(segments) and isinstance(like.cut, RoundPipePartition):
-        return like.cut
+    if like is not None and isinstance(like.cut, RoundPipePartition):
+        alike = _same_slots(like.cut, like.starts, segment_starts(joint))
+        if alike is not None:
+            return alike
     if setting.options.stages != "auto":
         runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
         return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
@@ -145,6 +149,18 @@ def _slots(
         seconds = backward if training else [0.0] * len(segments)
         return balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
     return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)
+
+
+def _same_slots(
+    cut: RoundPipePartition, theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+) -> RoundPipePartition | None:
+    slots = (*cut.forward, cut.fused, *cut.backward)
+    found = same_boundaries([first for first, _ in slots], theirs, own)
+    if found is None:
+        return None
+    runs = [(found[first], found[last + 1] - 1) for first, last in slots]
+    forward = len(cut.forward)
+    return RoundPipePartition(tuple(runs[:forward]), runs[forward], tuple(runs[forward + 1 :]))
 
 
 def _weights_of(joint: JointGraph, segments: int, bandwidth: float) -> Weights:

@@ -55,7 +55,7 @@ class Structure:
     name: str
     segments: int
     cut: RoundPipePartition | tuple[int, ...]
-    starts: tuple[OperationKey, ...]
+    starts: tuple[OperationKey | None, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import fx
@@ -17,25 +17,26 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_view
 from roundpipe_fx.passes.segments import inside_tuple
 
-__all__ = ["OperationKey", "segment_starts", "starts_like"]
+__all__ = ["OperationKey", "same_boundaries", "segment_starts", "starts_like"]
 
 OperationKey = tuple[str, int]
 """The kind of an operation, and how many of its kind come before it in the forward."""
 
 
-def segment_starts(joint: JointGraph) -> tuple[OperationKey, ...]:
-    """The first operation of each segment but the first.
+def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
+    """The first operation of each segment but the first; ``None``: it has only views.
 
     Args:
         joint: a graph with segments.
     """
     found: dict[int, OperationKey] = {}
-    for operation, node, _ in _operations(joint.in_phase(Phase.FORWARD)):
+    forward = joint.in_phase(Phase.FORWARD)
+    for operation, node, _ in _operations(forward):
         found.setdefault(node.meta[Mark.SEGMENT], operation)
-    return tuple(own for segment, own in sorted(found.items()) if segment)
+    return tuple(found.get(segment) for segment in range(1, 1 + max(node.meta[Mark.SEGMENT] for node in forward)))
 
 
-def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] | None:
+def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:
     """Positions in the forward order at which segments begin with the same operations.
 
     Args:
@@ -49,10 +50,11 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] 
     forward = joint.in_phase(Phase.FORWARD)
     positions = {operation: position for operation, _, position in _operations(forward)}
     tuples = inside_tuple(forward)
-    if not all(start in positions for start in starts):
+    known = [start for start in starts if start is not None]
+    if not all(start in positions for start in known):
         return None
     found = [0]
-    for own in sorted(positions[start] for start in starts):
+    for own in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
         position = own
         while position > found[-1] and not _makes_memory(forward[position - 1]):
@@ -64,6 +66,36 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey]) -> list[int] 
             return None
         found.append(position)
     return found[1:]
+
+
+def same_boundaries(
+    boundaries: Iterable[int], theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+) -> dict[int, int] | None:
+    """Boundaries between the segments of one graph, among the segments of another that does not have the same.
+
+    A boundary lies before the same operation if a segment begins with it there too, else where it lies in proportion.
+    Between two boundaries there is at least one segment.
+
+    Args:
+        boundaries: numbers of the segments that begin at them.
+        theirs: the first operation of each segment but the first; ``None``: not known.
+        own: the same of the other graph.
+
+    Returns:
+        the boundaries by theirs, with those at the beginning and at the end; ``None`` if there are too few segments.
+    """
+    wanted = sorted({*boundaries} - {0})
+    segments, last = len(own) + 1, 0
+    if len(wanted) >= segments:
+        return None
+    places = {key: place for place, key in enumerate(own, 1)} | {None: None}
+    found = {0: 0, len(theirs) + 1: segments}
+    for number, boundary in enumerate(wanted):
+        near = places.get(theirs[boundary - 1])
+        if near is None:
+            near = round(boundary * segments / (len(theirs) + 1))
+        last = found[boundary] = min(max(near, last + 1), segments - len(wanted) + number)
+    return found
 
 
 def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.Node, int]]:

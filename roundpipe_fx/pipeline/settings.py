@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ class StepCompileState:
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
         loss_reduction: how the microbatches' losses become the batch's in this step.
         pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
+        kept: how graphs are cut since microbatches of one step were cut differently (a ``Structure``), by whether
+            gradients are computed.
     """
 
     structure: Any = None
@@ -34,6 +36,7 @@ class StepCompileState:
     offloaded: bool = False
     loss_reduction: str = "mean"
     pinned: Any = None
+    kept: dict[bool, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from roundpipe_fx.analysis.cost.roofline import DEVICES
@@ -10,7 +12,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.pipeline.same_segments import segment_starts, starts_like
+from roundpipe_fx.pipeline.same_segments import same_boundaries, segment_starts, starts_like
 from tests.capturing import capture_joint
 
 
@@ -55,3 +57,25 @@ def test_another_order_has_as_many_segments() -> None:
     graph = _graph(Narrowing(), 8)
     starts = starts_like(graph, [("aten.addmm.default", 3), ("aten.mm.default", 0), ("aten.addmm.default", 1)])
     assert starts is not None and len(cut_segments(graph, only_starts=starts)[1]) == 4
+
+
+def test_boundaries_lie_before_the_same_operations_where_both_graphs_have_them() -> None:
+    theirs = [("a", 0), ("b", 0), ("b", 1), ("c", 0)]
+    own = [("a", 0), ("b", 0), ("c", 0), ("d", 0), ("d", 1)]
+    assert same_boundaries([0, 1, 4], theirs, own) == {0: 0, 1: 1, 4: 3, 5: 6}
+    assert same_boundaries([0, 3], theirs, own) == {0: 0, 3: 4, 5: 6}  # in proportion
+
+
+@given(st.data())
+def test_boundaries_divide_the_segments_of_any_graph(data: st.DataObject) -> None:
+    keys = st.lists(st.none() | st.tuples(st.sampled_from("abc"), st.integers(0, 3)), max_size=12)
+    theirs, own = data.draw(keys), data.draw(keys)
+    boundaries = data.draw(st.sets(st.integers(0, len(theirs))))
+    found = same_boundaries(boundaries, theirs, own)
+    if found is None:
+        assert len(boundaries - {0}) > len(own)
+        return
+    assert found.keys() == {0, *boundaries, len(theirs) + 1}
+    places = [found[boundary] for boundary in sorted(found)]
+    assert places[0] == 0 and places[-1] == len(own) + 1
+    assert all(before < after for before, after in zip(places, places[1:], strict=False))
