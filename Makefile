@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-all emulated lint types format bench golden clean
+.PHONY: demo test test-all emulated lint types format bench docs golden clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,8 +43,11 @@ format: $(READY)
 bench: $(READY)  ## side by side with peers; one table a benchmark
 	$(BIN)/python -W ignore -m benchmarks.run_all
 
+docs: $(READY)  ## the documentation as a site, in site/; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
+
 golden: $(READY)  ## regenerate golden/, and what tests of passes expect, on purpose; review the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py tests/passes
 
 clean:
-	rm -rf $(VENV) .emulated_cuda build dist *.egg-info
+	rm -rf $(VENV) .emulated_cuda build site dist *.egg-info

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import runpy
 import subprocess
@@ -71,7 +72,30 @@ def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 def test_readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("README.md", tmp_path, monkeypatch)
+
+
+def test_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("roundpipe_fx")
+    level = logger.level
+    try:
+        _run_page("docs/index.md", tmp_path, monkeypatch)
+        assert logger.level == logging.INFO
+    finally:
+        logger.setLevel(level)
     assert (tmp_path / "out" / "program.py").exists()
+
+
+@pytest.mark.long
+def test_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = _run_page("docs/budgets.md", tmp_path, monkeypatch)
+    assert page["tiled"].plan.tiles and page["answer"].peak_bytes <= 12 * 2**30
+    assert page["syncs"].total == 0 and (tmp_path / "frontier.png").exists()
+
+
+@pytest.mark.long
+def test_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = _run_page("docs/pipelines.md", tmp_path, monkeypatch)
+    assert page["own"].plan.pipeline.schedule == "given" and (tmp_path / "timeline.json").exists()
 
 
 def test_how_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,4 +80,4 @@ def test_boundaries_divide_the_segments_of_any_graph(data: st.DataObject) -> Non
     assert found.keys() == {0, *boundaries, len(theirs) + 1}
     places = [found[boundary] for boundary in sorted(found)]
     assert places[0] == 0 and places[-1] == len(own) + 1
-    assert all(before < after for before, after in zip(places, places[1:], strict=False))
+    assert all(before < after for before, after in itertools.pairwise(places))

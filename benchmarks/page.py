@@ -1,0 +1,185 @@
+"""The documentation's page of benchmarks, from the stored results: python -m benchmarks.page"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.side_by_side import RESULTS
+
+DOCS = RESULTS.parent.parent / "docs"
+PICTURE = "pictures/frontier.png"
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A benchmark on the page.
+
+    Attributes:
+        name: of the results file.
+        heading: what it is about.
+        command: which prints it.
+        text: what is measured, and how to read it.
+        picture: of the table's data, relative to the page.
+    """
+
+    name: str
+    heading: str
+    command: str
+    text: str
+    picture: str | None = None
+
+
+_PARTS = (
+    _Part(
+        "frontier_summary",
+        "Memory and recomputation",
+        "benchmarks.frontier",
+        "Eight models at eleven budgets each, beside eager, `torch.utils.checkpoint` per block, `torch.compile`'s "
+        "`activation_memory_budget` and rotor's optimum. Peaks are measured; recomputation is in modelled seconds; "
+        "steps are timed in pairs.",
+        PICTURE,
+    ),
+    _Part(
+        "peak_memory",
+        "The same checkpoints",
+        "benchmarks.peak_memory",
+        "Peak of a training step that saves what `torch.utils.checkpoint` per block saves.",
+    ),
+    _Part(
+        "accumulation",
+        "Gradient accumulation",
+        "benchmarks.accumulation",
+        "Eight microbatches on one device, beside a loop of `backward()` calls, with and without checkpoints.",
+    ),
+    _Part(
+        "host_syncs",
+        "Host synchronizations",
+        "benchmarks.host_syncs",
+        "How often the backward makes the host wait for the device.",
+    ),
+    _Part(
+        "bits",
+        "Right to the bit",
+        "benchmarks.bits",
+        "Gradients that differ from `aot_eager` in any bit.",
+    ),
+    _Part(
+        "architectures_summary",
+        "Architectures",
+        "benchmarks.architectures",
+        "A small model of each architecture of Hugging Face's auto classes that could be built and run eagerly.",
+    ),
+    _Part(
+        "step_time",
+        "Time of a step",
+        "benchmarks.step_time",
+        "Where nothing is recomputed, a step costs what `aot_eager`'s costs.",
+    ),
+    _Part(
+        "step_overhead",
+        "Time around a step",
+        "benchmarks.step_time",
+        "A model so small that only the way into and out of it takes time.",
+    ),
+    _Part(
+        "planning",
+        "Planning",
+        "benchmarks.planning",
+        "Seconds for a plan within a budget, beside those that PyTorch takes to trace the model.",
+    ),
+    _Part(
+        "plan_cache",
+        "Plans from disk",
+        "benchmarks.planning",
+        "The same model and options in a second process.",
+    ),
+    _Part(
+        "pipeline_bubble",
+        "Simulated bubbles",
+        "benchmarks.pipeline",
+        "The simulator beside the closed form, for stages that take equally long.",
+    ),
+    _Part(
+        "pipeline_measured_cpu",
+        "Pipelines on two cores",
+        "benchmarks.pipeline",
+        "Two workers with one core each: speed-up, and the simulated makespan beside the measured one.",
+    ),
+    _Part(
+        "pipeline_heavy_head",
+        "A heavy head",
+        "benchmarks.pipeline",
+        "A language model whose head is its heaviest stage, over eight simulated devices.",
+    ),
+    _Part(
+        "pipeline_waits",
+        "Waits that are filled",
+        "benchmarks.pipeline",
+        "Recomputation that runs while a device waits for a gradient.",
+    ),
+    _Part(
+        "tiling_offloaded",
+        "Long sequences on one GPU",
+        "benchmarks.tiling",
+        "Planned, not run: a Llama of 8B parameters that stays on the host.",
+    ),
+)
+
+
+def page() -> str:
+    """The page as text."""
+    parts = [
+        "# Benchmarks",
+        "",
+        "Each table is what its command printed last, with the machine that it ran on. `make bench` runs all. Where",
+        "two things are compared, figures are ratios within one run: seconds of one machine say little about another.",
+        "`python -m benchmarks.page` writes this page.",
+    ]
+    for part in _PARTS:
+        found = json.loads((RESULTS / f"{part.name}.json").read_text())
+        picture = [f"![{part.heading}]({part.picture})", ""] if part.picture else []
+        parts += [
+            "",
+            f"## {part.heading}",
+            "",
+            textwrap.fill(f"`python -m {part.command}`. {part.text}", 120),
+            "",
+            *picture,
+        ]
+        parts += [f"*{found['title']}*", "", *_table(found["rows"]), "", _machine(found)]
+    return "\n".join(parts) + "\n"
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    headings = list(rows[0])
+    lines = [_line(headings), _line(["---"] * len(headings))]
+    return lines + [_line([_cell(row[heading]) for heading in headings]) for row in rows]
+
+
+def _line(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
+
+
+def _machine(found: dict[str, Any]) -> str:
+    return f"{found['cores']} threads, torch {found['torch']}, transformers {found['transformers']}."
+
+
+def main() -> None:
+    (DOCS / "benchmarks.md").write_text(page())
+    (DOCS / PICTURE).parent.mkdir(exist_ok=True)
+    shutil.copyfile(Path(RESULTS, "frontier.png"), DOCS / PICTURE)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The documentation: links, figures and messages are what they say."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import roundpipe_fx
+from benchmarks.page import page
+from benchmarks.pictures import clock_table, memory_curve, timing, way_in
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+
+
+@pytest.mark.long
+def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reference = (tmp_path / "reference.html").read_text()
+    assert ":meth:" not in reference and "<p>::</p>" not in reference
+    assert "memory_budget" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+def test_the_front_page_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = set(re.findall(r"[\w-]+\.md", (ROOT / "mkdocs.yml").read_text()))
+    assert listed == {path.name for path in DOCS.glob("*.md")}
+
+
+def test_the_reference_has_every_public_name() -> None:
+    named = re.findall(r"^::: (?:roundpipe_fx|passes\.pipeline)\.(\w+)$", (DOCS / "reference.md").read_text(), re.M)
+    assert sorted(named) == sorted(roundpipe_fx.__all__)
+
+
+def test_the_page_of_benchmarks_is_that_of_the_stored_results() -> None:
+    assert (DOCS / "benchmarks.md").read_text() == page()
+
+
+def test_messages_on_the_page_of_errors_are_raised() -> None:
+    headings = re.findall(r'^### "(.*)"$', (DOCS / "errors.md").read_text(), flags=re.M)
+    texts = [*_texts()]
+    assert len(headings) > 25
+    for heading in headings:
+        parts = [part.strip() for part in heading.split("…")]
+        assert any(all(part in text for part in parts) for text in texts), heading
+
+
+def _texts() -> Iterator[str]:
+    """The constant parts of each text in the package."""
+    for path in [*(ROOT / "roundpipe_fx").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_the_clock_table_is_a_simulated_schedule() -> None:
+    timed = timing(devices=4, microbatches=8)
+    (axes,) = clock_table().axes
+    assert axes.get_xlim()[1] == timed.makespan
+    assert len(axes.texts) == timed.schedule.size == 4 * 8 * 3
+    assert way_in().axes
+
+
+@pytest.mark.long
+def test_the_memory_curve_is_below_its_budgets() -> None:
+    (axes,) = memory_curve().axes
+    peaks = {line.get_label(): max(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 2}
+    budgets = {line.get_color(): line.get_ydata()[0] for line in axes.lines if len(line.get_ydata()) == 2}
+    colors = {line.get_label(): line.get_color() for line in axes.lines}
+    for name in ("a share of 0.3", "the lowest peak"):
+        assert peaks[name] <= budgets[colors[name]]
+    assert peaks["the lowest peak"] < peaks["a share of 0.3"] < peaks["compiled, nothing recomputed"] < peaks["eager"]
