@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     "torch_private",
     "budget",
+    "progress",
     "operators",
     "ir",
     "frontend",

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
+from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
@@ -97,6 +99,7 @@ class CompiledState:
         self._called = False
         self._unused: Unused | None = None
         self._kept_cuts: dict[bool, Any] = {}
+        self._is_new = True
         self.compile()
 
     def settings(self) -> dict[str, Any]:
@@ -113,6 +116,7 @@ class CompiledState:
 
     def compile(self) -> None:
         """Recompile at the next call."""
+        self._is_new = True
         torch_private.try_again()
         if self._unused is not None:
             self._unused()
@@ -215,7 +219,7 @@ class CompiledState:
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
-        with parameters_gathered(model):
+        with parameters_gathered(model), self._telling():
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)
                 cut_alike(lambda: self._trace_pipeline(args, kwargs), self.compile)
@@ -253,7 +257,13 @@ class CompiledState:
         budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
-        return replanning(run, self.compile, self.learned, devices, budgeted, self.processes)
+        with self._telling():
+            return replanning(run, self.compile, self.learned, devices, budgeted, self.processes)
+
+    def _telling(self) -> AbstractContextManager[None]:
+        """Tell of the first call, which takes long, since the model is traced and planned in it."""
+        new, self._is_new = self._is_new, False
+        return working("the first step is traced, planned and run") if new else contextlib.nullcontext()
 
     def _cuda_devices(self) -> list[torch.device]:
         if not torch.cuda.is_initialized():  # looking at parameters in every step takes longer

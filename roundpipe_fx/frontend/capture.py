@@ -6,6 +6,7 @@ others compile the forward and, at the first backward, the backward.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
+from roundpipe_fx.progress import working
 
 __all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
 
@@ -72,13 +74,24 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
     Returns:
         the function that Dynamo calls instead of the graph.
     """
-    with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
-        return torch_private.aot_autograd(
-            fw_compiler=compilation.forward,
-            bw_compiler=compilation.backward,
-            inference_compiler=compilation.inference,
-            partition_fn=compilation.partition,
-        )(module, example_inputs)
+    with contextlib.ExitStack() as tracing:
+
+        def partition(joint: fx.GraphModule, inputs: Any, **how: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            tracing.close()
+            return compilation.partition(joint, inputs, **how)
+
+        def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _Compiled:
+            tracing.close()
+            return compilation.inference(module, inputs)
+
+        tracing.enter_context(working("tracing operations, forward and backward"))
+        with torch_private.aot_flags(), opaque_backwards(module) as compilation.opaque:
+            return torch_private.aot_autograd(
+                fw_compiler=compilation.forward,
+                bw_compiler=compilation.backward,
+                inference_compiler=inference,
+                partition_fn=partition,
+            )(module, example_inputs)
 
 
 def joint_graph_of(

@@ -15,9 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.progress import progress
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
 from roundpipe_fx.remat.chain import SegmentChain
-from roundpipe_fx.remat.progress import progress
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
 from roundpipe_fx.remat.segment_chain import SaveOption, chain_of, remat_choice_of
 from roundpipe_fx.remat.solve_chain import Solution, solve_chain

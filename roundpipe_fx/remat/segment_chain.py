@@ -15,10 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
+from roundpipe_fx.progress import progress
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.frontier import Known, Saving, frontier
-from roundpipe_fx.remat.progress import progress
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.regions import within_regions
 from roundpipe_fx.remat.schedule import RematChoice, just_in_time, peak_of_forward

@@ -42,8 +42,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from roundpipe_fx.progress import progress
 from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
-from roundpipe_fx.remat.progress import progress
 
 __all__ = ["Solution", "solve_chain"]
 

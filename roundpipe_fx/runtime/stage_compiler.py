@@ -14,6 +14,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.progress import progress
 from roundpipe_fx.runtime.compiled_loops import opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
@@ -44,7 +45,7 @@ def compile_stages(
         the callables by module name.
     """
     ready = {}
-    for module in modules:
+    for module in progress([*modules], "compiling stages"):
         if module.fingerprint not in cache:
             graph_module = module.module
             if compiler == "eager" and see_workspace is not None:
