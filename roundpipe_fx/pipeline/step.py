@@ -409,12 +409,12 @@ def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    for alias, own in pairs:
-        if _shares(alias, value):
-            if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
-                return own
-            # One of several views of an intermediate result, which the graph returns in their place.
-            return own.as_strided(value.shape, value.stride(), value.storage_offset())
+    sharing = [own for alias, own in pairs if _shares(alias, value)]
+    for own in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
+        if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
+            return own
+    if sharing:  # one of several views of an intermediate result, which the graph returns in their place
+        return sharing[0].as_strided(value.shape, value.stride(), value.storage_offset())
     return value
 
 

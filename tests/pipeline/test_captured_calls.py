@@ -1,7 +1,8 @@
-"""Microbatches of one step are cut into the same stages."""
+"""Microbatches of one step are cut into the same stages, and their results are those of the model."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -42,3 +43,33 @@ def test_a_microbatch_that_an_earlier_step_cut_otherwise() -> None:
     step(6)  # of two rows and of one: the latter's stages were cut for it alone
     plans = step(4)
     assert step(6) == plans  # they stay as they were cut together
+
+
+class Parts(nn.Module):
+    """Returns views of one result: each of them has a gradient of its own, or they have one together."""
+
+    def __init__(self, also_whole: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 6)
+        self.also_whole = also_whole
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = self.linear(x)
+        parts = (*whole.unbind(1), *whole.chunk(2, 1))
+        return (*parts, whole) if self.also_whole else parts
+
+
+@pytest.mark.parametrize("also_whole", [False, True])
+def test_results_that_are_views_of_one_another_keep_their_own_gradients(also_whole: bool) -> None:
+    model = Parts(also_whole)
+    x = torch.randn(4, 8, requires_grad=True)
+
+    def gradients(run: nn.Module) -> tuple[torch.Tensor, ...]:
+        loss = sum((place + 1) * part.square().sum() for place, part in enumerate(run(x)))
+        return torch.autograd.grad(loss, [x, *model.parameters()])
+
+    expected = gradients(model)
+    for microbatches in (1, 2):
+        compiled = roundpipe_fx.compile(model, num_microbatches=microbatches)
+        for one, other in zip(gradients(compiled), expected, strict=True):
+            torch.testing.assert_close(one, other)
