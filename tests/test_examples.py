@@ -61,6 +61,37 @@ def test_own_passes() -> None:
     assert 0 < float(error.rsplit(" ", 1)[1]) < 1e-2
 
 
+@pytest.mark.long
+def test_finetune_with_trainer(tmp_path: Path) -> None:
+    output = _run("examples/finetune_with_trainer.py", "--steps", "5", "--out", str(tmp_path / "first"))
+    assert "budget: 6.0 MiB" in output and (tmp_path / "first" / "config.json").exists()
+
+
+@pytest.mark.long
+def test_diffusion_unet() -> None:
+    output = _run("examples/diffusion_unet.py", "--steps", "2", "--size", "16")
+    assert "the same bits without a limit: True" in output
+    whole, lowest = re.findall(r"([0-9.]+) MiB", output.splitlines()[-1])
+    assert float(lowest) < 0.5 * float(whole)
+
+
+@pytest.mark.long
+def test_pipeline(tmp_path: Path) -> None:
+    output = _run(str(ROOT / "examples/pipeline.py"), "--steps", "3", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", output)]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    assert "2 devices" in output and (tmp_path / "timeline.json").exists()
+
+
+@pytest.mark.long
+def test_plan_for_a_gpu() -> None:
+    small = ("--layers", "2", "--width", "128", "--lengths", "1024", "2048")
+    output = _run("examples/plan_for_a_gpu.py", *small)
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if "│" in line]
+    assert [row[0] for row in rows] == ["1,024", "2,048"]
+    assert all(float(lowest) <= float(whole) for _, whole, lowest, _ in rows)
+
+
 def _run_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert blocks
