@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.simulator import PeakMoment
@@ -17,10 +17,13 @@ from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
 from roundpipe_fx.report.alternatives import Alternatives, alternatives_of
+from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
-from roundpipe_fx.report.plan_parts import LISTS, PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
-from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_explained, value_explained
+from roundpipe_fx.report.plan_page import page_of_plans
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles
+from roundpipe_fx.report.plan_text import header_lines, stage_lines
+from roundpipe_fx.report.shown import show_page
 from roundpipe_fx.report.summary import summary_lines
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
@@ -243,28 +246,42 @@ class Plan:
         Raises:
             ValueError: there is no such value or module; the message lists close matches.
         """
-        fates = list(self._fates())
-        found = [fate for fate in fates if fate[2].name == name]
-        tiled = [tiles for tiles in self.tiles if tiles.name == name]
-        if not found and not tiled:
-            found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
-            tiled = [own for own in self.tiles if own.module == name or own.module.startswith(f"{name}.")]
-        if not found and not tiled:
-            values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *self.tiles]
-            names = {value.name for value in values} | {value.module for value in values}
-            close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
-            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-        texts = [value_explained(stage, fate, value) for stage, fate, value in found]
-        return "\n".join([*texts, *map(tiles_explained, tiled)])
+        return explained(self, name)
 
-    def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
-        for stage in self.stages:
-            replayed = {value.name for value in stage.replayed}
-            for fate in LISTS:
-                for value in getattr(stage, fate):
-                    if fate == "replayed" or value.name not in replayed:
-                        yield stage.index, fate, value
+    def write_html(self, path: str | Path, *, beside: Plan | None = None) -> Path:
+        """Write a page to explore the plan with: one file that needs no network.
+
+        It shows memory over the step with the values alive at each moment; every value with what happens to it, what
+        the alternative would cost and its lines; the plans of the frontier; the timeline of a pipeline. For a large
+        model, writing it takes seconds: see :meth:`look_into`.
+
+        Args:
+            path: the file to write.
+            beside: another plan, which the page compares this one with.
+
+        Returns:
+            the path.
+        """
+        target = Path(path)
+        target.write_text(self._page(beside), encoding="utf-8")
+        return target
+
+    def show(self, *, beside: Plan | None = None) -> Any:
+        """Show the page of :meth:`write_html`: in the notebook's cell, or in a browser, from a temporary file whose
+        path is printed. Without a display, the path is all there is.
+
+        Args:
+            beside: another plan, which the page compares this one with.
+
+        Returns:
+            in a notebook what displays the page; else ``None``.
+        """
+        return show_page(self._page(beside))
+
+    def _page(self, beside: Plan | None) -> str:
+        if beside is None:
+            return page_of_plans([self], ["roundpipe_fx plan"])
+        return page_of_plans([self, beside], ["this plan", "beside"])
 
     def to_json(self) -> str:
         """The plan as JSON, without the emitted code, which :meth:`from_json` reads.
