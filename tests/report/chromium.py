@@ -133,7 +133,8 @@ class Page:
     def click(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
         """Click an element, at shares of its width and height."""
         box = self.evaluate(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'nearest'}}); "
+            f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
+            "e.scrollIntoView({block: 'nearest'}); "
             "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
         )
         at = {"x": box[0] + x * box[2], "y": box[1] + y * box[3], "button": "left", "clickCount": 1}

@@ -11,15 +11,15 @@ function compareView(left, right) {
     ["forward", data => data.forwardSeconds, millisecondsText],
     ["backward", data => data.backwardSeconds, millisecondsText],
     ["a step of the pipeline", data => data.plan.pipeline ? data.plan.pipeline.makespan : null, millisecondsText],
-    ["stages", data => data.plan.stages.length, String],
-    ["values", data => data.values.length, value => value.toLocaleString("en")],
+    ["stages", data => data.plan.stages.length, String, true],
+    ["values", data => data.values.length, value => value.toLocaleString("en"), true],
   ].filter(([, of]) => plans.some(data => of(data) !== null));
   const table = element("table", { class: "plain" },
     element("thead", {}, element("tr", {}, ["", left.name, right.name, "difference"].map(text => element("th", { scope: "col" }, text)))),
-    element("tbody", {}, figures.map(([name, of, text]) => {
+    element("tbody", {}, figures.map(([name, of, text, neutral]) => {
       const [a, b] = plans.map(of), change = a === null || b === null ? null : b - a;
       return element("tr", {}, element("td", {}, name), element("td", {}, a === null ? "none" : text(a)), element("td", {}, b === null ? "none" : text(b)),
-        element("td", { class: change > 0 ? "more" : change < 0 ? "less" : "" }, change ? signed(change, text) : ""));
+        element("td", { class: neutral ? "" : change > 0 ? "more" : change < 0 ? "less" : "" }, change ? signed(change, text) : ""));
     })));
 
   const rows = differencesOf(left, right);
@@ -28,8 +28,8 @@ function compareView(left, right) {
     columns: [
       { key: "left", title: left.name, width: 130, text: row => row.left, mark: row => fateColor(row.left) },
       { key: "right", title: right.name, width: 130, text: row => row.right, mark: row => fateColor(row.right) },
-      { key: "bytes", title: "bytes", width: 90, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
-      { key: "price", title: "recomputing takes", width: 126, number: true, text: row => row.price === null ? "" : millisecondsText(row.price), order: row => row.price ?? -1 },
+      { key: "bytes", title: "bytes", width: 104, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
+      { key: "price", title: "recomputing takes", width: 152, number: true, text: row => row.price === null ? "" : millisecondsText(row.price), order: row => row.price ?? -1 },
       { key: "name", title: "value", width: 170, mono: true, text: row => row.name },
       { key: "module", title: "module", width: 240, text: row => row.module },
       { key: "line", title: "your line", width: 190, mono: true, text: row => row.line },

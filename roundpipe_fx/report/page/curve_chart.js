@@ -41,6 +41,10 @@ function curveChart(label, height, curves, budget) {
       drawDashed(context, [plot.left, plot.y(budget)], [plot.right, plot.y(budget)], styleColor("alarm"));
       drawLabel(context, `budget ${bytesText(budget)}`, plot.right - 6, plot.y(budget) - 9, styleColor("alarm"), "right");
     }
-    found.forEach(({ name, color }, place) => drawLabel(context, `▬ ${name}`, plot.left + 8 + place * 150, 10, color()));
+    let left = plot.left + 8;
+    for (const { name, color } of found) {
+      drawLabel(context, `▬ ${name}`, left, 10, color());
+      left += context.measureText(`▬ ${name}`).width + 16;
+    }
   });
 }

@@ -35,7 +35,7 @@ function element(tag, attributes = {}, ...children) {
     else if (value === true) made.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
   }
-  made.append(...children.flat().filter(child => child !== null && child !== undefined && child !== ""));
+  made.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== ""));
   return made;
 }
 

@@ -13,7 +13,7 @@ function frontierView(data) {
   const panel = element("div", { class: "panel", "aria-live": "polite" });
   let chosen = ownPoint >= 0 ? ownPoint : 0, plot = null;
 
-  const chart = drawing("The frontier: peak bytes against seconds of recomputation", 400, (context, width, tall) => {
+  const chart = drawing("The frontier: peak bytes against seconds of recomputation", 360, (context, width, tall) => {
     const top = 14, bottom = tall - 40;
     plot = {
       left: 74, right: width - 16, top, bottom,
@@ -103,16 +103,20 @@ function frontierView(data) {
   }, plan.budget);
 
   const differences = virtualTable({
-    label: "What differs from this plan", height: 300, sort: ["bytes", true],
+    label: "What differs from this plan", height: Math.max(230, window.innerHeight - 620), sort: ["bytes", true],
     columns: [
-      { key: "change", title: "there", width: 130, text: row => row.change, mark: row => fateColor(row.change === "saved there" ? "saved" : "recomputed") },
-      { key: "bytes", title: "bytes", width: 84, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
-      { key: "seconds", title: "computing it", width: 92, number: true, text: row => millisecondsText(row.seconds), order: row => row.seconds },
-      { key: "name", title: "value", width: 150, mono: true, text: row => row.name },
-      { key: "module", title: "module", width: 220, text: row => row.module },
-      { key: "line", title: "your line", width: 170, mono: true, text: row => row.line },
+      { key: "change", title: "in that plan", width: 160, text: row => row.change, mark: row => fateColor(row.change === "recomputed there" ? "recomputed" : "saved") },
+      { key: "bytes", title: "bytes", width: 104, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
+      { key: "seconds", title: "computing it takes", width: 152, number: true, text: row => millisecondsText(row.seconds), order: row => row.seconds },
+      { key: "name", title: "value", width: 200, mono: true, text: row => row.name },
+      { key: "module", title: "module", width: 260, text: row => row.module },
+      { key: "line", title: "your line", width: 190, mono: true, text: row => row.line },
+      { key: "source", title: "what it says", width: 420, mono: true, text: row => data.source[row.line] || "" },
     ],
   });
+
+  const differenceCount = element("h2", { id: "difference-count" });
+  const difference = element("div", { class: "block", hidden: true }, differenceCount, differences.box);
 
   function choose(at) {
     if (!points.length) return;
@@ -143,23 +147,22 @@ function frontierView(data) {
       if (highest !== bytes) {
         parts.push(element("p", { class: "note" }, `The curve's peak is ${bytesText(highest)}: it does not count equal values once, or shows one of several calls.`));
       }
-      if (own) parts.push(...differenceParts(other));
     }
+    showDifferences(other);
     panel.replaceChildren(...parts);
   }
 
-  function differenceParts(other) {
+  function showDifferences(other) {
+    difference.hidden = !own || !other || other === own;
+    if (difference.hidden) return;
     const between = (here, there) => { const known = new Set(here); return there.filter(at => !known.has(at)); };
     const row = change => at => ({ ...alternatives.values[at], change });
     const recomputed = between(own.recomputed, other.recomputed).map(row("recomputed there"));
-    const saved = between(other.recomputed, own.recomputed).map(row("saved there"));
+    const saved = between(other.recomputed, own.recomputed).map(row("not recomputed there"));
     differences.show([...recomputed, ...saved]);
     const sum = rows => bytesText(rows.reduce((total, one) => total + one.bytes, 0));
-    return [
-      element("p", { class: "note", id: "difference-count" },
-        `${countText(recomputed.length, "value")} (${sum(recomputed)}) recomputed there and not here, ${saved.length.toLocaleString("en")} (${sum(saved)}) here and not there`),
-      differences.box,
-    ];
+    differenceCount.textContent = `${countText(recomputed.length, "value")} (${sum(recomputed)}) recomputed there and not here, `
+      + `${saved.length.toLocaleString("en")} (${sum(saved)}) recomputed here and not there`;
   }
 
   canvas.addEventListener("click", event => {
@@ -180,7 +183,7 @@ function frontierView(data) {
   const section = element("section", { "aria-label": "Frontier" },
     element("div", { class: "bar" }, element("span", {}, `${countText(points.length, "plan")} that no other beats in peak and recomputation`), element("span", { class: "spring" }),
       element("span", { class: "hint" }, element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " plans, ", element("kbd", {}, "p"), " this plan")),
-    element("div", { class: "split" }, chart.box, panel));
+    element("div", { class: "split" }, chart.box, panel), difference);
   return { section, focus: canvas, shown: () => { choose(chosen); } };
 }
 

@@ -7,10 +7,18 @@ const STACKS = [["kind", "kind of module"], ["module", "module"], ["fate", "what
 function layerOf(lifetime, stacking) {
   if (stacking === "fate") return lifetime.value ? lifetime.value.fate : "backward";
   if (lifetime.gradient) return "gradients";
-  if (!lifetime.module) return lifetime.name;
+  if (!lifetime.module) return lifetime.line || lifetime.name;
   if (stacking === "kind") return folded(lifetime.module);
   // Down to the first number: model.layers.12.
   return /^(.*?(?<![^. ])\d+)(\.|$)/.exec(lifetime.module)?.[1] || lifetime.module;
+}
+
+const layerNumbers = new Map();
+
+/** The same for a layer of the same name in another plan, so that both have one colour. */
+function layerNumber(name) {
+  if (!layerNumbers.has(name)) layerNumbers.set(name, layerNumbers.size);
+  return layerNumbers.get(name);
 }
 
 /** Layers from the bottom up, each with bytes at every moment; the smallest ones together are the last but one. */
@@ -43,8 +51,10 @@ function stackOf(data, stacking) {
   const rest = layers.slice(MOST_LAYERS);
   const sums = new Float64Array(count);
   for (const layer of layers) for (let at = 0; at < count; at += 1) sums[at] += layer.bytes[at];
-  const colored = shown.map((layer, at) =>
-    ({ ...layer, color: () => stacking === "fate" ? fateColor(layer.name) : categoryColor(at) }));
+  const colored = shown.map(layer => {
+    const number = stacking === "fate" ? 0 : layerNumber(layer.name);
+    return { ...layer, color: () => stacking === "fate" ? fateColor(layer.name) : categoryColor(number) };
+  });
   const others = [
     ...beside(countText(rest.length, "smaller one"), at => rest.reduce((sum, layer) => sum + layer.bytes[at], 0)),
     ...beside("workspaces of kernels", at => data.moments[at].workspace),
@@ -54,7 +64,7 @@ function stackOf(data, stacking) {
 }
 
 /** The chart; `select` is called with the number of the moment that is chosen. */
-function memoryChart(data, { select, height = 380, most = 0, label = "Memory over the step" }) {
+function memoryChart(data, { select, height = 340, most = 0, label = "Memory over the step" }) {
   const { moments, plan } = data;
   const highest = moments.reduce((best, moment, at) => moment.bytes > moments[best].bytes ? at : best, 0);
   const scaled = Math.max(most, ...[plan.pipeline ? 0 : plan.budget || 0, moments.length ? moments[highest].bytes : 0]) || 1;
@@ -96,24 +106,20 @@ function memoryChart(data, { select, height = 380, most = 0, label = "Memory ove
     } else {
       for (let px = plot.left; px < plot.right; px += 1) steps.push([px, highestNear(px + 0.5)]);
     }
-    const below = new Float64Array(steps.length);
-    for (const layer of layers) {
-      context.fillStyle = layer.color();
+    const level = new Float64Array(steps.length);
+    const uppers = layers.map(layer => steps.map(([, moment], at) => { level[at] += layer.bytes[moment]; return level[at]; }));
+    // From the top layer down, each to the ground: so no seams show between them.
+    for (let place = layers.length - 1; place >= 0; place -= 1) {
+      context.fillStyle = layers[place].color();
       context.beginPath();
       context.moveTo(plot.left, plot.y(0));
-      const upper = steps.map(([, moment], at) => below[at] + layer.bytes[moment]);
       steps.forEach(([px], at) => {
-        const until = at + 1 < steps.length ? steps[at + 1][0] : plot.right;
-        context.lineTo(px, plot.y(upper[at]));
-        context.lineTo(until, plot.y(upper[at]));
+        const y = plot.y(uppers[place][at]);
+        context.lineTo(px, y);
+        context.lineTo(at + 1 < steps.length ? steps[at + 1][0] : plot.right, y);
       });
-      for (let at = steps.length - 1; at >= 0; at -= 1) {
-        const until = at + 1 < steps.length ? steps[at + 1][0] : plot.right;
-        context.lineTo(until, plot.y(below[at]));
-        context.lineTo(steps[at][0], plot.y(below[at]));
-      }
+      context.lineTo(plot.right, plot.y(0));
       context.fill();
-      below.set(upper);
     }
   }
 
@@ -160,12 +166,19 @@ function memoryChart(data, { select, height = 380, most = 0, label = "Memory ove
   function drawCursor(context, top, bottom) {
     if (!moments.length || state.moment < state.from || state.moment >= state.to) return;
     const left = x(state.moment), wide = Math.max(1.5, x(state.moment + 1) - left);
+    const middle = Math.round(left + wide / 2) + 0.5;
     context.save();
-    context.globalAlpha = 0.25;
     context.fillStyle = styleColor("cursor");
-    context.fillRect(left - 1, top, wide + 2, bottom - top);
+    context.globalAlpha = 0.18;
+    if (wide > 3) context.fillRect(left, top, wide, bottom - top);
+    context.globalAlpha = 0.6;
+    context.fillRect(middle - 0.5, top, 1, bottom - top);
     context.globalAlpha = 1;
-    context.fillRect(left + wide / 2 - 0.75, top, 1.5, bottom - top);
+    context.beginPath();
+    context.moveTo(middle, bottom);
+    context.lineTo(middle - 5, bottom + 7);
+    context.lineTo(middle + 5, bottom + 7);
+    context.fill();
     context.restore();
   }
 
@@ -198,7 +211,8 @@ function memoryChart(data, { select, height = 380, most = 0, label = "Memory ove
   }
 
   function showLegend() {
-    legend.replaceChildren(...layers.map(layer => element("li", {}, swatch(layer.color()),
+    const seen = layers.filter(({ most: own }) => own > scaled / 1000);
+    legend.replaceChildren(...seen.map(layer => element("li", {}, swatch(layer.color()),
       element("span", { title: layer.name }, layer.name === "passing" ? "forward only" : layer.name, " ",
         element("span", { class: "size" }, bytesText(moments.length ? layer.bytes[state.moment] : 0))))));
   }

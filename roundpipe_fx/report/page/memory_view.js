@@ -3,25 +3,20 @@
 function memoryView(data, { openValue }) {
   const panel = element("div", { class: "panel", "aria-live": "polite" });
   const alive = virtualTable({
-    label: "Values alive at the chosen moment", height: 330, sort: ["bytes", true], open: row => row.value && openValue(row.value),
-    select: row => showLine(row),
+    label: "Values alive at the chosen moment", height: Math.max(230, window.innerHeight - 670), sort: ["bytes", true], open: row => row.value && openValue(row.value),
     columns: [
-      { key: "bytes", title: "bytes", width: 84, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
-      { key: "name", title: "value", width: 150, mono: true, text: row => row.name, mark: row => fateColor(row.value ? row.value.fate : "") },
-      { key: "module", title: "module", width: 210, text: row => row.module },
-      { key: "line", title: "your line", width: 150, mono: true, text: row => row.line },
-      { key: "fate", title: "fate", width: 100, text: row => row.value ? row.value.fate : "" },
+      { key: "bytes", title: "bytes", width: 100, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
+      { key: "name", title: "value", width: 200, mono: true, text: row => row.name, mark: row => fateColor(row.value ? row.value.fate : "") },
+      { key: "module", title: "module", width: 250, text: row => row.module },
+      { key: "fate", title: "fate", width: 110, text: row => row.value ? row.value.fate : "" },
+      { key: "line", title: "your line", width: 180, mono: true, text: row => row.line },
+      { key: "source", title: "what it says", width: 480, mono: true, text: row => data.source[row.line] || "" },
     ],
   });
-  const line = element("div", {});
   const title = element("h2", {});
   const details = element("div", {});
-  const count = element("p", { class: "note", id: "alive-count" });
-  panel.append(title, details, count, alive.box, line);
-
-  function showLine(row) {
-    line.replaceChildren(row.line ? code(row.line, data.source[row.line] || "") : "");
-  }
+  const count = element("h2", { id: "alive-count" });
+  panel.append(title, details);
 
   function show(moment) {
     const at = data.moments[moment];
@@ -39,7 +34,6 @@ function memoryView(data, { openValue }) {
     details.className = "block";
     count.textContent = `${countText(living.length, "value")} alive, ${bytesText(total)}`;
     alive.show(living);
-    line.replaceChildren();
   }
 
   const chart = memoryChart(data, { select: show });
@@ -52,7 +46,9 @@ function memoryView(data, { openValue }) {
       element("span", { class: "hint" }, element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " moments, ",
         element("kbd", {}, "shift"), " further, ", element("kbd", {}, "p"), " peak, ", element("kbd", {}, "+"), " ", element("kbd", {}, "−"), " zoom")),
     noteOnPeak(data),
-    element("div", { class: "split" }, element("div", { class: "block" }, chart.box, chart.legend), panel));
+    element("div", { class: "split" }, element("div", { class: "block" }, chart.box, chart.legend), panel),
+    element("div", { class: "block" }, element("div", { class: "bar" }, count, element("span", { class: "spring" }),
+      element("span", { class: "hint" }, element("kbd", {}, "enter"), " opens a value")), alive.box));
   return { section, focus: chart.canvas, shown: () => { chart.redraw(); if (!title.textContent) chart.choose(chart.highest); }, chart };
 }
 

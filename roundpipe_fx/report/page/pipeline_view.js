@@ -43,7 +43,7 @@ function pipelineView(data) {
     element("div", { class: "split" },
       element("div", { class: "block" }, charts.map(({ title, chart }) => [element("h2", {}, title), chart.box]),
         shown.length ? legend : element("p", { class: "note" }, "This plan has no timeline."),
-        memory ? [element("h2", {}, "memory of each device, predicted"), memory.box] : "", deviceTable(data, shown, devices)),
+        memory ? [element("h2", {}, "memory of each device while its actions run, predicted"), memory.box] : "", deviceTable(data, shown, devices)),
       panel));
   panel.append(element("p", { class: "note" }, "Choose an action to see its times, what it waited for and the device's memory."));
   darkScheme.addEventListener("change", drawLegend);
@@ -150,7 +150,7 @@ function deviceMemoryChart(bars, { plan }, devices) {
   const { pipeline } = plan, high = 58;
   const end = bars.reduce((latest, bar) => Math.max(latest, bar.end), 0) || 1;
   const most = Math.max(plan.budget || 0, ...pipeline.peak_bytes) * 1.06 || 1;
-  return drawing("Memory of each device over the step, predicted", devices * high + 4, (context, width) => {
+  return drawing("Memory of each device while its actions run, predicted", devices * high + 4, (context, width) => {
     const x = seconds => 74 + seconds / end * (width - 82);
     context.textBaseline = "middle";
     for (let device = 0; device < devices; device += 1) {

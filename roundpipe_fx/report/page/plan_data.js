@@ -49,8 +49,8 @@ function readPlan({ name, plan }) {
     forwardSeconds: sum("forward_seconds"),
     recomputeSeconds: sum("recompute_seconds"),
     backwardSeconds: sum("backward_seconds"),
-    savedBytes: values.reduce((total, { fate, bytes, planned }) =>
-      total + (planned && (fate === "saved" || fate === "hoisted") ? bytes : 0), 0),
+    savedBytes: plan.stages.flatMap(stage => [...stage.saved, ...stage.hoisted])
+      .reduce((total, { bytes }) => total + bytes, 0),
   };
 }
 
@@ -64,13 +64,12 @@ function valuesOf(plan, lifetimes, emitted) {
   for (const stage of plan.stages) {
     for (const fate of ["passing", "saved", "hoisted", "recomputed", "replayed"]) {
       for (const value of stage[fate]) {
-        add({ ...value, fate, stage: stage.index, price: fate === "passing" ? null : value.recompute_seconds,
-          planned: true });
+        add({ ...value, fate, stage: stage.index, price: fate === "passing" ? null : value.recompute_seconds });
       }
     }
   }
   for (const tiles of plan.tiles) {
-    add({ ...tiles, fate: "tiled", stage: null, line: "", price: null, planned: true,
+    add({ ...tiles, fate: "tiled", stage: null, line: "", price: null,
       reason: `${tiles.tiles} tiles of ${tiles.rows} rows, one after another` });
   }
   const copies = new Set(lifetimes.filter(({ name, origin }) => name !== origin).map(({ origin }) => origin));
@@ -86,9 +85,14 @@ function valuesOf(plan, lifetimes, emitted) {
       const line = emitted.get(origin);
       const type = line ? (/: "([^"]*)"/.exec(line[0].text) || ["", ""])[1] : "";
       add({ name: origin, fate, stage: stageOf(plan, first), module: lifetime.module, line: lifetime.line,
-        bytes: lifetime.bytes, type, times: fate === "recomputed" ? 1 : 0, planned: false });
+        bytes: lifetime.bytes, type, times: fate === "recomputed" ? 1 : 0 });
     }
-    values.get(origin).lifetimes.push(lifetime);
+    const value = values.get(origin);
+    value.lifetimes.push(lifetime);
+    if (value.fate === "passing" && plan.training && first <= forward && lifetime.last > forward) {
+      value.fate = "saved";
+      value.reason = "through a view of it, or as an output that the caller holds";
+    }
   }
   return [...values.values()];
 }

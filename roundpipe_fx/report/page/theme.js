@@ -12,7 +12,7 @@ const ACTION_COLORS = { F: 0, R: 1, B: 2, I: 10, W: 5 };
 
 function categoryColor(index) {
   const colors = CATEGORIES[darkScheme.matches ? "dark" : "light"];
-  return colors[index % colors.length];
+  return index < colors.length ? colors[index] : `hsl(${Math.round(index * 137.5) % 360} 40% 55%)`;
 }
 
 function restColor() {

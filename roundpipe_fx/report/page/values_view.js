@@ -5,7 +5,7 @@ function valuesView(data, { openMoment }) {
   const panel = element("div", { class: "panel", "aria-live": "polite" });
   const count = element("span", { class: "hint", id: "values-count" });
   const search = element("input", {
-    type: "search", placeholder: "name, module, type, line, code …  ( / )", "aria-label": "Search values",
+    type: "search", placeholder: "search: name, module, type, line   /", "aria-label": "Search values",
     oninput: () => refresh(),
   });
   const texts = new Map(data.values.map(value =>
@@ -15,12 +15,12 @@ function valuesView(data, { openMoment }) {
     select: show, open: value => value.lifetimes.length && openMoment(value.lifetimes[0].first),
     columns: [
       { key: "name", title: "value", width: 170, mono: true, text: value => value.name },
-      { key: "fate", title: "fate", width: 110, text: value => value.fate, mark: value => fateColor(value.fate) },
-      { key: "bytes", title: "bytes", width: 90, number: true, text: value => bytesText(value.bytes), order: value => value.bytes },
-      { key: "price", title: "recomputing takes", width: 126, number: true, order: value => value.price ?? -1,
+      { key: "fate", title: "fate", width: 124, text: value => value.fate, mark: value => fateColor(value.fate) },
+      { key: "bytes", title: "bytes", width: 104, number: true, text: value => bytesText(value.bytes), order: value => value.bytes },
+      { key: "price", title: "recomputing takes", width: 152, number: true, order: value => value.price ?? -1,
         text: value => value.price === null ? "" : millisecondsText(value.price) },
-      { key: "rate", title: "ms per GiB", width: 92, number: true, order: rate, text: value => rate(value) < 0 ? "" : rate(value).toFixed(2) },
-      { key: "times", title: "times", width: 60, number: true, text: value => value.times ? String(value.times) : "", order: value => value.times },
+      { key: "rate", title: "ms per GiB", width: 110, number: true, order: rate, text: value => rate(value) < 0 ? "" : rate(value).toFixed(2) },
+      { key: "times", title: "times", width: 70, number: true, text: value => value.times ? String(value.times) : "", order: value => value.times },
       { key: "module", title: "module", width: 230, text: value => value.module },
       { key: "type", title: "type", width: 190, mono: true, text: value => value.type },
       { key: "stage", title: "stage", width: 60, number: true, text: value => value.stage === null ? "" : String(value.stage), order: value => value.stage ?? -1 },
@@ -68,6 +68,7 @@ function valuesView(data, { openMoment }) {
         ["fate", element("span", {}, swatch(fateColor(value.fate)), ` ${value.fate}: ${FATES[value.fate]}`)],
         ["why", value.reason], ["bytes", `${bytesText(value.bytes)} (${value.bytes.toLocaleString("en")})`], ["type", value.type],
         ["module", value.module], ["stage", value.stage === null ? "" : String(value.stage)], ["alternative", alternativeText(value)],
+        ["alive", value.lifetimes.length || value.fate === "tiled" || !moments.length ? "" : "with the value that it is a view of"],
       ]),
       value.lifetimes.length ? element("div", { class: "block" }, meter, element("div", { class: "bar" }, value.lifetimes.map(({ name, first, last }, at) =>
         element("button", { class: "button", type: "button", onclick: () => openMoment(first) }, `${at ? "again" : "alive"} ${first + 1} – ${last + 1}`)))) : "",
