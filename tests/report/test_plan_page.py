@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import sys
 import types
@@ -364,8 +363,3 @@ def test_ten_thousand_values_take_less_than_a_second_a_click(
     }
     assert max(taken.values()) < 1000, taken
     assert page.evaluate('document.querySelectorAll(".row").length') < 200
-
-
-def test_a_browser_is_there_where_it_is_meant_to_be() -> None:
-    if os.environ.get("ROUNDPIPE_FX_NEEDS_CHROMIUM"):
-        assert chromium_path() is not None, "CI has installed Chromium, and it is not found"

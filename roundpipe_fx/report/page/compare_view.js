@@ -26,8 +26,8 @@ function compareView(left, right) {
   const differing = virtualTable({
     label: "Values that differ", height: 420, sort: ["bytes", true],
     columns: [
-      { key: "left", title: left.name, width: 130, text: row => row.left, mark: row => fateColor(row.left) },
-      { key: "right", title: right.name, width: 130, text: row => row.right, mark: row => fateColor(row.right) },
+      { key: "left", title: left.name, width: 130, text: row => fateText(row.left), mark: row => fateColor(row.left) },
+      { key: "right", title: right.name, width: 130, text: row => fateText(row.right), mark: row => fateColor(row.right) },
       { key: "bytes", title: "bytes", width: 104, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
       { key: "price", title: "recomputing takes", width: 152, number: true, text: row => row.price === null ? "" : millisecondsText(row.price), order: row => row.price ?? -1 },
       { key: "name", title: "value", width: 170, mono: true, text: row => row.name },

@@ -105,7 +105,7 @@ function frontierView(data) {
   const differences = virtualTable({
     label: "What differs from this plan", height: Math.max(230, window.innerHeight - 620), sort: ["bytes", true],
     columns: [
-      { key: "change", title: "in that plan", width: 160, text: row => row.change, mark: row => fateColor(row.change === "recomputed there" ? "recomputed" : "saved") },
+      { key: "change", title: "in that plan", width: 190, text: row => row.change, mark: row => fateColor(row.change === "recomputed there" ? "recomputed" : "saved") },
       { key: "bytes", title: "bytes", width: 104, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
       { key: "seconds", title: "computing it takes", width: 152, number: true, text: row => millisecondsText(row.seconds), order: row => row.seconds },
       { key: "name", title: "value", width: 200, mono: true, text: row => row.name },

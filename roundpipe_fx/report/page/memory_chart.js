@@ -213,7 +213,7 @@ function memoryChart(data, { select, height = 340, most = 0, label = "Memory ove
   function showLegend() {
     const seen = layers.filter(({ most: own }) => own > scaled / 1000);
     legend.replaceChildren(...seen.map(layer => element("li", {}, swatch(layer.color()),
-      element("span", { title: layer.name }, layer.name === "passing" ? "forward only" : layer.name, " ",
+      element("span", { title: layer.name }, fateText(layer.name), " ",
         element("span", { class: "size" }, bytesText(moments.length ? layer.bytes[state.moment] : 0))))));
   }
 

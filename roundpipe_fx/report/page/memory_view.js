@@ -8,7 +8,7 @@ function memoryView(data, { openValue }) {
       { key: "bytes", title: "bytes", width: 100, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
       { key: "name", title: "value", width: 200, mono: true, text: row => row.name, mark: row => fateColor(row.value ? row.value.fate : "") },
       { key: "module", title: "module", width: 250, text: row => row.module },
-      { key: "fate", title: "fate", width: 110, text: row => row.value ? row.value.fate : "" },
+      { key: "fate", title: "fate", width: 110, text: row => row.value ? fateText(row.value.fate) : "" },
       { key: "line", title: "your line", width: 180, mono: true, text: row => row.line },
       { key: "source", title: "what it says", width: 480, mono: true, text: row => data.source[row.line] || "" },
     ],

@@ -11,7 +11,11 @@ const FATES = {
   gradient: "gradient that the backward returns",
   incoming: "incoming gradient, held by the caller",
 };
-const SHORT_FATES = { backward: "backward", incoming: "incoming" };
+
+/** What a fate is called; the plan's word for values that the backward does not need is `passing`. */
+function fateText(fate) {
+  return fate === "passing" ? "forward only" : fate;
+}
 
 function rowsOf(columns, strings) {
   const names = Object.keys(columns).filter(name => name !== "texts");

@@ -9,13 +9,13 @@ function valuesView(data, { openMoment }) {
     oninput: () => refresh(),
   });
   const texts = new Map(data.values.map(value =>
-    [value, [value.name, value.module, value.type, value.line, value.fate, value.emittedText, value.reason].join("\n").toLowerCase()]));
+    [value, [value.name, value.module, value.type, value.line, value.fate, fateText(value.fate), value.emittedText, value.reason].join("\n").toLowerCase()]));
   const table = virtualTable({
     label: "Values of the plan", height: Math.max(360, window.innerHeight - 250), sort: ["bytes", true],
     select: show, open: value => value.lifetimes.length && openMoment(value.lifetimes[0].first),
     columns: [
       { key: "name", title: "value", width: 170, mono: true, text: value => value.name },
-      { key: "fate", title: "fate", width: 124, text: value => value.fate, mark: value => fateColor(value.fate) },
+      { key: "fate", title: "fate", width: 124, text: value => fateText(value.fate), mark: value => fateColor(value.fate) },
       { key: "bytes", title: "bytes", width: 104, number: true, text: value => bytesText(value.bytes), order: value => value.bytes },
       { key: "price", title: "recomputing takes", width: 152, number: true, order: value => value.price ?? -1,
         text: value => value.price === null ? "" : millisecondsText(value.price) },
@@ -42,7 +42,7 @@ function valuesView(data, { openMoment }) {
         if (shownFates.has(fate)) shownFates.delete(fate); else shownFates.add(fate);
         button.setAttribute("aria-pressed", String(shownFates.has(fate)));
         refresh();
-      } }, swatch(fateColor(fate)), SHORT_FATES[fate] || fate, " ", element("span", { class: "hint" }, own.length.toLocaleString("en")));
+      } }, swatch(fateColor(fate)), fateText(fate), " ", element("span", { class: "hint" }, own.length.toLocaleString("en")));
       darkScheme.addEventListener("change", () => { button.firstChild.style.background = fateColor(fate); });
       return button;
     }));
@@ -65,7 +65,7 @@ function valuesView(data, { openMoment }) {
     panel.replaceChildren(
       element("h2", { class: "mono" }, value.name),
       facts([
-        ["fate", element("span", {}, swatch(fateColor(value.fate)), ` ${value.fate}: ${FATES[value.fate]}`)],
+        ["fate", element("span", {}, swatch(fateColor(value.fate)), ` ${fateText(value.fate)}: ${FATES[value.fate]}`)],
         ["why", value.reason], ["bytes", `${bytesText(value.bytes)} (${value.bytes.toLocaleString("en")})`], ["type", value.type],
         ["module", value.module], ["stage", value.stage === null ? "" : String(value.stage)], ["alternative", alternativeText(value)],
         ["alive", value.lifetimes.length || value.fate === "tiled" || !moments.length ? "" : "with the value that it is a view of"],
