@@ -7,6 +7,7 @@ python -m benchmarks.plan_page
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ _CLICKS = {
 
 
 def main() -> None:
+    os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"
     start = time.perf_counter()
     plan = _plan()
     planned = time.perf_counter() - start

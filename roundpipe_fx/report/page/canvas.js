@@ -91,6 +91,23 @@ function drawDashed(context, [x0, y0], [x1, y1], color, dash = [5, 4]) {
   context.restore();
 }
 
+/** The top of an axis: the budget's bytes are in sight unless they are far above what is drawn. */
+function axisTop(most, budget) {
+  return Math.max(most, budget && budget <= 2.5 * most ? budget : 0) || 1;
+}
+
+/** The budget as a line at its bytes, or a note at the top that it is beyond. */
+function drawBudgetLine(context, plot, budget, top, align = "left") {
+  if (budget === null || budget === undefined) return;
+  const x = align === "left" ? plot.left + 8 : plot.right - 6;
+  if (budget > top) {
+    drawLabel(context, `budget ${bytesText(budget)}, far above ↑`, x, plot.y(top * 1.04) + 4, styleColor("alarm"), align);
+    return;
+  }
+  drawDashed(context, [plot.left, plot.y(budget)], [plot.right, plot.y(budget)], styleColor("alarm"));
+  drawLabel(context, `budget ${bytesText(budget)}`, x, plot.y(budget) - 9, styleColor("alarm"), align);
+}
+
 /** A line of text on a patch of the ground, so that it can be read over what is drawn below. */
 function drawLabel(context, text, x, y, color, align = "left") {
   context.save();

@@ -2,7 +2,7 @@
 
 function compareView(left, right) {
   const plans = [left, right];
-  const most = Math.max(...plans.map(({ moments, plan }) => Math.max(plan.pipeline ? 0 : plan.budget || 0, moments.reduce((high, { bytes }) => Math.max(high, bytes), 0))));
+  const most = Math.max(...plans.map(({ moments, plan }) => axisTop(moments.reduce((high, { bytes }) => Math.max(high, bytes), 0), plan.pipeline ? null : plan.budget)));
   const figures = [
     ["peak", data => data.peak, bytesText],
     ["budget", data => data.plan.budget, bytesText],

@@ -11,7 +11,7 @@ function curveOf(data) {
 function curveChart(label, height, curves, budget) {
   return drawing(label, height, (context, width, tall) => {
     const found = curves();
-    const most = Math.max(budget || 0, 1, ...found.map(({ bytes }) => bytes.reduce((a, b) => Math.max(a, b), 0)));
+    const most = axisTop(Math.max(1, ...found.map(({ bytes }) => bytes.reduce((a, b) => Math.max(a, b), 0))), budget);
     const top = 20, bottom = tall - 8;
     const plot = { left: 74, right: width - 8, height: bottom - top, y: bytes => bottom - bytes / (most * 1.04) * (bottom - top) };
     drawByteAxis(context, plot, most);
@@ -37,10 +37,7 @@ function curveChart(label, height, curves, budget) {
       context.lineJoin = "round";
       context.stroke();
     });
-    if (budget) {
-      drawDashed(context, [plot.left, plot.y(budget)], [plot.right, plot.y(budget)], styleColor("alarm"));
-      drawLabel(context, `budget ${bytesText(budget)}`, plot.right - 6, plot.y(budget) - 9, styleColor("alarm"), "right");
-    }
+    drawBudgetLine(context, plot, budget, most, "right");
     let left = plot.left + 8;
     for (const { name, color } of found) {
       drawLabel(context, `▬ ${name}`, left, 10, color());

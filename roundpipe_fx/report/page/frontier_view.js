@@ -9,9 +9,14 @@ function frontierView(data) {
   const own = alternatives.own === null ? null : alternatives.plans[alternatives.own];
   const ownPoint = own ? planOf.indexOf(own) : -1;
   const mostBytes = points.reduce((most, [bytes]) => Math.max(most, bytes), data.peak);
-  const mostSeconds = Math.max(points.reduce((most, [, seconds]) => Math.max(most, seconds), data.recomputeSeconds), 1e-9);
+  const mostSeconds = points.reduce((most, [, seconds]) => Math.max(most, seconds), data.recomputeSeconds) || data.forwardSeconds || 1e-6;
   const panel = element("div", { class: "panel", "aria-live": "polite" });
-  let chosen = ownPoint >= 0 ? ownPoint : 0, plot = null;
+  let chosen = ownPoint >= 0 ? ownPoint : nearest(data.peak, data.recomputeSeconds), plot = null;
+
+  function nearest(bytes, seconds) {
+    const distances = points.map(([size, time]) => Math.hypot((size - bytes) / mostBytes, (time - seconds) / mostSeconds));
+    return distances.indexOf(Math.min(...distances));
+  }
 
   const chart = drawing("The frontier: peak bytes against seconds of recomputation", 360, (context, width, tall) => {
     const top = 14, bottom = tall - 40;
@@ -22,7 +27,9 @@ function frontierView(data) {
     };
     drawAxes(context, plot);
     drawSteps(context, plot);
-    if (plan.budget !== null) {
+    if (plan.budget !== null && plan.budget > mostBytes * 1.05) {
+      drawLabel(context, `budget ${bytesText(plan.budget)}, above →`, plot.right - 6, top + 8, styleColor("alarm"), "right");
+    } else if (plan.budget !== null) {
       drawDashed(context, [plot.x(plan.budget), top], [plot.x(plan.budget), bottom], styleColor("alarm"));
       const right = plan.budget > mostBytes / 2;
       drawLabel(context, `budget ${bytesText(plan.budget)}`, plot.x(plan.budget) + (right ? -8 : 8), top + 8, styleColor("alarm"), right ? "right" : "left");
@@ -90,7 +97,8 @@ function frontierView(data) {
     context.closePath();
     context.fill();
     context.stroke();
-    drawLabel(context, "this plan", left + 12, top - 12, categoryColor(1));
+    const right = data.peak > 0.9 * mostBytes;
+    drawLabel(context, "this plan", left + (right ? -12 : 12), top - 12, categoryColor(1), right ? "right" : "left");
   }
 
   const curve = curveChart("Memory over the step of the chosen plan", 190, () => {

@@ -67,7 +67,8 @@ function stackOf(data, stacking) {
 function memoryChart(data, { select, height = 340, most = 0, label = "Memory over the step" }) {
   const { moments, plan } = data;
   const highest = moments.reduce((best, moment, at) => moment.bytes > moments[best].bytes ? at : best, 0);
-  const scaled = Math.max(most, ...[plan.pipeline ? 0 : plan.budget || 0, moments.length ? moments[highest].bytes : 0]) || 1;
+  const budget = plan.pipeline ? null : plan.budget;
+  const scaled = Math.max(most, axisTop(moments.length ? moments[highest].bytes : 0, budget));
   const state = { moment: highest, from: 0, to: moments.length, stacking: "kind" };
   let layers = stackOf(data, state.stacking), plot = null;
   const legend = element("ul", { class: "legend" });
@@ -94,7 +95,7 @@ function memoryChart(data, { select, height = 340, most = 0, label = "Memory ove
     drawByteAxis(context, plot, scaled);
     drawLayers(context);
     drawPhases(context, top, bottom);
-    drawBudget(context);
+    drawBudgetLine(context, plot, budget, scaled);
     drawPeak(context);
     drawCursor(context, top, bottom);
   }
@@ -137,13 +138,6 @@ function memoryChart(data, { select, height = 340, most = 0, label = "Memory ove
     if (plan.training && boundary > state.from && boundary < state.to) {
       drawDashed(context, [x(boundary), top], [x(boundary), bottom + 16], styleColor("quiet"), [2, 3]);
     }
-  }
-
-  function drawBudget(context) {
-    if (plan.budget === null || plan.pipeline) return;
-    const y = plot.y(plan.budget);
-    drawDashed(context, [plot.left, y], [plot.right, y], styleColor("alarm"));
-    drawLabel(context, `budget ${bytesText(plan.budget)}`, plot.left + 8, y - 9, styleColor("alarm"));
   }
 
   function drawPeak(context) {

@@ -149,7 +149,7 @@ function timelineChart({ key, title, bars }, pipeline, devices, select) {
 function deviceMemoryChart(bars, { plan }, devices) {
   const { pipeline } = plan, high = 58;
   const end = bars.reduce((latest, bar) => Math.max(latest, bar.end), 0) || 1;
-  const most = Math.max(plan.budget || 0, ...pipeline.peak_bytes) * 1.06 || 1;
+  const most = axisTop(Math.max(...pipeline.peak_bytes), plan.budget) * 1.06;
   return drawing("Memory of each device while its actions run, predicted", devices * high + 4, (context, width) => {
     const x = seconds => 74 + seconds / end * (width - 82);
     context.textBaseline = "middle";
@@ -164,7 +164,7 @@ function deviceMemoryChart(bars, { plan }, devices) {
       const peak = pipeline.peak_bytes[device];
       drawDashed(context, [74, y(peak)], [width - 8, y(peak)], styleColor("quiet"), [2, 3]);
       drawLabel(context, `peak ${bytesText(peak)}`, 82, y(peak) + 9, styleColor("text"));
-      if (plan.budget !== null) drawDashed(context, [74, y(plan.budget)], [width - 8, y(plan.budget)], styleColor("alarm"));
+      if (plan.budget !== null && plan.budget <= most) drawDashed(context, [74, y(plan.budget)], [width - 8, y(plan.budget)], styleColor("alarm"));
       context.fillStyle = styleColor("quiet");
       context.textAlign = "right";
       context.fillText(`device ${device}`, 66, bottom - high / 2 + 6);
