@@ -110,22 +110,36 @@ def memory_timeline(
     moments = []
     for event, level in zip(run.events, levels, strict=True):
         call, node = event.what
-        if node is None:
-            moments.append(Moment(call, "loss", "", "", level, event.workspace))
-            continue
-        node = own_nodes[call].get(node.name, node)
-        makers.update(dict.fromkeys(event.makes, node) | _items(node, event.makes))
-        moments.append(Moment(call, node.name, *_origin(node, source), level, event.workspace))
+        name, module, line = "loss", "", ""
+        if node is not None:
+            node = own_nodes[call].get(node.name, node)
+            makers.update(dict.fromkeys(event.makes, node) | _items(node, event.makes))
+            name = node.name
+            module, line = _origin(node, source)
+        moments.append(Moment(call=call, value=name, module=module, line=line, bytes=level, workspace=event.workspace))
     gradients = set().union(*course.gradients)
     values = []
     for storage, (first, last) in lifetimes_of(run.events, course.lasting, course.arriving).items():
         size, maker = run.numbers.sizes[storage], makers.get(storage)
-        if size and maker is None:
-            values.append(Lifetime(_INCOMING, _INCOMING, "", "", size, first, last, False))
-        elif size and maker is not None:
+        if not size:
+            continue
+        name = origin = _INCOMING
+        module = line = ""
+        if maker is not None:
+            name, origin = maker.name, str(maker.meta.get(Mark.ORIGIN, maker.name))
             module, line = _origin(maker, source)
-            origin = str(maker.meta.get(Mark.ORIGIN, maker.name))
-            values.append(Lifetime(maker.name, origin, module, line, size, first, last, storage in gradients))
+        values.append(
+            Lifetime(
+                name=name,
+                origin=origin,
+                module=module,
+                line=line,
+                bytes=size,
+                first=first,
+                last=last,
+                gradient=maker is not None and storage in gradients,
+            )
+        )
     return MemoryTimeline(moments=tuple(moments), values=tuple(values), forward=course.ends, source=source)
 
 

@@ -31,6 +31,9 @@ from roundpipe_fx.schedules import Timing
 
 __all__ = ["Plan"]
 
+_MOST_ACTIONS = 100_000
+"""Of the timeline that a page draws, and that is stored."""
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
@@ -221,7 +224,8 @@ class Plan:
         Returns:
             the details, as plain data.
         """
-        timeline = self.timeline() if self.pipeline is not None and self.timing is not None else None
+        drawn = self.timing is not None and self.timing.schedule.size <= _MOST_ACTIONS
+        timeline = self.timeline() if drawn else None
         return self.stored or dataclasses.replace(self._details, timeline=timeline)
 
     @functools.cached_property

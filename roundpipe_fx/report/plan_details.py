@@ -40,7 +40,8 @@ class PlanDetails:
     Attributes:
         step: what is read off its programs; ``None`` for a plan without programs.
         alternatives: the plans on its frontier.
-        timeline: when each device of a pipeline runs which action; ``None`` if there is no pipeline.
+        timeline: when each device of a pipeline runs which action; ``None`` if there is no pipeline, or
+            its schedule has more actions than a page can draw.
     """
 
     step: EmittedStep | None = None

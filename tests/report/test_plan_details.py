@@ -10,6 +10,9 @@ import torch
 
 import roundpipe_fx
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator
+from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of, peak_of
+from roundpipe_fx.analysis.program_events import course_of
+from roundpipe_fx.analysis.simulator import levels_of_course, peak_of_course
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
 from roundpipe_fx.report.plan_parts import LISTS
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
@@ -89,9 +92,13 @@ def test_plans_without_budget_or_backward_or_frontier() -> None:
         assert roundpipe_fx.Plan.from_json(plan.to_json()).look_into() == details
 
 
-def test_with_a_caching_allocator_the_moments_are_those_of_the_peak() -> None:
-    from roundpipe_fx.analysis.liveness import Event, levels_of, lifetimes_of, peak_of
+def test_with_a_caching_allocator_the_moments_are_those_of_the_peak(plan: roundpipe_fx.Plan) -> None:
+    course = course_of(*plan.programs, granularity=512)
+    levels = levels_of_course(course, CachingAllocator(), range(3))
+    assert max(levels) == peak_of_course(course, CachingAllocator(), range(3)).bytes > plan.peak.bytes
 
+
+def test_lifetimes_and_levels_of_events() -> None:
     events = [Event("a", (), (0,)), Event("b", (0,), (1,)), Event("c", (1,), (2,), workspace=700)]
     sizes = [100, 600, 1500]
     levels = levels_of(events, sizes, (2,), {}, CachingAllocator())

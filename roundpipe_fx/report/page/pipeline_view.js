@@ -42,10 +42,10 @@ function pipelineView(data) {
       + (devices < pipeline.devices.length ? `. Drawn are the first ${devices} devices.` : ".")),
     element("div", { class: "split" },
       element("div", { class: "block" }, charts.map(({ title, chart }) => [element("h2", {}, title), chart.box]),
-        shown.length ? legend : element("p", { class: "note" }, "This plan has no timeline."),
+        shown.length ? legend : element("p", { class: "note" }, "This plan has no timeline, or one of too many actions to draw."),
         memory ? [element("h2", {}, "memory of each device while its actions run, predicted"), memory.box] : "", deviceTable(data, shown, devices)),
       panel));
-  panel.append(element("p", { class: "note" }, "Choose an action to see its times, what it waited for and the device's memory."));
+  panel.append(element("p", { class: "note" }, "Choose an action, by click or arrow keys, to see its times, what it waited for and the device's memory."));
   darkScheme.addEventListener("change", drawLegend);
   return { section, focus: charts.length ? charts[0].chart.canvas : section, shown: () => { drawLegend(); charts.forEach(({ chart }) => chart.redraw()); if (memory) memory.redraw(); } };
 }

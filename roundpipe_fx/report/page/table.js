@@ -2,6 +2,7 @@
 
 const ROW_HEIGHT = 26;
 const BEYOND = 8; // rows above and below those in sight
+let tables = 0;
 
 /**
  * @param label what it lists
@@ -18,6 +19,7 @@ function virtualTable({ label, columns, height, sort, select, open }) {
   const head = element("div", { class: "head", role: "row" });
   const box = element("div", { class: "table", role: "grid", tabindex: "0", "aria-label": label }, head, body);
   box.style.height = `${height}px`;
+  const id = `table-${tables += 1}`;
   let rows = [], chosen = -1, [key, descending] = sort;
 
   const heads = columns.map(column => {
@@ -74,7 +76,7 @@ function virtualTable({ label, columns, height, sort, select, open }) {
 
   function rowElement(row, at) {
     const made = element("div", {
-      class: "row", role: "row", "aria-rowindex": at + 2, "aria-selected": String(at === chosen),
+      class: "row", role: "row", id: `${id}-${at}`, "aria-rowindex": at + 2, "aria-selected": String(at === chosen),
       onclick: () => choose(at), ondblclick: () => open && open(row),
     }, columns.map(column => {
       const text = column.text(row);
@@ -94,6 +96,7 @@ function virtualTable({ label, columns, height, sort, select, open }) {
     const top = at * ROW_HEIGHT, sight = height - 2 * ROW_HEIGHT;
     if (top < box.scrollTop) box.scrollTop = top;
     else if (top > box.scrollTop + sight - ROW_HEIGHT) box.scrollTop = top - sight + ROW_HEIGHT;
+    box.setAttribute("aria-activedescendant", `${id}-${at}`);
     draw();
     if (select) select(rows[at]);
   }
