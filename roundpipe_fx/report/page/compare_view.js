@@ -17,7 +17,7 @@ function compareView(left, right) {
   const table = element("table", { class: "plain" },
     element("thead", {}, element("tr", {}, ["", left.name, right.name, "difference"].map(text => element("th", { scope: "col" }, text)))),
     element("tbody", {}, figures.map(([name, of, text, neutral]) => {
-      const [a, b] = plans.map(of), change = a === null || b === null ? null : b - a;
+      const [a, b] = plans.map(of), change = a === null || b === null || Math.abs(b - a) < 1e-6 * Math.abs(a) ? null : b - a;
       return element("tr", {}, element("td", {}, name), element("td", {}, a === null ? "none" : text(a)), element("td", {}, b === null ? "none" : text(b)),
         element("td", { class: neutral ? "" : change > 0 ? "more" : change < 0 ? "less" : "" }, change ? signed(change, text) : ""));
     })));
