@@ -154,6 +154,14 @@ def test_pytorch_bugs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _run_page("docs/pytorch-bugs.md", tmp_path, monkeypatch)
 
 
+def test_plan_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _run_page("docs/plan-page.md", tmp_path, monkeypatch)
+    assert (tmp_path / "plan.html").stat().st_size < (tmp_path / "plans.html").stat().st_size
+    page = (ROOT / "docs/plan-page.md").read_text()
+    for picture in re.findall(r"!\[[^]]+\]\((.*?)\)", page):
+        assert 10_000 < (ROOT / "docs" / picture).stat().st_size < 150_000
+
+
 def test_coming_from_names_what_there_is() -> None:
     page = (ROOT / "docs/coming-from.md").read_text()
     for name in [*roundpipe_fx.compat.checkpointing.__all__, "Chain", "Checkpointable", "OptimizerCtx", "Sequence"]:

@@ -150,6 +150,15 @@ def test_few_modules_lie_at_the_top() -> None:
     assert len(list(ROOT.glob("roundpipe_fx/*.py"))) <= MODULES_AT_THE_TOP
 
 
+def test_every_data_file_is_packaged() -> None:
+    globs = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    packaged = {
+        path for package, own in globs.items() for glob in own for path in (ROOT / package.replace(".", "/")).glob(glob)
+    }
+    files = {path for path in ROOT.glob("roundpipe_fx/**/*") if path.is_file() and "__pycache__" not in path.parts}
+    assert {path for path in files if path.suffix != ".py"} == packaged
+
+
 def test_every_folder_is_packaged() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = {".".join(path.parent.relative_to(ROOT).parts) for path in ROOT.glob("roundpipe_fx/**/__init__.py")}

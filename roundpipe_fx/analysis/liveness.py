@@ -12,7 +12,7 @@ from typing import Any
 
 from roundpipe_fx.analysis.caching_allocator import CachingAllocator
 
-__all__ = ["Event", "LivePeak", "levels_of", "peak_of"]
+__all__ = ["Event", "LivePeak", "levels_of", "lifetimes_of", "peak_of"]
 
 _WORKSPACE = -2
 """Stands for the workspace of an event, for an allocator."""
@@ -95,13 +95,32 @@ def levels_of(
     sizes: Sequence[int] | Mapping[int, int],
     lasting: Collection[int] = (),
     arriving: Mapping[int, Collection[int]] | None = None,
+    allocator: CachingAllocator | None = None,
 ) -> list[tuple[int, int]]:
     """For each event, the bytes alive while it runs, and when it is over. Arguments as for :func:`peak_of`.
 
     The largest of the former is the peak.
     """
     arriving = arriving or {}
-    return list(_levels(events, sizes, (), arriving, _last_uses(events, (), lasting, arriving)))
+    return list(_levels(events, sizes, (), arriving, _last_uses(events, (), lasting, arriving), allocator))
+
+
+def lifetimes_of(
+    events: Sequence[Event],
+    lasting: Collection[int] = (),
+    arriving: Mapping[int, Collection[int]] | None = None,
+) -> dict[int, tuple[int, int]]:
+    """By storage, the positions of the first and the last event during which it is alive, in order of allocation.
+
+    Arguments as for :func:`peak_of`. Storages that a result overwrites are alive during that event, too.
+    """
+    arriving = arriving or {}
+    born: dict[int, int] = {}
+    for position, event in enumerate(events):
+        for storage in (*arriving.get(position, ()), *event.makes):
+            born.setdefault(storage, position)
+    last = _last_uses(events, (), lasting, arriving)
+    return {storage: (first, min(last[storage], len(events) - 1)) for storage, first in born.items()}
 
 
 def _last_uses(

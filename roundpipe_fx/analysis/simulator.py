@@ -23,14 +23,21 @@ from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import ROUNDED_TO, CachingAllocator
 from roundpipe_fx.analysis.cost import tensor_bytes
-from roundpipe_fx.analysis.liveness import peak_of
+from roundpipe_fx.analysis.liveness import levels_of, peak_of
 from roundpipe_fx.analysis.program_events import Course
 from roundpipe_fx.analysis.step_of_calls import Footprint, footprint_of
 from roundpipe_fx.ir.joint_graph import module_path, tensor_values
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["LiveValue", "PeakMoment", "allocation_granularity", "footprint_of_course", "peak_of_course"]
+__all__ = [
+    "LiveValue",
+    "PeakMoment",
+    "allocation_granularity",
+    "footprint_of_course",
+    "levels_of_course",
+    "peak_of_course",
+]
 
 _FIRST_INPUT = -3
 """This and lower numbers stand for the inputs of the forward, for an allocator."""
@@ -95,9 +102,7 @@ def peak_of_course(
     """
     run, lasting, arriving = course.run, course.lasting, course.arriving
     if allocator is not None:
-        inputs = course.forward.inputs
-        for index in dict.fromkeys((*owners, *range(len(inputs)))):
-            allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
+        _take_inputs(course, allocator, owners)
     peak = peak_of(run.events, run.numbers.sizes, (), lasting, arriving, True, allocator)
     if allocator is not None:
         for storage in lasting:
@@ -116,6 +121,34 @@ def peak_of_course(
     elif workspace:
         live = sorted([*live, LiveValue(f"workspace of {name}", module, workspace)], key=lambda value: -value.bytes)
     return PeakMoment(bytes=peak.bytes, call=call, value=name, module=module, live=tuple(live), line=line)
+
+
+def levels_of_course(
+    course: Course, allocator: CachingAllocator | None = None, owners: Collection[int] = ()
+) -> list[int]:
+    """For each event of a step the bytes allocated while it runs: in the step that :func:`peak_of_course` is the peak
+    of. Arguments as there.
+    """
+    run = course.run
+    if allocator is not None:
+        _take_inputs(course, allocator, owners)
+
+    def levels() -> list[int]:
+        found = levels_of(run.events, run.numbers.sizes, course.lasting, course.arriving, allocator)
+        return [during for during, _ in found]
+
+    first = levels()
+    if allocator is None:
+        return first
+    for storage in course.lasting:
+        allocator.give_back(storage)
+    return max(first, levels(), key=lambda found: max(found, default=0))
+
+
+def _take_inputs(course: Course, allocator: CachingAllocator, owners: Collection[int]) -> None:
+    inputs = course.forward.inputs
+    for index in dict.fromkeys((*owners, *range(len(inputs)))):
+        allocator.take(_FIRST_INPUT - index, tensor_bytes(tensor_values(inputs[index])))
 
 
 def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyond: int = 0) -> Footprint:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,7 +22,7 @@ from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
-__all__ = ["StageModule", "emit_stage_modules", "moved", "value_name"]
+__all__ = ["StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +79,7 @@ def emit_stage_modules(
     Returns:
         modules by stage and phase; phases in which a stage does nothing are absent.
     """
-    pieces: dict[tuple[int, Phase], list[fx.Node]] = {}
-    for node in joint.computed():
-        pieces.setdefault((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), []).append(node)
+    pieces = _pieces(joint)
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
     emitted: dict[tuple[int, Phase], StageModule] = {}
     alike: dict[str, fx.GraphModule] = {}
@@ -103,6 +101,33 @@ def emit_stage_modules(
             fingerprint=digest,
         )
     return emitted
+
+
+def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule]) -> dict[str, dict[str, fx.Node]]:
+    """What the nodes of each stage module stand for, which may share its graph with others.
+
+    Args:
+        joint: the graph that was split.
+        modules: its stage modules.
+
+    Returns:
+        by name of the stage module and of its node, the node of the joint graph; nodes that rewriting has added are
+        absent.
+    """
+    pieces = _pieces(joint)
+    first: dict[str, list[fx.Node]] = {}
+    found = {}
+    for place, module in sorted(modules.items()):
+        names = first.setdefault(module.fingerprint, pieces[place])
+        found[module.name] = {node.name: own for node, own in zip(names, pieces[place], strict=True)}
+    return found
+
+
+def _pieces(joint: JointGraph) -> dict[tuple[int, Phase], list[fx.Node]]:
+    pieces: dict[tuple[int, Phase], list[fx.Node]] = {}
+    for node in joint.computed():
+        pieces.setdefault((node.meta[Mark.STAGE], node.meta[Mark.PHASE]), []).append(node)
+    return pieces
 
 
 def _graph_module(

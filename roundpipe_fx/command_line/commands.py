@@ -15,6 +15,7 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.command_line.largest_batch import largest_batch
 from roundpipe_fx.command_line.model_of import CommandError, Named, named_model
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_page import page_of_plans
 
 __all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
 
@@ -46,13 +47,19 @@ def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     found = _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
     if asked.output is not None:
         asked.output.write_text(found.to_json())
-    return found.details() if asked.details else str(found), json.loads(found.to_json())
+    return _told(asked, found)
 
 
 def show(asked: argparse.Namespace) -> tuple[str, Any]:
     """A plan from a file."""
-    found = _read(asked.plan)
-    return found.details() if asked.details else str(found), json.loads(found.to_json())
+    return _told(asked, _read(asked.plan))
+
+
+def _told(asked: argparse.Namespace, found: Plan) -> tuple[str, Any]:
+    if asked.html is not None:
+        found.write_html(asked.html)
+    # The JSON takes another search for the frontier's plans, which a large model makes one wait for.
+    return found.details() if asked.details else str(found), json.loads(found.to_json()) if asked.json else None
 
 
 def explain(asked: argparse.Namespace) -> tuple[str, Any]:
@@ -105,6 +112,8 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
     ]
     rows = {name: [of(found) for found in plans] for name, of, _ in figures}
     texts = [f"{name:<16}{show(rows[name][0]):>14}{show(rows[name][1]):>14}" for name, _, show in figures]
+    if asked.html is not None:
+        asked.html.write_text(page_of_plans(plans, list(map(str, asked.plans))), encoding="utf-8")
     kept = [{value.name: value for stage in found.stages for value in stage.saved} for found in plans]
     for index, path in enumerate(asked.plans):
         only = [value for name, value in kept[index].items() if name not in kept[1 - index]]

@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_batch(planning)
     planning.add_argument("--details", action="store_true", help="print every stage")
     planning.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
+    _add_page(planning, "write a page to explore the plan with")
     fitting = command("fit", commands.fit, "the largest batch whose step fits a device")
     _add_model(fitting)
     explaining = command("explain", commands.explain, "what happens to a value, or to all values of a module")
@@ -76,9 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     explaining.add_argument("name", help="of the value or the module")
     comparing = command("compare", commands.compare, "two plans side by side")
     comparing.add_argument("plans", type=Path, nargs=2, metavar="PLAN", help="a plan in JSON")
+    _add_page(comparing, "write a page of both plans")
     showing = command("show", commands.show, "print a plan from JSON")
     showing.add_argument("plan", type=Path, help="a plan in JSON")
     showing.add_argument("--details", action="store_true", help="print every stage")
+    _add_page(showing, "write a page to explore the plan with")
     command("devices", commands.devices, "devices that can be planned for")
     return parser
 
@@ -97,6 +100,10 @@ def _add_model(parser: argparse.ArgumentParser, help: str = _MODEL) -> None:
 
 def _add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_positive, default=1, metavar="ROWS", help="rows of a batch; default 1")
+
+
+def _add_page(parser: argparse.ArgumentParser, help: str) -> None:
+    parser.add_argument("--html", type=Path, metavar="FILE", help=help)
 
 
 def _positive(text: str) -> int:

@@ -7,21 +7,25 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from roundpipe_fx.analysis.caching_allocator import allocator_of
+from roundpipe_fx.analysis.memory_timeline import memory_timeline
 from roundpipe_fx.analysis.outside_loss import returned_view_bytes
 from roundpipe_fx.analysis.program_events import Course, course_of
 from roundpipe_fx.analysis.simulator import PeakMoment, allocation_granularity, footprint_of_course, peak_of_course
 from roundpipe_fx.analysis.step_of_calls import Footprint
-from roundpipe_fx.codegen import Program, StageModule
+from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.make_plan import make_plan
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Phase
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_details import EmittedStep
 
 __all__ = ["Lowered"]
 
@@ -93,19 +97,20 @@ class Lowered:
             self.chosen,
             setting.beyond_plan,
             step.alive if step is not None else 1,
+            # Of what is needed for it, so that the plan does not keep the planner's result.
+            functools.partial(
+                _emitted_step, joint, self.modules, self.forward, self.backward, self.tangents, setting.device
+            ),
         )
 
     @functools.cached_property
     def _course(self) -> Course:
-        granularity = allocation_granularity(self.setting.device)
-        outside = returned_view_bytes(self.joint, granularity)
-        return course_of(self.forward, self.backward, self.tangents, granularity, updates=self.updates, outside=outside)
+        return _course(self.joint, self.forward, self.backward, self.tangents, self.setting.device)
 
     @functools.cached_property
     def _peak(self) -> PeakMoment:
         """Of one call."""
-        trained = sorted({owner for owner in self.joint.gradient_owners if owner is not None})
-        return peak_of_course(self._course, allocator_of(self.setting.device), trained)
+        return peak_of_course(self._course, allocator_of(self.setting.device), _trained(self.joint))
 
     @functools.cached_property
     def footprint(self) -> Footprint:
@@ -113,3 +118,32 @@ class Lowered:
         counted_more = allocator_of(self.setting.device) is not None
         beyond = max(self._peak.bytes - peak_of_course(self._course).bytes, 0) if counted_more else 0
         return footprint_of_course(self._course, self.gradient_owners, beyond)
+
+
+def _course(
+    joint: JointGraph, forward: Program, backward: Program | None, tangents: Collection[fx.Node], device: torch.device
+) -> Course:
+    granularity = allocation_granularity(device)
+    outside = returned_view_bytes(joint, granularity)
+    return course_of(forward, backward, tangents, granularity, updates=joint.updates, outside=outside)
+
+
+def _trained(joint: JointGraph) -> list[int]:
+    return sorted({owner for owner in joint.gradient_owners if owner is not None})
+
+
+def _emitted_step(
+    joint: JointGraph,
+    modules: Mapping[tuple[int, Phase], StageModule],
+    forward: Program,
+    backward: Program | None,
+    tangents: Collection[fx.Node],
+    device: torch.device,
+) -> EmittedStep:
+    """What is read off the programs when somebody looks at the plan."""
+    own = own_nodes(joint, modules)
+    course = _course(joint, forward, backward, tangents, device)
+    return EmittedStep(
+        memory=memory_timeline(course, own, allocator_of(device), _trained(joint)),
+        lines=emitted_lines(modules.values(), own),
+    )

@@ -11,7 +11,7 @@ Each operation of a stage is counted once. Its marks say to which seconds and to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.report.plan_details import EmittedStep
 from roundpipe_fx.report.plan_parts import PlannedStage, PlannedTiles
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
@@ -45,6 +46,7 @@ def make_plan(
     chosen: Chosen | Recalled | None = None,
     beyond_plan: int = 0,
     alive: int = 1,
+    read_step: Callable[[], EmittedStep] | None = None,
 ) -> Plan:
     """Read the plan off a finished graph.
 
@@ -60,6 +62,7 @@ def make_plan(
         chosen: the planner's result, if there is a budget.
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says; the peak includes them.
         alive: how many calls are assumed to be alive at once; the peak includes them.
+        read_step: gives memory over the step, and where values stand in the emitted code.
     """
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     tangents = [value for node in joint.tangents for value in tensor_values(node)]
@@ -78,6 +81,7 @@ def make_plan(
         modules=tuple(modules.values()),
         programs=(forward,) if backward is None else (forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
+        read_step=read_step,
         tiles=_planned_tiles(joint),
     )
 

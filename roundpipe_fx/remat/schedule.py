@@ -26,6 +26,7 @@ __all__ = [
     "backward_events",
     "footprint",
     "just_in_time",
+    "levels_of_schedule",
     "name_of",
     "peak_of_forward",
     "peaks_by_stage",
@@ -190,6 +191,12 @@ def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool =
         live = sorted([*live, (f"workspace of {event.what.node.name}", event.workspace)], key=lambda value: -value[1])
     backward = event.reuse_scope[1] is not Phase.FORWARD
     return Peak(size, event.what.segment, backward, event.what, tuple(live[:_SHOWN]))
+
+
+def levels_of_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> list[int]:
+    """The bytes alive while each operation runs in one call: of the forward, then the loss outside, of the backward."""
+    course = _course(graph, schedule)
+    return [during for during, _ in levels_of(course.events, course.sizes, course.lasting, course.arriving)]
 
 
 def footprint(graph: OperationGraph, schedule: PlannedSchedule) -> Footprint:

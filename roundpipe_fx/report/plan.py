@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import html
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.analysis.simulator import LiveValue, PeakMoment
+from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
-from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
-from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_explained, value_explained
+from roundpipe_fx.report.alternatives import Alternatives, alternatives_of
+from roundpipe_fx.report.explanation import explained
+from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
+from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
+from roundpipe_fx.report.plan_page import page_of_plans
+from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles
+from roundpipe_fx.report.plan_text import header_lines, stage_lines
+from roundpipe_fx.report.shown import show_page
 from roundpipe_fx.report.summary import summary_lines
 from roundpipe_fx.report.timeline import Timeline
 from roundpipe_fx.runtime.pipeline_run import Span
@@ -27,9 +31,8 @@ from roundpipe_fx.schedules import Timing
 
 __all__ = ["Plan"]
 
-_FORMAT = "roundpipe_fx plan 5"
-_LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
-"""Lists of values that a stage has; each value is in one of them, replayed ones in two."""
+_MOST_ACTIONS = 100_000
+"""Of the timeline that a page draws, and that is stored."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -56,6 +59,8 @@ class Plan:
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
+        read_step: gives memory over the step, and where values stand in the emitted code; ``None`` without programs.
+        stored: what :meth:`look_into` tells of a plan that was read from JSON.
         tiles: regions that are carried out in tiles; sums over tiles round differently.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
@@ -80,6 +85,8 @@ class Plan:
     modules: tuple[StageModule, ...] = field(compare=False)
     programs: tuple[Program, ...] = field(compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
+    read_step: Callable[[], EmittedStep] | None = field(compare=False, default=None)
+    stored: PlanDetails | None = field(compare=False, default=None)
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
     bucket_bytes: int = 0
@@ -94,8 +101,10 @@ class Plan:
             the timeline, in seconds from the step's beginning.
 
         Raises:
-            RuntimeError: the model is not pipelined, or the plan was read from JSON.
+            RuntimeError: the model is not pipelined.
         """
+        if self.stored is not None and self.stored.timeline is not None:
+            return self.stored.timeline
         if self.timing is None:
             raise RuntimeError(
                 "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
@@ -204,6 +213,31 @@ class Plan:
         found = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
         return (whole, *(point for point in found if point[0] < whole[0]))
 
+    def look_into(self) -> PlanDetails:
+        """What the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each operation
+        of the step and the values alive then, their lines in the emitted code, the other plans of the frontier, the
+        timeline of a pipeline.
+
+        It is worked out when it is first asked for: the frontier's plans are searched for again, which takes seconds
+        for a large model.
+
+        Returns:
+            the details, as plain data.
+        """
+        drawn = self.timing is not None and self.timing.schedule.size <= _MOST_ACTIONS
+        timeline = self.timeline() if drawn else None
+        return self.stored or dataclasses.replace(self._details, timeline=timeline)
+
+    @functools.cached_property
+    def _details(self) -> PlanDetails:
+        alternatives = Alternatives()
+        # A pipeline's frontier is that of whole schedules, of which there are no operations.
+        if self.trade_off and self.operations is not None and self.pipeline is None and self.budget is not None:
+            alternatives = alternatives_of(
+                self.operations, self._frontier, self.budget, self.peak_bytes, self.recompute_seconds
+            )
+        return PlanDetails(step=self.read_step() if self.read_step is not None else None, alternatives=alternatives)
+
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what the alternative would cost.
 
@@ -216,28 +250,42 @@ class Plan:
         Raises:
             ValueError: there is no such value or module; the message lists close matches.
         """
-        fates = list(self._fates())
-        found = [fate for fate in fates if fate[2].name == name]
-        tiled = [tiles for tiles in self.tiles if tiles.name == name]
-        if not found and not tiled:
-            found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
-            tiled = [own for own in self.tiles if own.module == name or own.module.startswith(f"{name}.")]
-        if not found and not tiled:
-            values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *self.tiles]
-            names = {value.name for value in values} | {value.module for value in values}
-            close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
-            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
-            raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-        texts = [value_explained(stage, fate, value) for stage, fate, value in found]
-        return "\n".join([*texts, *map(tiles_explained, tiled)])
+        return explained(self, name)
 
-    def _fates(self) -> Iterator[tuple[int, str, PlannedValue]]:
-        for stage in self.stages:
-            replayed = {value.name for value in stage.replayed}
-            for fate in _LISTS:
-                for value in getattr(stage, fate):
-                    if fate == "replayed" or value.name not in replayed:
-                        yield stage.index, fate, value
+    def write_html(self, path: str | Path, *, beside: Plan | None = None) -> Path:
+        """Write a page to explore the plan with: one file that needs no network.
+
+        It shows memory over the step with the values alive at each moment; every value with what happens to it, what
+        the alternative would cost and its lines; the plans of the frontier; the timeline of a pipeline. For a large
+        model, writing it takes seconds: see :meth:`look_into`.
+
+        Args:
+            path: the file to write.
+            beside: another plan, which the page compares this one with.
+
+        Returns:
+            the path.
+        """
+        target = Path(path)
+        target.write_text(self._page(beside), encoding="utf-8")
+        return target
+
+    def show(self, *, beside: Plan | None = None) -> Any:
+        """Show the page of :meth:`write_html`: in the notebook's cell, or in a browser, from a temporary file whose
+        path is printed. Without a display, the path is all there is.
+
+        Args:
+            beside: another plan, which the page compares this one with.
+
+        Returns:
+            in a notebook what displays the page; else ``None``.
+        """
+        return show_page(self._page(beside))
+
+    def _page(self, beside: Plan | None) -> str:
+        if beside is None:
+            return page_of_plans([self], ["roundpipe_fx plan"])
+        return page_of_plans([self, beside], ["this plan", "beside"])
 
     def to_json(self) -> str:
         """The plan as JSON, without the emitted code, which :meth:`from_json` reads.
@@ -245,14 +293,7 @@ class Plan:
         Returns:
             the text.
         """
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        for name in ("modules", "programs", "read_operations", "timing", "measured"):
-            del fields[name]
-        fields["pipeline"] = dataclasses.asdict(self.pipeline) if self.pipeline is not None else None
-        fields["stages"] = [dataclasses.asdict(stage) for stage in self.stages]
-        fields["peak"] = dataclasses.asdict(self.peak)
-        fields["tiles"] = [dataclasses.asdict(tiles) for tiles in self.tiles]
-        return json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
+        return json_of_plan(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -268,20 +309,7 @@ class Plan:
             ValueError: ``text`` is not a plan, or has another format.
         """
         try:
-            fields = json.loads(text)
-            found = fields.pop("format", None) if isinstance(fields, dict) else None
-            if found != _FORMAT:
-                raise ValueError(f"format {found!r} is not {_FORMAT!r}")
-            live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
-            fields["peak"] = PeakMoment(**fields["peak"], live=live)
-            fields["stages"] = tuple(_stage_from_json(stage) for stage in fields["stages"])
-            fields["segments"] = tuple(fields["segments"])
-            fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))
-            if fields["pipeline"] is not None:
-                lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
-                fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
-            fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
-            return cls(**fields, modules=(), programs=())
+            return cls(**fields_of_json(text))
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"this is not a roundpipe_fx plan: {error}") from error
 
@@ -311,8 +339,3 @@ class Plan:
             f"<pre>{html.escape(str(self))}</pre>"
             f"<details><summary>every stage</summary><pre>{html.escape(self.details())}</pre></details>"
         )
-
-
-def _stage_from_json(fields: dict[str, Any]) -> PlannedStage:
-    lists = {name: tuple(PlannedValue(**value) for value in fields[name]) for name in _LISTS}
-    return PlannedStage(**(fields | lists | {"segments": tuple(fields["segments"])}))

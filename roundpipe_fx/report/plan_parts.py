@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+__all__ = ["LISTS", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+
+LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
+"""Lists of values that a stage has; each value is in one of them, replayed ones in two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ class PlannedPipeline:
         microbatches: number of microbatches of a whole batch.
         checkpoint: which microbatches are recomputed; empty if a byte budget decides.
         makespan: modelled seconds of a step.
-            bubble: modelled share of the devices' time that they spend waiting.
+        bubble: modelled share of the devices' time that they spend waiting.
         peak_bytes: for each device, peak bytes beyond those allocated when the step began: values of the microbatches
             in flight, gradients, temporaries.
         order: the actions of every device with the transfers between them, one line per device.

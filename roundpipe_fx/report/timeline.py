@@ -16,12 +16,21 @@ __all__ = ["Bar", "Timeline"]
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """An action of a device: ``start`` and ``end`` in seconds since the beginning of the step."""
+    """An action of a device.
+
+    Attributes:
+        device: index of the device.
+        action: the action.
+        start: seconds since the beginning of the step.
+        end: likewise.
+        bytes: bytes that the device has allocated at most meanwhile, as predicted; 0 if measured.
+    """
 
     device: int
     action: Action
     start: float
     end: float
+    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,11 +57,11 @@ class Timeline:
             the timeline.
         """
         predicted = []
-        for device, (starts, ends) in enumerate(zip(timing.starts, timing.ends, strict=True)):
+        for device, columns in enumerate(zip(timing.starts, timing.ends, timing.action_bytes, strict=True)):
             actions = timing.schedule.actions(device)
             predicted += [
-                Bar(device, action, float(start), float(end))
-                for action, start, end in zip(actions, starts, ends, strict=True)
+                Bar(device, action, float(start), float(end), int(size))
+                for action, start, end, size in zip(actions, *columns, strict=True)
             ]
         measured = [Bar(device, span.action, *span.seconds()) for device, own in enumerate(spans or ()) for span in own]
         return cls(tuple(predicted), tuple(measured))

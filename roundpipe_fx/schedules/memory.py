@@ -57,8 +57,8 @@ def peaks_of(
     costs: StepCosts,
     others: Mapping[int, StepCosts],
     windows: Sequence[Sequence[ResidencyWindow]],
-) -> tuple[int, ...]:
-    """Peak bytes of each device.
+) -> list[tuple[int, np.ndarray]]:
+    """Peak bytes of each device, and the bytes allocated there at most during each of its actions.
 
     Args:
         schedule: the order in which devices run their actions.
@@ -84,7 +84,8 @@ def peaks_of(
 
     memory.enter_values(arrival)
     memory.enter_input_gradients()
-    return tuple(costs.transport_bytes + memory.peak(device, own) for device, own in enumerate(windows))
+    found = (memory.peak(device, own) for device, own in enumerate(windows))
+    return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
 
 
 class _Memory:
@@ -191,8 +192,8 @@ class _Memory:
                     at = self.places.first(device, makers, batches)
                     np.add.at(change, at[at >= 0] + 1, size)
 
-    def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> int:
-        """Peak bytes of a device, whose values and gradients of inputs have been entered."""
+    def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:
+        """Peak bytes of a device, whose values and gradients of inputs have been entered; and those of its actions."""
         change, own = self._changes[device], self._codes[device]
         first = self._enter_parameter_gradients(device, windows)
         _add_windows(change, windows)
@@ -203,8 +204,8 @@ class _Memory:
         variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
         needed = self._peak[variant_at, own]
         needed[first] = self._first_peak[variant_at[first], own[first]]
-        during = int((level + needed).max(initial=0))
-        return max(outside, self._at_end(device, levels), during, int(level.max(initial=0)))
+        during = level + np.maximum(needed, 0)
+        return max(outside, self._at_end(device, levels), int(during.max(initial=0))), during
 
     def _enter_parameter_gradients(self, device: int, windows: Sequence[ResidencyWindow]) -> np.ndarray:
         """Gradients of parameters: from the first action that adds to them.

@@ -8,6 +8,7 @@ with ten thousand microbatches, which are twenty million actions, are simulated 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -50,6 +51,7 @@ class Timing:
         starts: for each device, the seconds at which its actions start.
         ends: for each device, the seconds at which its actions end.
         peak_bytes: peak bytes of each device.
+        action_bytes: for each device, the bytes allocated there at most during each of its actions.
         brought_bytes: bytes of an offloaded model that are copied to the devices.
         left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
     """
@@ -59,6 +61,7 @@ class Timing:
     starts: tuple[np.ndarray, ...] = field(repr=False)
     ends: tuple[np.ndarray, ...] = field(repr=False)
     peak_bytes: tuple[int, ...]
+    action_bytes: tuple[np.ndarray, ...] = field(repr=False)
     brought_bytes: int = 0
     left: float | None = None
 
@@ -121,20 +124,20 @@ def simulate_time(
     link = HostLink(windows, [len(own) for own in codes], costs.host_bandwidth) if costs.on_host is not None else None
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows)
-    if link is None:
-        return Timing(schedule=schedule, graph=graph, starts=starts, ends=tuple(ends), peak_bytes=peaks)
-    left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
-    brought = sum(window.first + window.brought for own in windows for window in own)
-    return Timing(
+    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows)
+    timing = Timing(
         schedule=schedule,
         graph=graph,
         starts=starts,
         ends=tuple(ends),
-        peak_bytes=peaks,
-        brought_bytes=brought,
-        left=left,
+        peak_bytes=tuple(peak for peak, _ in found),
+        action_bytes=tuple(during for _, during in found),
     )
+    if link is None:
+        return timing
+    left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
+    brought = sum(window.first + window.brought for own in windows for window in own)
+    return dataclasses.replace(timing, brought_bytes=brought, left=left)
 
 
 def _run(

@@ -62,6 +62,16 @@ def test_compare(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert rows["saved alone 1"] and not rows["saved alone 0"]
 
 
+def test_pages(stored: Path, tmp_path: Path) -> None:
+    shown, both, own = (tmp_path / name for name in ("shown.html", "both.html", "own.html"))
+    assert main(["show", str(stored), "--html", str(shown)]) == 0
+    plan = Plan.from_json(stored.read_text())
+    assert shown.read_text() == plan.write_html(own).read_text()
+    assert main(["compare", str(stored), str(stored), "--html", str(both)]) == 0
+    assert both.read_text().count(json.dumps(str(stored))) == 2
+    assert main(["show", str(stored), "--html", str(tmp_path / "missing" / "page.html")]) == 2
+
+
 def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", _MLP, "--memory-budget", "100"]) == 1
     error = capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""The other plans on the frontier: memory over the step, what they save and what they recompute.
+
+A plan keeps of them only their peaks and seconds. Their schedules are searched for again when somebody asks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.ir.joint_graph import module_path
+from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.schedule import levels_of_schedule
+from roundpipe_fx.remat.search import Candidate, everything_kept, refine, search
+from roundpipe_fx.remat.several_calls import search_for_step
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["Alternative", "AlternativeValue", "Alternatives", "alternatives_of"]
+
+_PIECES = 800
+"""Number of pieces that the curve of a plan is given in, at most."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlternativeValue:
+    """A value of the forward that some plan of the frontier saves or recomputes.
+
+    Attributes:
+        name: name in the emitted code.
+        module: path of the user's module that computes it.
+        line: file and line of the user's program; empty if unknown.
+        bytes: bytes of its storage.
+        seconds: modelled seconds of computing it once.
+    """
+
+    name: str
+    module: str
+    line: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A plan of the frontier.
+
+    Attributes:
+        bytes: its peak, as the frontier says.
+        seconds: modelled seconds of recomputation, likewise.
+        curve: bytes allocated at most in each piece of the step: as many operations each, in order. Its maximum can
+            differ from ``bytes``, which may count values that are equal once, or several calls.
+        forward: number of pieces of the forward.
+        saved: indices of the values that it saves.
+        recomputed: indices of the values that it recomputes.
+    """
+
+    bytes: int
+    seconds: float
+    curve: tuple[int, ...]
+    forward: int
+    saved: tuple[int, ...]
+    recomputed: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternatives:
+    """The plans of the frontier.
+
+    Attributes:
+        values: what they differ in.
+        plans: highest peak first; points of the frontier that the search does not reach again are missing.
+        own: index of the plan that was chosen; ``None`` if it is none of them.
+    """
+
+    values: tuple[AlternativeValue, ...] = ()
+    plans: tuple[Alternative, ...] = ()
+    own: int | None = None
+
+
+def alternatives_of(
+    graph: OperationGraph, points: Sequence[tuple[int, float]], limit: int, own_bytes: int, own_seconds: float
+) -> Alternatives:
+    """The plans of a frontier.
+
+    Args:
+        graph: what they were made from.
+        points: the frontier: (peak bytes, modelled seconds of recomputation).
+        limit: bytes that were searched for.
+        own_bytes: predicted peak of the plan that was chosen.
+        own_seconds: its modelled seconds of recomputation.
+    """
+    found = _candidates(graph, points[0], limit)
+    numbers: dict[int, int] = {}
+    plans: list[Alternative] = []
+    own = None
+    for size, seconds in points:
+        candidate = found.get((size, seconds))
+        if candidate is None:
+            continue
+        alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
+        if alike and (own is None or abs(size - own_bytes) < abs(plans[own].bytes - own_bytes)):
+            own = len(plans)
+        plans.append(_alternative(graph, candidate, (size, seconds), numbers))
+    return Alternatives(values=tuple(_value(graph, storage) for storage in numbers), plans=tuple(plans), own=own)
+
+
+def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -> dict[tuple[int, float], Candidate]:
+    """By peak and seconds, the candidates that a planner with a limit looks at."""
+    blocks = Blocks(graph)
+    if graph.step is not None:
+        found = search_for_step(blocks)
+    else:
+        kept = everything_kept(blocks)
+        # The planner's may count equal values once, and the search is scaled by its peak.
+        if highest[1] == 0:
+            kept = Candidate(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
+        found = search(blocks, kept=kept)
+    return {(item.peak.bytes, item.seconds): item for item in refine(blocks, found, limit)}
+
+
+def _alternative(
+    graph: OperationGraph, candidate: Candidate, point: tuple[int, float], numbers: dict[int, int]
+) -> Alternative:
+    schedule = candidate.schedule
+    levels = np.array(levels_of_schedule(graph, schedule), dtype=np.int64)
+    forward = _pieces(levels[: len(graph.forward)], len(levels))
+    backward = _pieces(levels[len(graph.forward) :], len(levels))
+    steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
+    again = dict.fromkeys(storage for step in steps for storage in step.makes)
+
+    def indices(storages: Iterable[int]) -> tuple[int, ...]:
+        named = (storage for storage in storages if graph.sizes[storage] and storage in graph.values)
+        return tuple(numbers.setdefault(storage, len(numbers)) for storage in named)
+
+    return Alternative(
+        bytes=point[0],
+        seconds=point[1],
+        curve=(*forward, *backward),
+        forward=len(forward),
+        saved=indices(sorted(schedule.choice.kept)),
+        recomputed=indices(again),
+    )
+
+
+def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:
+    """The largest level of each of so many pieces as are this part's share of the whole."""
+    count = min(len(levels), math.ceil(_PIECES * len(levels) / max(total, _PIECES)))
+    return tuple(int(piece.max()) for piece in np.array_split(levels, count)) if count else ()
+
+
+def _value(graph: OperationGraph, storage: int) -> AlternativeValue:
+    node = graph.values[storage]
+    return AlternativeValue(
+        name=node.name,
+        module=module_path(node, module_path_text),
+        line=line_of(node),
+        bytes=graph.sizes[storage],
+        seconds=graph.recipes[storage].seconds if storage in graph.recipes else 0.0,
+    )

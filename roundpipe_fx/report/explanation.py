@@ -1,0 +1,50 @@
+"""What ``plan.explain(…)`` says: what happens to a value, or to all values of a module."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from roundpipe_fx.report.plan_parts import LISTS, PlannedTiles, PlannedValue
+from roundpipe_fx.report.plan_text import tiles_explained, value_explained
+
+if TYPE_CHECKING:
+    from roundpipe_fx.report.plan import Plan
+
+__all__ = ["explained"]
+
+
+def explained(plan: Plan, name: str) -> str:
+    """The explanation, a line for each value.
+
+    Args:
+        plan: any.
+        name: name of a value in the emitted code, or of a module.
+
+    Raises:
+        ValueError: there is no such value or module; the message lists close matches.
+    """
+    fates = list(_fates(plan))
+    found = [fate for fate in fates if fate[2].name == name]
+    tiled = [tiles for tiles in plan.tiles if tiles.name == name]
+    if not found and not tiled:
+        found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
+        tiled = [own for own in plan.tiles if own.module == name or own.module.startswith(f"{name}.")]
+    if not found and not tiled:
+        values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *plan.tiles]
+        names = {value.name for value in values} | {value.module for value in values}
+        close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
+        hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+        raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
+    texts = [value_explained(stage, fate, value) for stage, fate, value in found]
+    return "\n".join([*texts, *map(tiles_explained, tiled)])
+
+
+def _fates(plan: Plan) -> Iterator[tuple[int, str, PlannedValue]]:
+    for stage in plan.stages:
+        replayed = {value.name for value in stage.replayed}
+        for fate in LISTS:
+            for value in getattr(stage, fate):
+                if fate == "replayed" or value.name not in replayed:
+                    yield stage.index, fate, value

@@ -1,0 +1,167 @@
+"""What a plan tells when it is looked at closely: memory over the step, emitted lines, other plans, the timeline.
+
+It is worked out on demand, since planning does not need it. As data it is columns, in which texts are numbers of a
+table: a plan of a large model has ten thousand values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from roundpipe_fx.analysis.memory_timeline import Lifetime, MemoryTimeline, Moment
+from roundpipe_fx.report.alternatives import Alternative, Alternatives, AlternativeValue
+from roundpipe_fx.report.emitted_lines import EmittedLine
+from roundpipe_fx.report.timeline import Bar, Timeline
+from roundpipe_fx.schedules import Action
+
+__all__ = ["EmittedStep", "PlanDetails", "details_as_data", "details_from_data"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmittedStep:
+    """What is read off a plan's programs.
+
+    Attributes:
+        memory: memory over the step.
+        lines: by name of a value, the lines of the emitted code that compute it, then those that recompute it.
+    """
+
+    memory: MemoryTimeline
+    lines: Mapping[str, tuple[EmittedLine, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDetails:
+    """What a plan tells when it is looked at closely.
+
+    Attributes:
+        step: what is read off its programs; ``None`` for a plan without programs.
+        alternatives: the plans on its frontier.
+        timeline: when each device of a pipeline runs which action; ``None`` if there is no pipeline, or
+            its schedule has more actions than a page can draw.
+    """
+
+    step: EmittedStep | None = None
+    alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
+    timeline: Timeline | None = None
+
+
+class _LineOfValue(NamedTuple):
+    name: str
+    file: str
+    line: int
+    text: str
+
+
+def details_as_data(details: PlanDetails) -> dict[str, Any]:
+    """Details as data for JSON.
+
+    Args:
+        details: of a plan.
+
+    Returns:
+        by name, lists, numbers and texts.
+    """
+    strings: dict[str, int] = {}
+    memory = lines = timeline = None
+    if details.step is not None:
+        found = details.step.memory
+        memory = {
+            "moments": _columns(found.moments, Moment._fields, strings),
+            "values": _columns(found.values, Lifetime._fields, strings),
+            "forward": found.forward,
+            "source": found.source,
+        }
+        rows = [_LineOfValue(name, *line) for name, own in details.step.lines.items() for line in own]
+        lines = _columns(rows, _LineOfValue._fields, strings)
+    own = details.alternatives
+    alternatives = {
+        "values": _columns(own.values, _fields(AlternativeValue), strings),
+        "plans": [dataclasses.asdict(plan) for plan in own.plans],
+        "own": own.own,
+    }
+    if details.timeline is not None:
+        timeline = {
+            name: [[bar.device, str(bar.action), bar.start, bar.end, bar.bytes] for bar in bars]
+            for name, bars in (("predicted", details.timeline.predicted), ("measured", details.timeline.measured))
+        }
+    return {
+        "memory": memory,
+        "lines": lines,
+        "alternatives": alternatives,
+        "timeline": timeline,
+        "strings": list(strings),
+    }
+
+
+def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
+    """Read what :func:`details_as_data` returned.
+
+    Args:
+        data: as read from JSON.
+
+    Raises:
+        KeyError: something is missing.
+        TypeError: something is no list, number or text where it should be.
+        ValueError: something has a value that it cannot have.
+    """
+    strings = data["strings"]
+    step = timeline = None
+    if data["memory"] is not None:
+        memory = data["memory"]
+        lines: dict[str, list[EmittedLine]] = {}
+        for name, *line in _rows(data["lines"], strings):
+            lines.setdefault(name, []).append(EmittedLine(*line))
+        step = EmittedStep(
+            memory=MemoryTimeline(
+                moments=tuple(Moment(*row) for row in _rows(memory["moments"], strings)),
+                values=tuple(Lifetime(*row) for row in _rows(memory["values"], strings)),
+                forward=memory["forward"],
+                source=memory["source"],
+            ),
+            lines={name: tuple(own) for name, own in lines.items()},
+        )
+    if data["timeline"] is not None:
+        bars = {
+            name: tuple(Bar(device, Action.parse(action), *rest) for device, action, *rest in data["timeline"][name])
+            for name in ("predicted", "measured")
+        }
+        timeline = Timeline(**bars)
+    found = data["alternatives"]
+    names = _fields(AlternativeValue)
+    alternatives = Alternatives(
+        values=tuple(AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(found["values"], strings)),
+        plans=tuple(
+            Alternative(**(plan | {name: tuple(plan[name]) for name in ("curve", "saved", "recomputed")}))
+            for plan in found["plans"]
+        ),
+        own=found["own"],
+    )
+    return PlanDetails(step=step, alternatives=alternatives, timeline=timeline)
+
+
+def _fields(kind: type[Any]) -> tuple[str, ...]:
+    return tuple(item.name for item in dataclasses.fields(kind))
+
+
+def _columns(rows: Iterable[Any], names: Sequence[str], strings: dict[str, int]) -> dict[str, Any]:
+    """Rows as columns; ``texts`` names those that hold numbers of texts."""
+    items = list(rows)
+    columns: dict[str, list[Any]] = {name: [getattr(item, name) for item in items] for name in names}
+    texts = [name for name, column in columns.items() if column and isinstance(column[0], str)]
+    for name in texts:
+        columns[name] = [strings.setdefault(text, len(strings)) for text in columns[name]]
+    return {"texts": texts, **columns}
+
+
+def _rows(columns: Mapping[str, Any], strings: Sequence[str]) -> list[tuple[Any, ...]]:
+    texts = set(columns["texts"])
+    lists = [
+        [strings[number] for number in column] if name in texts else column
+        for name, column in columns.items()
+        if name != "texts"
+    ]
+    return list(zip(*lists, strict=True))

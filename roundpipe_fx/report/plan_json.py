@@ -1,0 +1,68 @@
+"""Plans as JSON: all but the emitted code."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any
+
+from roundpipe_fx.analysis.simulator import LiveValue, PeakMoment
+from roundpipe_fx.report.plan_details import details_as_data, details_from_data
+from roundpipe_fx.report.plan_parts import LISTS, PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
+
+if TYPE_CHECKING:
+    from roundpipe_fx.report.plan import Plan
+
+__all__ = ["fields_of_json", "json_of_plan"]
+
+_FORMAT = "roundpipe_fx plan 6"
+_LEFT_OUT = ("modules", "programs", "read_operations", "read_step", "stored", "timing", "measured")
+"""Fields of a plan that are no plain data."""
+
+
+def json_of_plan(plan: Plan) -> str:
+    """A plan as JSON. What can be long has a line for itself, without spaces."""
+    fields = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
+    for name in _LEFT_OUT:
+        del fields[name]
+    fields["pipeline"] = dataclasses.asdict(plan.pipeline) if plan.pipeline is not None else None
+    fields["stages"] = [dataclasses.asdict(stage) for stage in plan.stages]
+    fields["peak"] = dataclasses.asdict(plan.peak)
+    fields["tiles"] = [dataclasses.asdict(tiles) for tiles in plan.tiles]
+    text = json.dumps({"format": _FORMAT, **fields}, indent=1, default=dict)
+    details = details_as_data(plan.look_into()).items()
+    lines = (f' "{name}": {json.dumps(value, separators=(",", ":"))}' for name, value in details)
+    return ",\n".join([text.removesuffix("\n}"), *lines]) + "\n}"
+
+
+def fields_of_json(text: str) -> dict[str, Any]:
+    """The fields of the plan that :func:`json_of_plan` wrote, by name.
+
+    Args:
+        text: the JSON.
+
+    Raises:
+        KeyError: it is not a plan.
+        TypeError: it is not a plan.
+        ValueError: it is not a plan, or one of another format.
+    """
+    fields = json.loads(text)
+    found = fields.pop("format", None) if isinstance(fields, dict) else None
+    if found != _FORMAT:
+        raise ValueError(f"format {found!r} is not {_FORMAT!r}")
+    live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
+    fields["peak"] = PeakMoment(**fields["peak"], live=live)
+    fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
+    fields["segments"] = tuple(fields["segments"])
+    fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))
+    if fields["pipeline"] is not None:
+        lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
+        fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
+    fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
+    details = {name: fields.pop(name) for name in ("memory", "lines", "alternatives", "timeline", "strings")}
+    return {**fields, "stored": details_from_data(details), "modules": (), "programs": ()}
+
+
+def _stage(fields: dict[str, Any]) -> PlannedStage:
+    lists = {name: tuple(PlannedValue(**value) for value in fields[name]) for name in LISTS}
+    return PlannedStage(**(fields | lists | {"segments": tuple(fields["segments"])}))
