@@ -26,12 +26,16 @@ class CapturedCalls:
         graphs: what it was compiled to.
         programs: what each microbatch runs.
         primals: the inputs of the compiled graph.
+        alone: whether they run in one pipeline over processes, whatever its replicas do: an evaluation.
+        averaged: whether gradients are averaged over the replicas of a pipeline over processes.
     """
 
     calls: Sequence[Callable[[], Any]]
     graphs: list[PipelinedGraph]
     programs: list[PipelineProgram]
     primals: list[list[Any]]
+    alone: bool = False
+    averaged: bool = True
 
 
 def capture_calls(

@@ -202,7 +202,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
         ({"cost": "measured"}, "all must plan alike"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
         ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),
-        ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))}, "dimension 'dp'"),
+        ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "pp"))}, "dimension 'tp'"),
     ):
         with pytest.raises(ValueError, match=text):
             roundpipe_fx.compile(model, **{"mesh": mesh, **options})
