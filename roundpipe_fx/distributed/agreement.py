@@ -61,7 +61,7 @@ def agree(ranks: Ranks, own: Statement, size: int) -> list[list[str]]:
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and own.failure is None:
         rank, failure, figures = failed[0]
-        error = RemoteError(f"rank {rank} of {ranks.name} could not prepare the step: {failure}")
+        error = RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
         error.figures = figures
         raise error
     if not failed:
@@ -89,7 +89,7 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
         raise
     for rank, failure in enumerate(ranks.gather(None)):
         if failure is not None:
-            raise RemoteError(f"rank {rank} of {ranks.name} could not {what}: {failure}")
+            raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not {what}: {failure}")
 
 
 def _compare(ranks: Ranks, own: dict[str, str], gathered: Sequence[dict[str, str]], size: int) -> None:
@@ -111,8 +111,8 @@ def _compare(ranks: Ranks, own: dict[str, str], gathered: Sequence[dict[str, str
                     "The first batch, or that of model.trace, must have the same shapes in all replicas."
                 )
             raise RanksDifferError(
-                f"the ranks of {ranks.name} differ in {name}. Rank {one} has\n    {first}\nand rank {two} has\n"
-                f"    {other}\n{rule}"
+                f"the ranks of {ranks.name} differ in {name}. Rank {ranks.ranks[one]} has\n    {first}\n"
+                f"and rank {ranks.ranks[two]} has\n    {other}\n{rule}"
             )
 
 

@@ -79,8 +79,8 @@ class Replicas(Ranks):
         return work
 
     def share_tensor(self, value: torch.Tensor) -> None:
-        """Overwrite a dense one-dimensional tensor with the first replica's. Every rank must call it."""
-        dist.broadcast(value.view(torch.uint8), group_src=0, group=self._group(value))
+        """Overwrite a dense tensor with the first replica's. Every rank must call it."""
+        dist.broadcast(value, group_src=0, group=self._group(value))
 
     def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
         return self._host if value.device.type == "cpu" else self._tensors

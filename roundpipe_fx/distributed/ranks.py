@@ -26,6 +26,7 @@ class Ranks:
         name: what they are, for messages.
 
     Attributes:
+        ranks: their global ranks, which messages name.
         size: how many they are.
         rank: this process's number among them.
         name: what they are.
@@ -33,7 +34,7 @@ class Ranks:
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
         self.size, self.rank, self.name = len(ranks), list(ranks).index(dist.get_rank()), name
-        self._ranks, self._timeout = list(ranks), timeout
+        self.ranks, self._timeout = list(ranks), timeout
         self._host = self._another("gloo")
         self._unique = self.share(uuid.uuid4().hex, 0)
         self._store = default_store()
@@ -41,7 +42,7 @@ class Ranks:
 
     def _another(self, backend: str) -> dist.ProcessGroup:
         """A process group of their own."""
-        return dist.new_group(self._ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True)
+        return dist.new_group(self.ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""

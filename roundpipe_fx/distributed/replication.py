@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.distributed.averaging import Averaging, buckets_of, known_at_end
+from roundpipe_fx.distributed.averaging import SMALL_BYTES, Averaging, buckets_of, known_at_end
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout, dense
+from roundpipe_fx.distributed.layout import Layout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.random_streams import RandomStream
@@ -61,15 +61,23 @@ class Replication:
         replicas, own = self._group.replicas, self._ownership
         if replicas is None:
             return
-        for value in {id(value): value for value in tensors}.values():
-            if own.owns(value) and id(value) not in own.unloaded and value.numel():
-                data = value.detach()
-                flat = dense(data, data.shape, data.stride())
-                replicas.share_tensor(flat)
-                if flat.data_ptr() != data.data_ptr():
-                    like = torch.empty_like(data)
-                    dense(like, like.shape, like.stride()).copy_(flat)
-                    data.copy_(like)
+        once = {id(value): value for value in tensors if own.owns(value) and id(value) not in own.unloaded}
+        values = [value.detach() for value in once.values() if value.numel()]
+        flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
+        small: dict[torch.device, list[torch.Tensor]] = {}
+        for part in flat:
+            if part.numel() < SMALL_BYTES:  # a batch norm has three of a few bytes
+                small.setdefault(part.device, []).append(part)
+            else:
+                replicas.share_tensor(part)
+        for parts in small.values():
+            together = torch.cat(parts)
+            replicas.share_tensor(together)
+            for part, received in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+                part.copy_(received)
+        for value, part in zip(values, flat, strict=True):
+            if part.data_ptr() != value.data_ptr():  # not dense, so a copy
+                value.copy_(strided(part.view(value.dtype), value.shape, value.stride()))
 
     def number_streams(self, generators: Sequence[str] | None, microbatches: int) -> None:
         """Decide of which streams a step draws.

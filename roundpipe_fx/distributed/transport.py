@@ -302,7 +302,7 @@ def _zeros(parcel: Parcel, device: torch.device) -> tuple[list[int], list[torch.
 
 
 def _text(ranks: Ranks, failure: BaseException | None) -> str:
-    rank = ranks.rank
+    rank = ranks.ranks[ranks.rank]
     if failure is None:
         return f"rank {rank} of {ranks.name} was stopped in its step."
     lines = "".join(traceback.format_exception(failure)).rstrip()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ import roundpipe_fx
 from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from tests.distributed.models import Net, make
-from tests.distributed.test_many_processes import Armed, _breaking
 from tests.trainers.processes import in_processes
 
 STEPS = 2
@@ -112,8 +111,8 @@ def check_gradients(_rank: int, _folder: str) -> None:
 
 def check_one_seed(_rank: int, _folder: str) -> None:
     """Replicas with the same seed draw as further microbatches of one pipeline, and stay alike."""
-    mesh = _mesh()
-    replica, _ = mesh.get_coordinate()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    replica = mesh["dp"].get_local_rank()
     model, batch = make("tied")
     plain = copy.deepcopy(model)
     whole = roundpipe_fx.compile(plain, devices=["cpu"] * 2, num_microbatches=4)
@@ -124,7 +123,7 @@ def check_one_seed(_rank: int, _folder: str) -> None:
     for (loss, gradients), (of_whole, all_gradients) in zip(_steps(compiled, own, 5, _step), expected, strict=True):
         losses = torch.stack(_everywhere(loss))
         torch.testing.assert_close(losses.mean(), of_whole, rtol=1e-6, atol=0)
-        assert losses[0] != losses[2]
+        assert losses[0] != losses[1]
         for name, value in gradients.items():
             torch.testing.assert_close(value, all_gradients[name], rtol=1e-5, atol=1e-7)
     assert torch.equal(torch.get_rng_state(), after)
@@ -165,25 +164,45 @@ def _no_sync_on_one(model: Any, replica: int) -> contextlib.AbstractContextManag
     return model.no_sync() if replica else contextlib.nullcontext()
 
 
+class Counted:
+    """Calls of stages in this process, and the number of the one that raises."""
+
+    calls = 0
+    broken: int | None = None
+
+
+def _counting(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    def call(*arguments: Any) -> Any:
+        Counted.calls += 1
+        if Counted.calls == Counted.broken:
+            raise ValueError("the stage of this rank is broken")
+        return module(*arguments)
+
+    return call
+
+
 def check_failures(rank: int, _folder: str) -> None:
-    """An exception on one rank is raised on all of both replicas; the next step runs as if nothing had been."""
+    """An exception on one rank is raised on all of both replicas, also when some gradients are being averaged already;
+    the next step runs as if nothing had been."""
     mesh = _mesh()
     replica, _ = mesh.get_coordinate()
     model, batch = make("tied")
     own = _batch_of(batch, replica)
-    compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=4, stage_compiler=_breaking)
+    options = {"num_microbatches": 4, "schedule": "interleaved", "stage_compiler": _counting}
+    compiled = roundpipe_fx.compile(model, mesh=mesh, **options)
     compiled.trace(**own)
+    Counted.calls = 0
     expected = _steps(compiled, own, 5, _step)
-    compiled.zero_grad()
-    for broken in (0, 3):
-        Armed.now = rank == broken
+    calls = Counted.calls // STEPS
+    for broken, call in ((0, 1), (3, calls - 1), (0, calls)):
+        Counted.calls, Counted.broken = 0, call if rank == broken else None
         start = time.monotonic()
         with pytest.raises(Exception, match="the stage of this rank is broken") as caught:
             compiled.forward_backward(**own)
         assert time.monotonic() - start < 10
         assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
         assert rank == broken or f"rank {broken} of the pipelines raised ValueError" in str(caught.value)
-    Armed.now = False
+    Counted.broken = None
     assert all(value.grad is None for value in compiled.parameters())
     for (loss, gradients), (known, all_known) in zip(_steps(compiled, own, 5, _step), expected, strict=True):
         assert torch.equal(loss, known) and all(torch.equal(value, all_known[key]) for key, value in gradients.items())
