@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import roundpipe_fx
 from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.averaging import Averaging, Bucket, buckets_of, known_at_end
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
@@ -89,6 +90,15 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: py
     for key, value, mean in zip(keys, parameters, expected, strict=True):
         assert torch.equal(found[key], mean) and found[key].stride() == value.stride()
     assert torch.equal(given[2], expected[2] - 1)  # it was not its own
+
+
+def test_without_replicas_there_is_nothing_to_synchronize() -> None:
+    model, x = roundpipe_fx.compile(nn.Linear(2, 2), num_microbatches=2), torch.ones(2, 2)
+    with model.no_sync():
+        model.forward_backward(x, labels=x, loss_fn=nn.functional.mse_loss)
+    first = model.weight.grad.clone()
+    model.forward_backward(x, labels=x, loss_fn=nn.functional.mse_loss)
+    assert torch.equal(model.weight.grad, 2 * first)
 
 
 def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
