@@ -111,7 +111,7 @@ class ProcessPipeline:
         """
         first, synchronizing = not self._agreed, self.replication.synchronizing
         # Replicas may evaluate different numbers of batches.
-        alone = torch.is_grad_enabled() is False and not first
+        alone = not (first or torch.is_grad_enabled())
         ranks, size = self.group if alone else self.group.everyone, self.group.size
         texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
         if first and self.group.replicas is not None:

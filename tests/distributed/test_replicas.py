@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.pipeline import step
+from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from tests.distributed.models import Net, make
 from tests.trainers.processes import in_processes
 
@@ -238,6 +240,28 @@ def check_differences(_rank: int, _folder: str) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
+def check_another_plan(_rank: int, _folder: str) -> None:
+    """If the microbatches of one replica do not fit together, all replicas plan with less, and run the step again."""
+    replica, _ = _mesh().get_coordinate()
+    model, batch = make("net")
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=2, memory_budget="1GiB", dynamic=False)
+    compiled.trace(**batch)
+    refusing = [True] if replica else []
+
+    def check_together(*_arguments: Any) -> None:
+        if refusing:
+            refusing.clear()
+            raise UnequalMicrobatchesError(200, 100)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "check_together", check_together)
+        compiled.forward_backward(**_batch_of(batch, replica))
+    assert not refusing
+    shares = _everywhere(compiled._state_of_roundpipe_fx.learned.share)
+    assert len(set(shares)) == 1 and shares[0] < 0.5
+    assert all(value.grad is not None for value in compiled.parameters())
+
+
 def check_norm_and_checkpoint(_rank: int, folder: str) -> None:
     """The norm is that of the mean gradients; a checkpoint has each tensor once, and all replicas load it."""
     mesh = _mesh()
@@ -314,6 +338,7 @@ def test_replicas(tmp_path: Path) -> None:
         check_no_sync,
         check_failures,
         check_differences,
+        check_another_plan,
         check_norm_and_checkpoint,
         check_budget,
         check_data_parallel_alone,
