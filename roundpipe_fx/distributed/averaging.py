@@ -100,7 +100,7 @@ def buckets_of(
     return found
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Averaging:
     """The reductions of one step on one rank.
 

@@ -125,9 +125,9 @@ class Replication:
         buckets = buckets_of(instructions[self._group.rank], programs, primals, parameters, at_end | over_ranks.keys())
         owners = self._ownership.owners or {}
         return Averaging(
-            self._group.replicas,
-            buckets,
-            parameters,
+            replicas=self._group.replicas,
+            buckets=buckets,
+            parameters=parameters,
             over_ranks=frozenset(
                 key
                 for key, computed in over_ranks.items()

@@ -17,7 +17,7 @@ from roundpipe_fx.schedules import ActionKind
 __all__ = ["CapturedCalls", "capture_calls", "check_unchanged"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CapturedCalls:
     """Microbatches, ready to run.
 
@@ -62,7 +62,7 @@ def capture_calls(
         compile_state.structure = graphs[0].pipeline.structure
         _check_alike(graphs[0], graph)
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
-    return CapturedCalls(calls, graphs, programs, primals)
+    return CapturedCalls(calls=calls, graphs=graphs, programs=programs, primals=primals)
 
 
 def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:

@@ -75,9 +75,9 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: py
     parameters[2].grad = torch.ones(2, 2)
     replicas: Any = _Alike()
     run = Averaging(
-        replicas,
-        [Bucket(4, tuple(keys))],
-        dict(zip(keys, parameters, strict=True)),
+        replicas=replicas,
+        buckets=[Bucket(4, tuple(keys))],
+        parameters=dict(zip(keys, parameters, strict=True)),
         unsynchronized=frozenset(keys[2:]),
     )
     run.after(3, sums)
@@ -104,7 +104,8 @@ def test_without_replicas_there_is_nothing_to_synchronize() -> None:
 def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3))
     replicas: Any = _Alike()
-    run = Averaging(replicas, [Bucket(0, (id(parameter),))], {id(parameter): parameter})
+    buckets = [Bucket(0, (id(parameter),))]
+    run = Averaging(replicas=replicas, buckets=buckets, parameters={id(parameter): parameter})
     with pytest.raises(KeyError):
         run.after(0, GradientAccumulator())
     run.go_without_values()
