@@ -18,6 +18,7 @@ BENCHMARKS = (
     "pipeline",
     "pipeline_memory",
     "offloaded",
+    "processes",
     "tiling",
 )
 

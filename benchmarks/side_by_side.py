@@ -255,14 +255,19 @@ def paired_ratio(
     )
 
 
-def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
-    """Print a table and write it, with the machine's description, to ``benchmarks/results/``."""
+def show(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table."""
     table = Table(title=title)
     for heading in rows[0]:
         table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*(f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()))
     console.print(table)
+
+
+def report(name: str, title: str, rows: list[dict[str, Any]]) -> None:
+    """Print a table and write it, with the machine's description, to ``benchmarks/results/``."""
+    show(title, rows)
     RESULTS.mkdir(exist_ok=True)
     machine = {
         "machine": platform.platform(),

@@ -3,8 +3,10 @@
 ::
 
     torchrun --nproc-per-node 2 examples/processes.py --steps 20 --folder /tmp/trained
+    torchrun --nproc-per-node 4 examples/processes.py --replicas 2
 
-The model is built without memory. Each rank initializes and trains the parameters of its own stages.
+The model is built without memory. Each rank initializes and trains the parameters of its own stages. Replicas of the
+pipeline train on rows of their own, and average gradients.
 """
 
 from __future__ import annotations
@@ -61,17 +63,20 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--replicas", type=int, default=1, help="how many pipelines; it divides the number of ranks")
     parser.add_argument("--folder")
     arguments = parser.parse_args()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     if kind == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
-    mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("pp",))
+    stages = dist.get_world_size() // arguments.replicas
+    mesh = init_device_mesh(kind, (arguments.replicas, stages), mesh_dim_names=("dp", "pp"))
 
-    torch.manual_seed(0)  # the same batches on every rank
+    torch.manual_seed(0)  # the same batches on every rank of a pipeline
     starts = torch.randint(WORDS, (16, 1))
     tokens = ((starts + 3 * torch.arange(LENGTH)) % WORDS).to(kind)
+    tokens = tokens.chunk(arguments.replicas)[mesh["dp"].get_local_rank()]
     with torch.device("meta"):
         model = Model(arguments.layers)
     model = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=4, memory_budget="1GiB")

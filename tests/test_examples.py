@@ -47,6 +47,22 @@ def test_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_benchmark_of_processes() -> None:
+    """Each way of training in two processes computes the same loss."""
+    output = _run("-m", "benchmarks.processes", "--quick")
+    rows = [line.split("│")[1:-1] for line in output.splitlines() if line.startswith("│")]
+    assert [row[0].split(",")[0].strip() for row in rows] == [
+        "roundpipe_fx",
+        "roundpipe_fx",
+        "torch.distributed.pipelining",
+        "DistributedDataParallel",
+        "FSDP2",
+    ]
+    losses = [float(row[-1]) for row in rows]
+    assert max(losses) - min(losses) < 0.002
+
+
+@pytest.mark.long
 def test_many_processes(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/many-processes.md").read_text(), flags=re.DOTALL)
     (tmp_path / "page.py").write_text("\n".join(blocks))

@@ -88,7 +88,8 @@ def compile(
             they run, gradients are copied back, and inputs and outputs are moved; a budget counts all of that.
         mesh: run pipelined over the processes of a ``DeviceMesh``, along its dimension ``"pp"``: one rank is one device
             of the schedule, and has the parameters of its own stages only. Every rank must be given the same model,
-            options and batches. See docs/many-processes.md.
+            options and batches. Along a dimension ``"dp"`` there are replicas of the pipeline, each with its own
+            batches, which average gradients. See docs/many-processes.md.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
         schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
             default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
@@ -155,7 +156,8 @@ def compile(
         loss_reduction,
     )
     if mesh is not None and pipelining is not None:
-        pipelining = dataclasses.replace(pipelining, over_processes=True)
+        replicas = over_processes.replicas_of(mesh)
+        pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas)
     splitting = Splitting(split_input, split_label, merge_output)
     if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -239,6 +240,18 @@ class CompiledModule(nn.Module):
             return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         return over_processes.clip_gradients(processes, max_norm, norm_type)
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager in which steps add to the gradients of this replica without averaging them over replicas.
+
+        The first step outside of it averages what has been added, as with DistributedDataParallel. A call of the model
+        must be inside for its ``backward()`` not to average. Without replicas nothing is averaged in any case.
+
+        Returns:
+            the context manager.
+        """
+        processes = self._state_of_roundpipe_fx.processes
+        return contextlib.nullcontext() if processes is None else processes.replication.no_sync()
+
     def optim_named_parameters(
         self, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
@@ -348,6 +361,7 @@ _OWN = (
     "forward_backward",
     "init_weights",
     "load",
+    "no_sync",
     "plan",
     "plans",
     "trace",
@@ -358,7 +372,7 @@ _OWN = (
 )
 """Attributes that a compiled module has in addition to the model's."""
 
-_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load")
+_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load", "no_sync")
 """Those that every model compiled with a mesh has."""
 
 COMPILED = (

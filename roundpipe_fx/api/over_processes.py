@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.agreement import together
-from roundpipe_fx.distributed.group import PIPELINE, PipelineGroup, check_mesh
+from roundpipe_fx.distributed.group import DATA, PIPELINE, PipelineGroup, check_mesh, size_of
 from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.ir.options import Options
@@ -28,6 +28,7 @@ __all__ = [
     "of_this_rank",
     "own_state",
     "process_pipeline",
+    "replicas_of",
 ]
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -68,7 +69,12 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: A
                 f"{name!r} lies on {str(value.device)!r}, and this rank's device is {device!r}: move the model there, "
                 "or build it under torch.device('meta')."
             )
-    return [device] * mesh[PIPELINE].size()
+    return [device] * size_of(mesh, PIPELINE)
+
+
+def replicas_of(mesh: DeviceMesh) -> int:
+    """How many replicas of a pipeline there are."""
+    return size_of(mesh, DATA)
 
 
 def process_pipeline(
@@ -111,21 +117,28 @@ def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> Non
     """Read what this rank owns from files."""
     _check_planned(processes)
     seed = _seed(processes)
-    with together(processes.group, "load the model"):
+    with together(processes.group.everyone, "load the model"):
         load_files(processes.ownership, path, fill, seed)
+    _share(processes)
 
 
 def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
     """Let a function write what this rank owns."""
     _check_planned(processes)
     seed = _seed(processes)
-    with together(processes.group, "initialize the model"):
+    with together(processes.group.everyone, "initialize the model"):
         initialize(processes.ownership, fill, seed)
+    _share(processes)
+
+
+def _share(processes: ProcessPipeline) -> None:
+    """Replicas get what the first one has read or initialized: ``fill`` may differ, as random numbers do."""
+    processes.replication.share_tensors(value for _, value in named_tensors(processes.ownership.model))
 
 
 def _seed(processes: ProcessPipeline) -> int:
     """That of the first rank, on all."""
-    seed: int = processes.group.share(torch.initial_seed(), 0)
+    seed: int = processes.group.everyone.share(torch.initial_seed(), 0)
     return seed
 
 

@@ -57,7 +57,8 @@ def replanning(
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
     if processes is not None and budgeted:
-        for largest in processes.group.gather(learned.largest):
+        ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group
+        for largest in ranks.gather(learned.largest):
             learned.merge(largest)
     if learned.steps.stale and torch.is_grad_enabled():
         learned.steps.plan_together(learned.share)

@@ -3,7 +3,7 @@
 Ranks plan alike because planning is deterministic. Where options, batches, code or versions differ, schedules would
 differ too, and ranks would wait for each other for ever. So digests are exchanged, and texts if they differ: options
 and batch before anything is traced, so that a wrong batch leaves no rank with a graph that others do not have; graph
-and plan before anything runs.
+and plan before anything runs. Replicas of a pipeline have batches of their own, and may plan differently for them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.distributed.group import PipelineGroup
+from roundpipe_fx.distributed.ranks import Ranks
 
-__all__ = ["Statement", "agree", "together"]
+__all__ = ["FIRST_BATCH", "Statement", "agree", "together"]
+
+FIRST_BATCH = "the shapes of the first batch"
+"""Name of the text by which replicas are compared before stages are given to ranks."""
 
 
 @dataclass(frozen=True)
@@ -24,43 +27,56 @@ class Statement:
     """What a rank is about to do.
 
     Attributes:
-        texts: by name (options, batch, graph, plan), what is to be the same on all ranks; empty after a failure.
+        texts: by name (options), what is to be the same on all ranks of all pipelines; empty after a failure.
+        within: by name (batch, graph, plan), what is to be the same on the ranks of one pipeline.
         generator: the state of the generator that the step draws from.
         failure: what tracing or planning has raised; ``None`` if nothing.
+        figures: of the failure, which the other ranks need to try again; ``None`` if they cannot.
     """
 
     texts: dict[str, str] = field(default_factory=dict)
+    within: dict[str, str] = field(default_factory=dict)
     generator: bytes = b""
     failure: str | None = None
+    figures: tuple[int, int] | None = None
 
 
-def agree(group: PipelineGroup, own: Statement) -> bool:
+def agree(ranks: Ranks, own: Statement, size: int) -> list[list[str]]:
     """Compare the statements of all ranks.
 
+    Args:
+        ranks: of one pipeline or of several, one after another.
+        own: this rank's.
+        size: how many ranks a pipeline has.
+
     Returns:
-        whether the generators of all ranks have the same state.
+        for each pipeline, digests of the states of its ranks' generators.
 
     Raises:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in own.texts.items()}
-    gathered = group.gather((digests, _digest(own.generator), own.failure))
-    failed = [(rank, failure) for rank, (_, _, failure) in enumerate(gathered) if failure is not None]
+    digests = {name: _digest(text) for name, text in {**own.texts, **own.within}.items()}
+    gathered = ranks.gather((digests, _digest(own.generator), own.failure, own.figures))
+    failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and own.failure is None:
-        rank, failure = failed[0]
-        raise RemoteError(f"rank {rank} of the pipeline could not prepare the step: {failure}")
+        rank, failure, figures = failed[0]
+        error = RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
+        error.figures = figures
+        raise error
     if not failed:
-        _compare(group, own.texts, [each for each, _, _ in gathered])
-    return len({generator for _, generator, _ in gathered}) == 1
+        _compare(ranks, own.texts, [each for each, *_ in gathered], ranks.size)
+        _compare(ranks, own.within, [each for each, *_ in gathered], size)
+    generators = [generator for _, generator, *_ in gathered]
+    return [generators[start : start + size] for start in range(0, len(generators), size)]
 
 
 @contextlib.contextmanager
-def together(group: PipelineGroup, what: str) -> Iterator[None]:
+def together(ranks: Ranks, what: str) -> Iterator[None]:
     """Context manager in which every rank does something on its own; if one fails, all raise.
 
     Args:
-        group: the ranks.
+        ranks: all of them.
         what: what they do, for the message.
 
     Raises:
@@ -69,23 +85,34 @@ def together(group: PipelineGroup, what: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        group.gather(f"{type(error).__name__}: {error}")
+        ranks.gather(f"{type(error).__name__}: {error}")
         raise
-    for rank, failure in enumerate(group.gather(None)):
+    for rank, failure in enumerate(ranks.gather(None)):
         if failure is not None:
-            raise RemoteError(f"rank {rank} of the pipeline could not {what}: {failure}")
+            raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not {what}: {failure}")
 
 
-def _compare(group: PipelineGroup, own: dict[str, str], gathered: Sequence[dict[str, str]]) -> None:
-    """Raise on every rank if the texts of any differ. All ranks have the same names."""
+def _compare(ranks: Ranks, own: dict[str, str], gathered: Sequence[dict[str, str]], size: int) -> None:
+    """Raise on every rank if the texts of any of ``size`` ranks that follow each other differ.
+
+    All ranks have the same names.
+    """
     for name in own:
-        differing = [rank for rank, digests in enumerate(gathered) if digests.get(name) != gathered[0].get(name)]
+        pairs = [(rank - rank % size, rank) for rank in range(ranks.size)]
+        differing = [(one, two) for one, two in pairs if gathered[one].get(name) != gathered[two].get(name)]
         if differing:
-            texts = group.gather(own[name])
-            first, other = _around_difference(texts[0], texts[differing[0]])
+            one, two = differing[0]
+            texts = ranks.gather(own[name])
+            first, other = _around_difference(texts[one], texts[two])
+            rule = "Every rank must be given the same model, options and batch."
+            if size < ranks.size or name == FIRST_BATCH:
+                rule = (
+                    "Every rank must be given the same model and options, and all ranks of a pipeline the same batch. "
+                    "The first batch, or that of model.trace, must have the same shapes in all replicas."
+                )
             raise RanksDifferError(
-                f"the ranks of the pipeline differ in {name}. Rank 0 has\n    {first}\nand rank {differing[0]} has\n"
-                f"    {other}\nEvery rank must be given the same model, options and batch."
+                f"the ranks of {ranks.name} differ in {name}. Rank {ranks.ranks[one]} has\n    {first}\n"
+                f"and rank {ranks.ranks[two]} has\n    {other}\n{rule}"
             )
 
 

@@ -1,25 +1,36 @@
-"""A pipeline's group of processes: who is in it, and the channels between them.
+"""A pipeline's group of processes: who is in it, and the channels between them; and the replicas of the pipeline.
 
 NCCL runs what a pair of ranks exchanges in one communicator in the order in which each rank issues it, sends and
 receives alike. So each direction has a communicator of its own: what one rank sends waits only for what it has sent to
-the same rank before. Integers, status and texts travel over gloo, which needs no device and no synchronization.
+the same rank before. Integers, status and texts travel over gloo (:mod:`roundpipe_fx.distributed.ranks`).
+
+With a mesh dimension for data parallelism there are several pipelines, replicas of each other::
+
+                     pp 0    pp 1
+    replica 0, dp 0  rank 0  rank 1    a pipeline: values travel along it
+    replica 1, dp 1  rank 2  rank 3
+                       └──────┴─────── replicas: ranks with the same stages, which average gradients
 """
 
 from __future__ import annotations
 
-import uuid
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from roundpipe_fx.torch_private import default_store, group_timeout
+from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.torch_private import group_timeout
 
-__all__ = ["PIPELINE", "PipelineGroup", "check_mesh"]
+__all__ = ["DATA", "PIPELINE", "PipelineGroup", "Replicas", "check_mesh", "size_of"]
 
 PIPELINE = "pp"
 """Name of the mesh dimension over which stages are distributed."""
+
+DATA = "dp"
+"""Name of the mesh dimension over which batches are distributed."""
 
 
 def check_mesh(mesh: Any) -> None:
@@ -27,67 +38,90 @@ def check_mesh(mesh: Any) -> None:
 
     Raises:
         TypeError: it is not a mesh.
-        ValueError: it has no dimension ``"pp"``, or others that are larger than 1.
+        ValueError: it has neither a dimension ``"pp"`` nor ``"dp"``, or others that are larger than 1.
     """
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a torch.distributed DeviceMesh, not {type(mesh).__name__}.")
     names = mesh.mesh_dim_names or ()
-    if PIPELINE not in names:
+    if PIPELINE not in names and DATA not in names:
         raise ValueError(
-            f"mesh has no dimension {PIPELINE!r}, over which stages are distributed; it has {list(names)}: "
-            f"init_device_mesh('cpu', (2,), mesh_dim_names=('{PIPELINE}',))."
+            f"mesh has no dimension {PIPELINE!r}, over which stages are distributed, and none {DATA!r}, over which "
+            f"batches are; it has {list(names)}: init_device_mesh('cpu', (2,), mesh_dim_names=('{PIPELINE}',))."
         )
-    others = [name for name in names if name != PIPELINE and mesh[name].size() > 1]
+    others = [name for name in names if name not in (PIPELINE, DATA) and mesh[name].size() > 1]
     if others:
         raise ValueError(
-            f"mesh has the dimension {others[0]!r}; only {PIPELINE!r} is supported: give mesh[{PIPELINE!r}], and "
-            "reduce the gradients over the other dimensions between forward_backward and the optimizer's step."
+            f"mesh has the dimension {others[0]!r}; {PIPELINE!r} and {DATA!r} are supported: give mesh[{PIPELINE!r}], "
+            "and reduce the gradients over the other dimensions between forward_backward and the optimizer's step."
         )
 
 
-class PipelineGroup:
-    """The processes of a pipeline. Constructed by all of them at the same time.
+def size_of(mesh: DeviceMesh, name: str) -> int:
+    """Size of a dimension of a mesh; 1, if it has none of that name."""
+    return mesh[name].size() if name in (mesh.mesh_dim_names or ()) else 1
+
+
+class Replicas(Ranks):
+    """The ranks with the same stages, one of each replica of a pipeline. Arguments as for :class:`Ranks`.
 
     Args:
-        mesh: with a dimension ``"pp"``.
+        backend: of the group that reduces gradients.
+    """
+
+    def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
+        super().__init__(ranks, timeout, "replicas")
+        self._tensors = self._host if backend == "gloo" else self._another(backend)
+
+    def start_sum(self, value: torch.Tensor) -> dist.Work:
+        """Start adding a dense tensor over all replicas, in place. Every one must start the same sums in one order."""
+        work = dist.all_reduce(value, group=self._group(value), async_op=True)
+        assert work is not None
+        return work
+
+    def share_tensor(self, value: torch.Tensor) -> None:
+        """Overwrite a dense tensor with the first replica's. Every rank must call it."""
+        dist.broadcast(value, group_src=0, group=self._group(value))
+
+    def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
+        return self._host if value.device.type == "cpu" else self._tensors
+
+
+class PipelineGroup(Ranks):
+    """The processes of a pipeline. Constructed by all of them, and by those of its replicas, at the same time.
+
+    Args:
+        mesh: with a dimension ``"pp"`` or ``"dp"``.
 
     Attributes:
-        size: number of processes.
-        rank: this process's number among them: the number of its device in schedules.
         device: this process's device.
+        replica: number of this pipeline.
+        replicas: the ranks with the same stages; ``None``: there is one pipeline.
+        everyone: all ranks of all pipelines, in order of (replica, number in the pipeline).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         check_mesh(mesh)
-        group = mesh.get_group(PIPELINE)
-        ranks = dist.get_process_group_ranks(group)
-        self.size, self.rank = len(ranks), mesh.get_local_rank(PIPELINE)
+        names = mesh.mesh_dim_names or ()
+        any_group = mesh.get_group(PIPELINE if PIPELINE in names else DATA)
+        timeout, backend = group_timeout(any_group), dist.get_backend(any_group)
+        ranks = _ranks_of(mesh)
+        place = next(
+            (row, column) for row, own in enumerate(ranks) for column, rank in enumerate(own) if rank == dist.get_rank()
+        )
+        super().__init__(ranks[place[0]], timeout, "the pipeline")
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
-        timeout = group_timeout(group)
-
-        def another(backend: str) -> dist.ProcessGroup:
-            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
-
-        self._host = another("gloo")
-        backend = dist.get_backend(group)
         # Gloo matches messages of a direction and a tag in order, whatever goes the other way.
-        self._up, self._down = (self._host, self._host) if backend == "gloo" else (another(backend), another(backend))
-        self._name = self.share(uuid.uuid4().hex, 0)
-        self._store = default_store()
-
-    def gather(self, value: Any) -> list[Any]:
-        """A value of every rank, in order of ranks. Every rank must call it."""
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._host)
-        return found
-
-    def share(self, value: Any, root: int) -> Any:
-        """A rank's value, on every rank. Every rank must call it."""
-        box = [value]
-        dist.broadcast_object_list(box, group_src=root, group=self._host)
-        return box[0]
+        self._up, self._down = (
+            (self._host, self._host) if backend == "gloo" else (self._another(backend), self._another(backend))
+        )
+        self.replica = place[0]
+        self.replicas: Replicas | None = None
+        self.everyone: Ranks = self
+        if len(ranks) > 1:
+            self.replicas = Replicas([own[place[1]] for own in ranks], timeout, backend)
+            self.everyone = Ranks([rank for own in ranks for rank in own], timeout, "the pipelines")
 
     def share_tensor(self, value: torch.Tensor, root: int) -> None:
         """Overwrite a dense tensor with a rank's. Every rank must call it."""
@@ -117,14 +151,12 @@ class PipelineGroup:
             return self._host
         return self._up if source < target else self._down
 
-    def report(self, run: int, text: str) -> None:
-        """Tell the other ranks that a run has failed. The first report counts."""
-        self._store.compare_set(self._key(run), "", text)
 
-    def reported(self, run: int) -> str | None:
-        """The first report of a run's failure; ``None`` if there is none. It does not wait."""
-        key = self._key(run)
-        return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _key(self, run: int) -> str:
-        return f"roundpipe_fx/{self._name}/{run}"
+def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
+    """Global ranks by replica and number in the pipeline."""
+    names = mesh.mesh_dim_names or ()
+    order = [names.index(name) for name in (DATA, PIPELINE) if name in names]
+    others = [dim for dim in range(mesh.ndim) if dim not in order]
+    found = mesh.mesh.permute(*order, *others)
+    rows: list[list[int]] = found.reshape(size_of(mesh, DATA), -1).tolist()
+    return rows

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import Layout, count, dense, numbers_of, received, strided
 
@@ -41,6 +42,7 @@ def sum_gradients(
     group: PipelineGroup,
     gradients: dict[int, torch.Tensor],
     shared: Sequence[tuple[int, Mapping[int, Layout], frozenset[int]]],
+    averaging: Averaging | None = None,
 ) -> None:
     """Sum the gradients of tensors that several ranks use, in the order of ranks, so that each gets the same bits.
 
@@ -49,6 +51,7 @@ def sum_gradients(
         gradients: this rank's, by identity of the tensor; changed.
         shared: in the same order on all ranks, for each such tensor: its identity here; the ranks that have computed a
             gradient, with its layout; the ranks that get the sum.
+        averaging: over replicas of the pipeline; ``None``: there are none, or not in this step.
     """
     for key, computed, owners in shared:
         root = min(computed)
@@ -58,6 +61,8 @@ def sum_gradients(
             total = own
             for rank in sorted(computed.keys() - {root}):
                 total = total + _receive(group, computed[rank], rank)
+            if averaging is not None and key in averaging.over_ranks:
+                total = averaging.mean(key, total)
             for rank in sorted(owners - {root}):
                 _send(group, total, computed[root], rank)
             if root in owners:

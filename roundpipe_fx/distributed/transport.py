@@ -23,10 +23,13 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.mailbox import Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.random_streams import RandomStream
@@ -65,19 +68,26 @@ class ProcessTransport:
 
     Args:
         group: the ranks.
-        run: number of the run, the same on all ranks.
+        together: the ranks that run it, or all fail: those of the pipeline, or of its replicas too.
         transfers: of this rank.
         streams: of the microbatches' random numbers.
         overlap: whether what an action has sent may be in flight during the next one.
     """
 
     def __init__(
-        self, group: PipelineGroup, run: int, transfers: RankTransfers, streams: Sequence[RandomStream], overlap: bool
+        self,
+        group: PipelineGroup,
+        together: Ranks,
+        transfers: RankTransfers,
+        streams: Sequence[RandomStream],
+        overlap: bool,
     ) -> None:
-        self._group, self._run, self._transfers = group, run, transfers
+        self._group, self._together, self._transfers = group, together, transfers
+        self._run = together.next_run()
         self._streams = streams
         self._lag = 1 if overlap else 0
         self._combine: Callable[[dict[int, torch.Tensor]], None] = lambda gradients: None
+        self._averaging: Averaging | None = None
         self._arriving: dict[tuple[StageAction, int], _Arriving] = {}
         self._unsized: dict[int, deque[_Arriving]] = {}
         """By sender, in order, parcels whose tensors are not being received yet."""
@@ -85,18 +95,20 @@ class ProcessTransport:
         self._late: list[Any] = []
         self._place, self._sent = -1, True
         self._looked = time.monotonic()
-        self._stopped = False
+        self._stopped, self._follows = False, False
 
-    def combining(self, combine: Callable[[dict[int, torch.Tensor]], None]) -> ProcessTransport:
-        """Set what adds the gradients of tensors that several ranks use."""
-        self._combine = combine
+    def combining(
+        self, combine: Callable[[dict[int, torch.Tensor]], None], averaging: Averaging | None = None
+    ) -> ProcessTransport:
+        """Set what adds the gradients of tensors that several ranks use, and what averages them over replicas."""
+        self._combine, self._averaging = combine, averaging
         return self
 
     def before(self, device: int, place: int) -> None:
         """Start receives, and wait for what was sent earlier."""
         if time.monotonic() - self._looked > _LOOK:
             self._looked = time.monotonic()
-            if self._group.reported(self._run) is not None:
+            if self._together.reported(self._run) is not None:
                 raise Stopped
         if self._stopped:
             raise Stopped
@@ -204,15 +216,24 @@ class ProcessTransport:
         else:
             self._leaving.append((self._place, works))
 
+    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
+        """Start averaging the gradients that are complete."""
+        if self._averaging is not None:
+            self._averaging.after(place, sums)
+
     def stop(self) -> None:
         """Make the worker stop before its next action."""
         self._stopped = True
 
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Report a failure, and go through the remaining transfers with zeros."""
-        if self._group.reported(self._run) is None:
-            self._group.report(self._run, _text(self._group.rank, failure))
+        # A failure after another rank's may come from the zeros that it sends, which are empty where sizes are unknown.
+        self._follows = self._together.reported(self._run) is not None
+        if not self._follows:
+            self._together.report(self._run, _text(self._together, failure))
         try:
+            if self._averaging is not None:
+                self._averaging.go_without_values()
             self._go_without_values(device)
             while self._place < len(self._transfers.starts):
                 self._begin(self._place + 1)
@@ -234,21 +255,28 @@ class ProcessTransport:
         """Wait until all ranks have ended the run.
 
         Raises:
-            RemoteError: another rank has failed, and this one has not.
+            RemoteError: another rank has failed, and this one has not, or only after it.
         """
         try:
-            failed = any(self._group.gather(failure is not None))
+            failed = any(self._together.gather(failure is not None))
+            report = self._together.reported(self._run)
+            if self._averaging is not None and (failed or report is not None):
+                self._averaging.wait()  # of the next step's reductions none must meet one of these
         except RuntimeError as lost:
             if failure is not None:
                 return
-            raise RemoteError(f"a rank of the pipeline is lost: {lost}") from lost
-        report = self._group.reported(self._run)
-        if failure is None and (failed or report is not None):
-            raise RemoteError(report or "another rank of the pipeline has failed.")
+            raise RemoteError(f"a rank of {self._together.name} is lost: {lost}") from lost
+        if (failure is None and (failed or report is not None)) or self._follows:
+            raise RemoteError(report or f"another rank of {self._together.name} has failed.") from failure
 
     def combine(self, gradients: dict[int, torch.Tensor]) -> None:
         """Add the gradients of tensors that several ranks use."""
         self._combine(gradients)
+
+    def average(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Put mean gradients in."""
+        if self._averaging is not None:
+            self._averaging.finish(gradients)
 
 
 def _packed(parcel: Parcel, values: Sequence[Any]) -> tuple[list[int], list[torch.Tensor]]:
@@ -273,8 +301,9 @@ def _zeros(parcel: Parcel, device: torch.device) -> tuple[list[int], list[torch.
     return [0] * parcel.integers, bodies
 
 
-def _text(rank: int, failure: BaseException | None) -> str:
+def _text(ranks: Ranks, failure: BaseException | None) -> str:
+    rank = ranks.ranks[ranks.rank]
     if failure is None:
-        return f"rank {rank} of the pipeline was stopped in its step."
+        return f"rank {rank} of {ranks.name} was stopped in its step."
     lines = "".join(traceback.format_exception(failure)).rstrip()
-    return f"rank {rank} of the pipeline raised {type(failure).__name__}: {failure}\n\nOn rank {rank}:\n{lines}"
+    return f"rank {rank} of {ranks.name} raised {type(failure).__name__}: {failure}\n\nOn rank {rank}:\n{lines}"

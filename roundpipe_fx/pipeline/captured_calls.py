@@ -17,7 +17,7 @@ from roundpipe_fx.schedules import ActionKind
 __all__ = ["CapturedCalls", "UnlikeStagesError", "capture_calls", "check_unchanged"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CapturedCalls:
     """Microbatches, ready to run.
 
@@ -26,12 +26,16 @@ class CapturedCalls:
         graphs: what it was compiled to.
         programs: what each microbatch runs.
         primals: the inputs of the compiled graph.
+        alone: whether they run in one pipeline over processes, whatever its replicas do: an evaluation.
+        averaged: whether gradients are averaged over the replicas of a pipeline over processes.
     """
 
     calls: Sequence[Callable[[], Any]]
     graphs: list[PipelinedGraph]
     programs: list[PipelineProgram]
     primals: list[list[Any]]
+    alone: bool = False
+    averaged: bool = True
 
 
 class UnlikeStagesError(ValueError):
@@ -69,7 +73,7 @@ def capture_calls(
                 "batch size that is divisible by num_microbatches."
             )
     programs = [graph.main for graph in graphs[:-1]] + [graphs[-1].last]
-    return CapturedCalls(calls, graphs, programs, primals)
+    return CapturedCalls(calls=calls, graphs=graphs, programs=programs, primals=primals)
 
 
 def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, arguments: Sequence[Any]) -> None:

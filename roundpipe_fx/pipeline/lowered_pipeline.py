@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -132,13 +133,18 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
     """What a process holds of messages beside the values of the graph.
 
     At the end of a step the gradients of each tensor that several stages read are summed, one tensor after the other:
-    beside a rank's own there are then another's and the sum.
+    beside a rank's own there are then another's and the sum. Averaging over replicas copies small gradients into one
+    tensor, and others, one tensor after the other, where they are not laid out as their parameters.
     """
     stages: dict[int, set[int]] = {}
-    largest = 0
+    sizes: dict[int, int] = {}
     for (_, stage), gradients in costs.base_bytes.items():
         for parameter, size in gradients.items():
             stages.setdefault(parameter, set()).add(stage)
-            largest = max(largest, size) if len(stages[parameter]) > 1 else largest
+            sizes[parameter] = size
+    largest = max((size for parameter, size in sizes.items() if len(stages[parameter]) > 1), default=0)
+    averaged = 0
+    if pipelining.replicas > 1:
+        averaged = max(sizes.values(), default=0) + sum(size for size in sizes.values() if size < SMALL_BYTES)
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
-    return 2 * largest + pipelining.microbatches * (drawn + _LOSS_BYTES)
+    return 2 * largest + averaged + pipelining.microbatches * (drawn + _LOSS_BYTES)

@@ -5,33 +5,37 @@ Each rank traces the whole model and plans for all devices; then it runs the ins
     capture, plan ──▶ agree with the other ranks ──▶ run instructions[rank] ──▶ outputs of others, sums of gradients
                           │                               └── transport: torch.distributed instead of mailboxes
                           └── at the first plan: free what others own
+
+Replicas of the pipeline do the same with other batches, and average gradients: see
+:mod:`roundpipe_fx.distributed.replication`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils._pytree import tree_flatten
+from torch import nn
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.distributed.agreement import Statement, agree
+from roundpipe_fx.distributed.agreement import FIRST_BATCH, Statement, agree
+from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import Layout
-from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
+from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, named_tensors, readers_of
+from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
 from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
 from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
+from roundpipe_fx.pipeline.compared_texts import batch_text, gradients_text, graph_text, shapes_text
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
@@ -47,11 +51,13 @@ class _Plan:
 
     Attributes:
         transfers: of this rank.
-        digest: of all ranks' orders, and the code of all stages.
+        digest: of all ranks' orders.
+        gradients: which stage actions compute those of the model's tensors.
     """
 
     transfers: RankTransfers
     digest: str
+    gradients: str
 
 
 class ProcessPipeline:
@@ -65,17 +71,19 @@ class ProcessPipeline:
     Attributes:
         group: the ranks.
         ownership: the model's tensors on this rank.
+        replication: what this rank has in common with those of other replicas.
         structure: how the first graph was cut; all others are cut alike, since what a stage reads stays where it is.
     """
 
     def __init__(self, model: nn.Module, group: PipelineGroup, options: str) -> None:
         self.group = group
         self.ownership = Ownership(model, group.rank, group.device)
+        self.replication = Replication(self.ownership, group)
         self.structure: Any = None
+        self._agreed = False
         self._options = f"{options}\ntorch {torch.__version__}"
         self._plans: dict[Any, _Plan] = {}
         self._graphs: dict[int, tuple[PipelinedGraph, str]] = {}
-        self._runs = 0
         self._warned = False
 
     def agreed(
@@ -84,6 +92,7 @@ class ProcessPipeline:
         home: Callable[[CapturedCalls], torch.device],
         prepare: Callable[[], tuple[CapturedCalls, list[list[Instruction]]]],
         runs: bool,
+        microbatches: int,
     ) -> CapturedCalls:
         """Capture and plan on all ranks, and compare.
 
@@ -92,13 +101,22 @@ class ProcessPipeline:
             home: returns the device of whose generator a step draws.
             prepare: captures the microbatches, and works out the instructions of a whole step.
             runs: whether the step is to run, which needs a loaded model.
+            microbatches: into how many a batch is split at most.
 
         Raises:
+            UnequalMicrobatchesError: microbatches of this pipeline, or of a replica, do not fit together.
             RanksDifferError: ranks differ in options, batch, graph or plan.
             RemoteError: another rank has failed.
             BaseException: this rank has failed.
         """
-        agree(self.group, Statement({"options": self._options, "batch": _batch_text(batch)}))
+        first, synchronizing = not self._agreed, self.replication.synchronizing
+        # Replicas may evaluate different numbers of batches.
+        alone = not (first or torch.is_grad_enabled())
+        ranks, size = self.group if alone else self.group.everyone, self.group.size
+        texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
+        if first and self.group.replicas is not None:
+            texts[FIRST_BATCH] = shapes_text(batch)
+        agree(ranks, Statement(texts, {"batch": batch_text(batch)}), size)
         try:
             captured, instructions = prepare()
             readers = readers_of(instructions, captured.programs, captured.primals)
@@ -111,7 +129,7 @@ class ProcessPipeline:
                 readers,
             )
             plan = self._plan(captured, instructions, None)
-            graphs = "\n\n".join(dict.fromkeys(self._graph_text(graph) for graph in captured.graphs))
+            graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
             self.ownership.own(readers)
             self.structure = self.structure or captured.graphs[0].pipeline.structure
             missing = self.ownership.missing() if runs else []
@@ -121,14 +139,30 @@ class ProcessPipeline:
                     "has no values yet: call model.load(folder) or model.init_weights(fn) after model.trace(…)."
                 )
         except BaseException as error:
-            agree(self.group, Statement(failure=f"{type(error).__name__}: {error}"))
+            figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
+            agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
         device = home(captured)
         decided = {"graph": graphs, "plan": plan.digest}
-        same = agree(self.group, Statement(decided, random_streams.state_of(device).numpy().tobytes()))
-        if not same and any(program.draws for program in captured.programs):
+        state = random_streams.state_of(device).numpy().tobytes()
+        everywhere = dict(decided) if first else {}
+        if self.group.replicas is not None:
+            everywhere["gradients of stages"] = plan.gradients
+        try:
+            generators = agree(ranks, Statement(everywhere, {} if first else decided, state), size)
+        except RemoteError as error:
+            if error.figures is not None:
+                raise UnequalMicrobatchesError(*error.figures) from None
+            raise
+        if len(set(generators[0 if alone else self.group.replica])) > 1 and any(
+            program.draws for program in captured.programs
+        ):
             random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
-        return captured
+        self.replication.number_streams(None if alone else [own[0] for own in generators], microbatches)
+        if first:
+            self._agreed = True
+            self.replication.share_tensors(value for _, value in named_tensors(self.ownership.model))
+        return dataclasses.replace(captured, alone=alone, averaged=synchronizing)
 
     def _plan(self, captured: CapturedCalls, instructions: list[list[Instruction]], kinds: Any) -> _Plan:
         key = (kinds, *(id(program) for program in captured.programs))
@@ -138,17 +172,14 @@ class ProcessPipeline:
             reads = union([program.graph for program in captured.programs]).reads
             check_transfers(orders, reads, [own.late for own in transfers])
             digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
-            self._plans[key] = _Plan(transfers[self.group.rank], digest)
+            names = {id(value): name for name, value in named_tensors(self.ownership.model)}
+            gradients = gradients_text(captured.programs, captured.primals, names)
+            self._plans[key] = _Plan(transfers[self.group.rank], digest, gradients)
         return self._plans[key]
 
-    def _graph_text(self, graph: PipelinedGraph) -> str:
+    def _text_of(self, graph: PipelinedGraph) -> str:
         if id(graph) not in self._graphs:
-            texts = [
-                f"{kind}{stage}: {_module_text(module.module)}"
-                for variant in (graph.pipeline.main, graph.pipeline.last)
-                for (kind, stage), module in variant.steps.modules.items()
-            ]
-            self._graphs[id(graph)] = graph, "\n".join(texts)
+            self._graphs[id(graph)] = graph, graph_text(graph)
         return self._graphs[id(graph)][1]
 
     def run(
@@ -175,16 +206,20 @@ class ProcessPipeline:
         Returns:
             outputs of all ranks, except updated buffers that others own; the gradients that belong to this rank.
         """
-        self._runs += 1
         instructions = instructions_of(captured, kinds)
         plan, programs, primals = self._plan(captured, instructions, kinds), captured.programs, captured.primals
         budget = captured.graphs[0].pipeline.budget
         if budget is not None:
             self._warn_of_late_sends(plan.transfers, programs, budget)
-        transport = ProcessTransport(self.group, self._runs, plan.transfers, streams, overlap=budget is None)
-        if any(program.tangents for program in programs) and (kinds is None or given):
+        together = self.group if captured.alone else self.group.everyone
+        transport = ProcessTransport(self.group, together, plan.transfers, streams, overlap=budget is None)
+        differentiates = any(program.tangents for program in programs) and (kinds is None or bool(given))
+        if differentiates:
             shared = gradients_elsewhere(instructions_of(captured, None), programs, primals, self._owners_of)
-            transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared))
+            averaging = None
+            if captured.averaged:
+                averaging = self.replication.averaging(instructions, programs, primals, shared)
+            transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared, averaging), averaging)
         rank = self.group.rank
         finished = run_pipeline(
             workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
@@ -196,7 +231,9 @@ class ProcessPipeline:
         }
         for batch, program in enumerate(programs):
             self._share_outputs(program, primals[batch], finished.outputs[batch], batch, where, captured)
-        self._share_generator(programs[0], where, streams[0])
+        if differentiates and not captured.averaged:
+            self.replication.note_unsynchronized(finished.gradients)
+        self._share_generator(programs[0], where, streams[0], captured.alone)
         spans = [[] if device != rank else finished.spans[0] for device in range(self.group.size)]
         return dataclasses.replace(finished, spans=spans)
 
@@ -258,44 +295,21 @@ class ProcessPipeline:
             outputs[place] = shared_value(self.group, outputs[place], Layout.of(fakes[place]), root)
 
     def _share_generator(
-        self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream
+        self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream, alone: bool
     ) -> None:
         """The state in which the step leaves the generator: that after the first microbatch's last random numbers."""
         drawn = [step for step in program.draws if (step, 0) in where]
         if drawn:
             stream.state = self.group.share(stream.state, where[drawn[-1], 0])
             stream.drawn = True
+            if not alone:
+                self.replication.share_generator(stream)
 
-
-def _batch_text(batch: Any) -> str:
-    leaves, tree = tree_flatten(batch)
-    return f"{tree}: " + ", ".join(
-        f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-        if isinstance(leaf, torch.Tensor)
-        else _value(leaf)
-        for leaf in leaves
-    )
-
-
-def _value(leaf: Any) -> str:
-    """A text without addresses."""
-    return repr(leaf) if isinstance(leaf, (int, float, bool, str, type(None))) else _name(leaf)
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__qualname__", type(value).__qualname__)
-
-
-_INDEX = re.compile(r"(cuda:|index=)\d+")
-_ADDRESS = re.compile(r"0x[0-9a-f]+")
-
-
-def _module_text(module: fx.GraphModule) -> str:
-    """A stage's code, without the number of this rank's device."""
-    lines = [f"{node.format_node()} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
-    text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
-    return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
-
-
-def _kind(value: Any) -> str:
-    return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}" if isinstance(value, torch.Tensor) else ""
+    def finish(self, captured: CapturedCalls) -> None:
+        """After a step has updated buffers: replicas get the first one's."""
+        if not captured.alone:
+            self.replication.share_tensors(
+                primals[place]
+                for program, primals in zip(captured.programs, captured.primals, strict=True)
+                for place in program.mutations.values()
+            )

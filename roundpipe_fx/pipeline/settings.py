@@ -54,6 +54,7 @@ class Pipelining:
             given, it is determined when a step is traced.
         loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
         over_processes: whether each device is a process with the parameters of its own stages.
+        replicas: how many such pipelines there are, with batches of their own.
     """
 
     devices: tuple[torch.device, ...]
@@ -63,6 +64,7 @@ class Pipelining:
     offloaded: bool = False
     loss_reduction: str = "mean"
     over_processes: bool = False
+    replicas: int = 1
 
     @property
     def workers(self) -> int:

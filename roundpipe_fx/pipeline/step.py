@@ -148,6 +148,8 @@ class Pipeline:
             if not hand_over:  # to the inputs as they were before the step updated them
                 total = loss_with_gradients(total, *ready)
             outputs = self._answer(captured, finished.outputs)
+            if self._processes is not None and captured.averaged:
+                self._processes.replication.replace_unsynchronized()
             hand_to_autograd(*ready)
         if not return_outputs:
             return self._returned(total)
@@ -217,7 +219,8 @@ class Pipeline:
         if self._processes is None:
             captured = capture()
         else:
-            captured = self._processes.agreed((batch, torch.is_grad_enabled()), self._home, prepare, runs)
+            given = batch, torch.is_grad_enabled()
+            captured = self._processes.agreed(given, self._home, prepare, runs, self.settings.microbatches)
         return captured, made[1], made[2]
 
     def _calls_of_model(
@@ -327,6 +330,8 @@ class Pipeline:
                     pairs = [(given[place], result) for place, result in differentiated[index].items()]
                     output = tree_map(functools.partial(_own, pairs), output)
                 answers.append(output)
+        if self._processes is not None:
+            self._processes.finish(captured)
         return answers
 
     def _run_part(
@@ -334,7 +339,10 @@ class Pipeline:
     ) -> Finished:
         """All forwards, or all backwards with what the forwards have saved."""
         with self._lock:
-            return self._run(captured, tangents, (ActionKind.FORWARD,) if left is None else _BACKWARD, left or [])
+            finished = self._run(captured, tangents, (ActionKind.FORWARD,) if left is None else _BACKWARD, left or [])
+            if self._processes is not None and captured.averaged and left is not None:
+                self._processes.replication.replace_unsynchronized()
+            return finished
 
     def _run(
         self,
@@ -345,7 +353,8 @@ class Pipeline:
     ) -> Finished:
         instructions = self._instructions(captured, kinds)
         home = self._home(captured)
-        streams = random_streams.random_streams(home, len(captured.programs))
+        first = self._processes.replication.first_stream if self._processes is not None else 0
+        streams = random_streams.random_streams(home, len(captured.programs), first)
         if self._workers is None:
             devices = self.settings.devices if self._processes is None else self.settings.devices[:1]
             self._workers = Workers(devices or (home,))

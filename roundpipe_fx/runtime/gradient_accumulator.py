@@ -48,6 +48,12 @@ class GradientAccumulator:
         total = self.tensors.pop(owner, None)
         return total.clone() if total is not None and owner not in self._own else total
 
+    def release(self, owner: int) -> tuple[torch.Tensor, bool]:
+        """Remove and return an accumulated gradient, and whether it may be written to."""
+        own = owner in self._own
+        self._own.discard(owner)
+        return self.tensors.pop(owner), own
+
     def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
         """Remove and return the accumulated gradients of some owners."""
         found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from roundpipe_fx.runtime.device_streams import DeviceStreams, Message
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import StageAction
 
@@ -104,5 +105,11 @@ class Mailboxes:
     def settle(self, failure: BaseException | None) -> None:
         """Nothing to ask: all workers are in this process."""
 
+    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
+        """Nothing to remove."""
+
     def combine(self, gradients: dict[int, torch.Tensor]) -> None:
         """Nothing to add: all gradients are in this process."""
+
+    def average(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Nothing to average: there are no replicas."""

@@ -289,6 +289,7 @@ class _PipelineRun:
             messages = self._deliver(device, device_streams, instruction, results)
             del arguments, results  # before peers are woken, whose planned memory assumes that these are freed
             self.transport.send(device, instruction, messages)
+            self.transport.accumulated(device, place, self._sums[device])
         self.transport.before(device, len(instructions))
         if prefetch_steps:
             self._prefetch(device, device_streams, prefetch_steps[len(instructions)])
@@ -368,6 +369,7 @@ class _PipelineRun:
                     value = outside[batch][source.index]
                     value = value.cpu() if key in self._on_host else value
                     gradients[key] = gradients[key] + value if key in gradients else value
+        self.transport.average(gradients)
         left: list[dict[int, Any]] = [{} for _ in self._programs]
         for batches in self._values:
             for batch, values in enumerate(batches):

@@ -46,14 +46,23 @@ class RandomStream:
         self.lock = threading.RLock()
 
 
-def random_streams(device: torch.device, microbatches: int) -> list[RandomStream]:
-    """A stream for each microbatch: the first has the state of the device's generator, the others are seeded by it."""
-    first = state_of(device)
-    digest = hashlib.sha256(first.numpy().tobytes()).digest()
-    streams = [RandomStream(first)]
-    for microbatch in range(1, microbatches):
-        seed = int.from_bytes(hashlib.sha256(digest + microbatch.to_bytes(8, "little")).digest()[:7], "little")
-        streams.append(RandomStream(torch.Generator(device).manual_seed(seed).get_state()))
+def random_streams(device: torch.device, microbatches: int, first: int = 0) -> list[RandomStream]:
+    """A stream for each microbatch: number 0 has the state of the device's generator, the others are seeded by it.
+
+    Args:
+        device: the device.
+        microbatches: how many.
+        first: number of the first one's stream: replicas with the same state have different microbatches.
+    """
+    state = state_of(device)
+    digest = hashlib.sha256(state.numpy().tobytes()).digest()
+    streams = []
+    for number in range(first, first + microbatches):
+        if number:
+            seed = int.from_bytes(hashlib.sha256(digest + number.to_bytes(8, "little")).digest()[:7], "little")
+            streams.append(RandomStream(torch.Generator(device).manual_seed(seed).get_state()))
+        else:
+            streams.append(RandomStream(state))
     return streams
 
 

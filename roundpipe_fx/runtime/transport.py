@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import StageAction
 
@@ -40,6 +41,9 @@ class Transport(Protocol):
     def send(self, device: int, instruction: Instruction, messages: list[Any]) -> None:
         """Send messages. The list is emptied: a reference would keep values alive after their last reader."""
 
+    def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:
+        """Called after the instruction at ``place``: gradients that are complete may be removed until the end."""
+
     def stop(self) -> None:
         """Make workers that wait, now or later, raise ``Stopped``."""
 
@@ -55,3 +59,6 @@ class Transport(Protocol):
 
     def combine(self, gradients: dict[int, torch.Tensor]) -> None:
         """Add the gradients that are elsewhere to those of tensors that are also used here, by identity."""
+
+    def average(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Average all gradients over replicas, those that were removed included; called last."""

@@ -9,7 +9,9 @@ import torch
 import transformers
 from torch import nn
 
-__all__ = ["MODELS", "Block", "Net", "Tied", "language_loss", "make"]
+from tests import hugging_face
+
+__all__ = ["LARGER", "MODELS", "Block", "Net", "Tied", "language_loss", "make"]
 
 Made = tuple[nn.Module, dict[str, Any]]
 """A model and the arguments of a step."""
@@ -146,7 +148,19 @@ MODELS: dict[str, Callable[[], Made]] = {
 }
 
 
+LARGER: dict[str, Callable[[], Made]] = {
+    "t5": lambda: (hugging_face.t5(), hugging_face.language_batch(8, 12)),
+    "qwen3_moe": lambda: (hugging_face.qwen3_moe(), hugging_face.language_batch(8, 12)),
+    "qwen3_moe_fp32": lambda: (
+        hugging_face.qwen3_moe(dtype=torch.float32),
+        hugging_face.language_batch(8, 12),
+    ),
+}
+"""Skip connections from an encoder to each layer of a decoder; sizes that depend on data, inside of stages and between
+them."""
+
+
 def make(name: str) -> Made:
     """A model and the arguments of a step, the same in every process."""
     torch.manual_seed(0)
-    return MODELS[name]()
+    return {**MODELS, **LARGER}[name]()

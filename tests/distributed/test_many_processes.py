@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from tests.distributed.models import MODELS, Block, Net, Tied, language_loss, make
+from tests.distributed.models import LARGER, MODELS, Block, Net, Tied, language_loss, make
 from tests.trainers.processes import Check, in_processes
 
 STEPS = 2
@@ -113,6 +113,12 @@ def check_models(_rank: int, _folder: str) -> None:
             _check_equal(name, num_microbatches=microbatches)
 
 
+def check_larger_models(_rank: int, _folder: str) -> None:
+    """In two processes with microbatches; in three, where stages are smaller and more values skip one, with one."""
+    for name in LARGER:
+        _check_equal(name, num_microbatches=4 if dist.get_world_size() == 2 else 1)
+
+
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "gpipe"},
     {"schedule": "interleaved"},
@@ -202,7 +208,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
         ({"cost": "measured"}, "all must plan alike"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
         ({"mesh": init_device_mesh("cpu", (2,))}, "no dimension 'pp'"),
-        ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))}, "dimension 'dp'"),
+        ({"mesh": init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "pp"))}, "dimension 'tp'"),
     ):
         with pytest.raises(ValueError, match=text):
             roundpipe_fx.compile(model, **{"mesh": mesh, **options})
@@ -411,12 +417,14 @@ def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[...
     ("ranks", "checks"),
     [
         (2, [check_models]),
+        (2, [check_larger_models]),
+        (3, [check_larger_models]),
         (3, [check_schedules]),
         (2, [check_failure, check_differences, check_refusals, check_killed]),
         (2, [check_calls, check_input_gradients, check_budget, check_a_budget_that_does_not_count_all]),
         (2, [check_without_memory, check_initialization, check_checkpoints]),
     ],
-    ids=["models", "schedules", "failures", "calls", "state"],
+    ids=["models", "larger_in_two", "larger_in_three", "schedules", "failures", "calls", "state"],
 )
 def test_processes(ranks: int, checks: Sequence[Check], tmp_path: Path) -> None:
     in_processes(ranks, checks, tmp_path)

@@ -1,0 +1,264 @@
+"""Two processes, a core each, on gloo: a pipeline against PyTorch's, DistributedDataParallel and FSDP2.
+
+Every step is the forward and backward of one batch of the same language model. The pipelines split it into
+microbatches and run 1F1B; stages of ``torch.distributed.pipelining`` are cut by hand at the block that makes its step
+shortest, found by trying all of them. DistributedDataParallel and FSDP2 give half of the batch to each process.
+
+::
+
+    python -m benchmarks.processes [--quick]
+
+Peaks are those of the process that has more: what it allocates during a step beyond what it held when the step began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.nn.parallel import DistributedDataParallel
+
+import roundpipe_fx
+from benchmarks.side_by_side import paired, report, show
+
+RANKS = 2
+BUSY = 1.0
+"""Load average above which figures are not stored."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run.
+
+    Attributes:
+        layers: of the model.
+        width: of the model.
+        vocabulary: of the model.
+        rows: of a batch.
+        length: of a row, in tokens.
+        microbatches: of a batch.
+        rounds: timed steps.
+    """
+
+    layers: int = 8
+    width: int = 256
+    vocabulary: int = 4096
+    rows: int = 16
+    length: int = 128
+    microbatches: int = 8
+    rounds: int = 9
+
+
+QUICK = Size(layers=3, width=32, vocabulary=64, rows=8, length=16, microbatches=4, rounds=1)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.query_key_value, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of tokens to rows of tokens."""
+        parts = self.query_key_value(self.norms[0](x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(*parts.unbind(), is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def make(size: Size) -> nn.Sequential:
+    """The model, the same in each process."""
+    torch.manual_seed(0)
+    blocks = [Block(size.width) for _ in range(size.layers)]
+    return nn.Sequential(
+        nn.Embedding(size.vocabulary, size.width), *blocks, nn.Linear(size.width, size.vocabulary, bias=False)
+    )
+
+
+def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+Step = Callable[[], torch.Tensor]
+"""Runs forward and backward from no gradients; returns the loss of the batch, on every rank."""
+
+
+def ours(size: Size, tokens: torch.Tensor, **options: Any) -> tuple[nn.Module, Step]:
+    """Our pipeline."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("pp",))
+    model = roundpipe_fx.compile(
+        make(size), mesh=mesh, num_microbatches=size.microbatches, schedule="1f1b", dynamic=False, **options
+    )
+    model.trace(tokens, labels=tokens, loss_fn=loss_fn)
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss: torch.Tensor = model.forward_backward(tokens, labels=tokens, loss_fn=loss_fn)
+        return loss
+
+    return model, step
+
+
+def pytorchs(size: Size, tokens: torch.Tensor, cut: int) -> tuple[nn.Module, Step]:
+    """PyTorch's pipeline, whose second stage begins at block ``cut``."""
+    layers, rank = list(make(size)), dist.get_rank()
+    module = nn.Sequential(*(layers[: cut + 1] if rank == 0 else layers[cut + 1 :]))
+    stage = PipelineStage(module, rank, RANKS, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, size.microbatches, loss_fn=loss_fn, scale_grads=True)
+
+    def step() -> torch.Tensor:
+        module.zero_grad()
+        losses: list[torch.Tensor] = []
+        loss = torch.zeros(())
+        if rank == 0:
+            schedule.step(tokens)
+        else:
+            schedule.step(target=tokens, losses=losses)
+            loss = torch.stack(losses).mean().detach()
+        dist.broadcast(loss, RANKS - 1)
+        return loss
+
+    return module, step
+
+
+def replicated(wrap: Callable[[nn.Sequential], nn.Module], size: Size, tokens: torch.Tensor) -> tuple[nn.Module, Step]:
+    """The whole model in each process, with half of the batch."""
+    model = wrap(make(size))
+    own = tokens.chunk(RANKS)[dist.get_rank()]
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = loss_fn(model(own), own)
+        loss.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total / RANKS
+
+    return model, step
+
+
+def _fully_sharded(model: nn.Sequential) -> nn.Module:
+    mesh = init_device_mesh("cpu", (RANKS,))
+    for block in model:
+        if isinstance(block, Block):
+            fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _seconds(step: Step) -> float:
+    """Of the slowest process."""
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def _largest(value: int) -> float:
+    """Of all processes, in MB."""
+    found = torch.tensor(float(value))
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.item() / 1e6
+
+
+def _held(model: nn.Module) -> int:
+    return sum(
+        (value.to_local() if hasattr(value, "to_local") else value).untyped_storage().nbytes()
+        for value in model.parameters()
+    )
+
+
+def _peak(step: Step) -> int:
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        step()
+    return peak.bytes
+
+
+def _best_cut(size: Size, tokens: torch.Tensor) -> int:
+    """Where the second stage of PyTorch's pipeline begins so that its step is shortest."""
+    taken = {}
+    for cut in range(1, size.layers + 1):
+        _, step = pytorchs(size, tokens, cut)
+        taken[cut] = statistics.median([_seconds(step) for _ in range(1 + min(3, size.rounds))][1:])
+    return min(taken, key=taken.__getitem__)
+
+
+def _measure(rank: int, folder: str, size: Size, results: Any) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    tokens = torch.randint(size.vocabulary, (size.rows, size.length), generator=torch.Generator().manual_seed(0))
+    cut = _best_cut(size, tokens)
+    methods = {
+        "roundpipe_fx": ours(size, tokens),
+        "roundpipe_fx, least budget": ours(size, tokens, memory_budget=0.0),
+        f"torch.distributed.pipelining, cut at {cut}": pytorchs(size, tokens, cut),
+        "DistributedDataParallel": replicated(DistributedDataParallel, size, tokens),
+        "FSDP2": replicated(_fully_sharded, size, tokens),
+    }
+    losses = {name: step().item() for name, (_, step) in methods.items()}
+    rounds = paired({name: lambda step=step: _seconds(step) for name, (_, step) in methods.items()}, size.rounds)  # type: ignore[misc]
+    rows = []
+    for name, (model, step) in methods.items():
+        seconds = statistics.median(own[name] for own in rounds)
+        ratio = statistics.median(own[name] / own["roundpipe_fx"] for own in rounds)
+        rows.append(
+            {
+                "two processes": name,
+                "s a step": seconds,
+                "of ours": ratio,
+                "peak MB": _largest(_peak(step)),
+                "parameters MB": _largest(_held(model)),
+                "loss": losses[name],
+            }
+        )
+    if rank == 0:
+        results.put(rows)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="a small model; nothing is stored")
+    size = QUICK if parser.parse_args().quick else Size()
+    before = os.getloadavg()[0]
+    results = torch.multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_measure, (folder, size, results), nprocs=RANKS)
+    rows = results.get()
+    title = (
+        f"{size.layers} blocks of width {size.width}, vocabulary {size.vocabulary}, {size.rows} × {size.length} "
+        f"tokens, {size.microbatches} microbatches; median of {size.rounds} interleaved steps"
+    )
+    if size is QUICK:
+        show(title, rows)
+    elif before > BUSY:
+        show(title, rows)
+        print(f"not stored: the machine was busy (load average {before:.1f})")
+    else:
+        report("processes", title, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Averaging: the mean of gradients over the replicas of a pipeline, once a step.
+
+The gradients of a stage are a *bucket*. Its reduction is started right after the action that adds the last of them, and
+runs beside what the rank still computes. Replicas may have planned differently, for batches of different shapes, so all
+start their buckets in one order: stages from the last to the first, each not before those in front of it::
+
+    stage 2, 0 on this rank   … B2.3 ──▶ bucket of 2   B0.2   B0.3 ──▶ bucket of 0      end of the step: wait
+                                        └────────────── all-reduce ──────────────────────┘
+
+A gradient is divided by the number of replicas and then added in place, as DistributedDataParallel does; small ones of
+a bucket are copied into one tensor, which is reduced in their place. Gradients are reduced in the layout of their
+parameters, which replicas have in common, whatever strides a graph gives them.
+
+Not in a bucket are gradients that are known only at the end: of tied weights of several ranks, which are added over the
+ranks first, and those that are an input of the backward or were computed in the forward. They are reduced one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from roundpipe_fx.distributed.group import Replicas
+from roundpipe_fx.distributed.layout import dense
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+
+__all__ = ["SMALL_BYTES", "Averaging", "Bucket", "buckets_of", "known_at_end"]
+
+SMALL_BYTES = 1 << 16
+"""Gradients below this are reduced in one tensor with the others of their bucket."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        place: number of the instruction after which they are complete, and those of the buckets in front too.
+        keys: identities of the parameters.
+    """
+
+    place: int
+    keys: tuple[int, ...]
+
+
+def known_at_end(
+    programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]], ran: Collection[Any]
+) -> set[int]:
+    """Identities of the tensors of whose gradient some part is not computed by an action of this run.
+
+    Args:
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+        ran: (stage action, microbatch) of this run, on all ranks.
+    """
+    found = set()
+    for batch, program in enumerate(programs):
+        makers = {number: step for step, code in program.steps.items() for number in code.outputs}
+        for gradient in program.gradients:
+            source = gradient.source
+            if source is not None and (source.kind != "value" or (makers[source.index], batch) not in ran):
+                found.add(id(primals[batch][gradient.primal]))
+    return found
+
+
+def buckets_of(
+    instructions: Sequence[Instruction],
+    programs: Sequence[PipelineProgram],
+    primals: Sequence[Sequence[Any]],
+    parameters: Mapping[int, torch.Tensor],
+    late: Collection[int],
+) -> list[Bucket]:
+    """The buckets of a rank, in the order in which they are started.
+
+    Args:
+        instructions: of the rank.
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+        parameters: the model's, by identity, in its order.
+        late: identities of those that are in no bucket.
+    """
+    last: dict[int, int] = {}
+    stage: dict[int, int] = {}
+    for place, own in enumerate(instructions):
+        batch = own.action.microbatch
+        for _, number in (*own.gradients, *own.sums):
+            key = id(primals[batch][programs[batch].gradients[number].primal])
+            last[key] = place
+            stage[key] = min(stage.get(key, own.action.stage), own.action.stage)
+    found: list[Bucket] = []
+    for own_stage in sorted(set(stage.values()), reverse=True):
+        keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
+        if keys:
+            before = found[-1].place if found else 0
+            found.append(Bucket(max(before, *(last[key] for key in keys)), keys))
+    return found
+
+
+@dataclass(kw_only=True)
+class Averaging:
+    """The reductions of one step on one rank.
+
+    Attributes:
+        replicas: the ranks with the same stages.
+        buckets: those that are not started yet, in order.
+        parameters: the model's, by identity, in its order.
+        over_ranks: identities of the parameters that several ranks of the pipeline use, whose sum one of them averages
+            before the others get it.
+        unsynchronized: identities of the parameters whose ``.grad`` has the sums of steps without averaging. It is
+            averaged too, with the step's own gradient, which then replaces it.
+    """
+
+    replicas: Replicas
+    buckets: list[Bucket]
+    parameters: Mapping[int, torch.Tensor]
+    over_ranks: Collection[int] = ()
+    unsynchronized: Collection[int] = ()
+    _averaged: dict[int, torch.Tensor] = field(default_factory=dict)
+    _started: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
+    """Operations, what each of them reduces, and the small gradients that it is copied to."""
+
+    def after(self, place: int, sums: GradientAccumulator) -> None:
+        """Start the buckets that are complete after an instruction.
+
+        Args:
+            place: number of the instruction.
+            sums: the rank's gradients, from which those of the buckets are removed.
+        """
+        while self.buckets and self.buckets[0].place <= place:
+            values = {}
+            for key in self.buckets[0].keys:
+                total, own = sums.release(key)
+                values[key] = self._prepared(key, total, own)
+                del total
+            self._start(values)
+            self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
+
+    def go_without_values(self) -> None:
+        """Start the remaining buckets with zeros, so that other replicas do not wait for them."""
+        while self.buckets:
+            keys = self.buckets.pop(0).keys
+            self._start({key: torch.zeros_like(self._like(key)) for key in keys})
+
+    def wait(self) -> None:
+        """Wait for what was started."""
+        while self._started:
+            work, value, parts = self._started.pop(0)
+            work.wait()
+            start = 0
+            for part in parts:
+                part.copy_(value[start : start + part.numel()])
+                start += part.numel()
+
+    def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
+        """The mean of one gradient, which is not written to."""
+        value = self._prepared(key, total, own=False)
+        self._start({key: value})
+        self.wait()
+        return self._averaged.pop(key)
+
+    def finish(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Put the mean gradients of buckets in, and average those that were known only now.
+
+        Args:
+            gradients: this rank's, by identity of the tensor; changed.
+        """
+        self.wait()
+        averaged = self._averaged
+        for key, value in self.parameters.items():
+            if key in averaged or key in self.over_ranks:
+                continue
+            if key in gradients:
+                averaged[key] = self.mean(key, gradients.pop(key))
+            elif key in self.unsynchronized and value.grad is not None:  # this step has no gradient of it
+                averaged[key] = self.mean(key, torch.zeros_like(value.grad))
+        gradients.update(averaged)
+
+    def _like(self, key: int) -> torch.Tensor:
+        """A tensor of the shape and strides in which a gradient is reduced: a parameter may have repeated elements."""
+        return torch.empty_like(self.parameters[key].detach())
+
+    def _prepared(self, key: int, total: torch.Tensor, own: bool) -> torch.Tensor:
+        """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
+        like = self.parameters[key]
+        if not own or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
+            total = self._like(key).copy_(total)
+        if key in self.unsynchronized and like.grad is not None:
+            total.add_(like.grad)
+        return total.div_(self.replicas.size)
+
+    def _start(self, values: Mapping[int, torch.Tensor]) -> None:
+        small: dict[torch.dtype, list[torch.Tensor]] = {}
+        for value in values.values():
+            flat = dense(value, value.shape, value.stride())
+            if len(values) > 1 and value.nbytes < SMALL_BYTES:
+                small.setdefault(value.dtype, []).append(flat)
+            elif value.numel():
+                self._started.append((self.replicas.start_sum(flat), flat, []))
+        for parts in small.values():
+            together = torch.cat(parts)
+            if together.numel():
+                self._started.append((self.replicas.start_sum(together), together, parts))
+        self._averaged.update(values)

@@ -1,0 +1,74 @@
+"""Ranks: processes that agree with each other, and tell each other of failures, over gloo and the store.
+
+Gloo needs no device and no synchronization, so it carries integers, status and texts.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from roundpipe_fx.torch_private import default_store
+
+__all__ = ["Ranks"]
+
+
+class Ranks:
+    """Some processes. Constructed by all of them at the same time.
+
+    Args:
+        ranks: their global ranks.
+        timeout: of what they do together.
+        name: what they are, for messages.
+
+    Attributes:
+        ranks: their global ranks, which messages name.
+        size: how many they are.
+        rank: this process's number among them.
+        name: what they are.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
+        self.size, self.rank, self.name = len(ranks), list(ranks).index(dist.get_rank()), name
+        self.ranks, self._timeout = list(ranks), timeout
+        self._host = self._another("gloo")
+        self._unique = self.share(uuid.uuid4().hex, 0)
+        self._store = default_store()
+        self._runs = 0
+
+    def _another(self, backend: str) -> dist.ProcessGroup:
+        """A process group of their own."""
+        return dist.new_group(self.ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True)
+
+    def gather(self, value: Any) -> list[Any]:
+        """A value of every rank, in order of ranks. Every rank must call it."""
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self._host)
+        return found
+
+    def share(self, value: Any, root: int) -> Any:
+        """A rank's value, on every rank. Every rank must call it."""
+        box = [value]
+        dist.broadcast_object_list(box, group_src=root, group=self._host)
+        return box[0]
+
+    def next_run(self) -> int:
+        """The number of a run that all of them begin now."""
+        self._runs += 1
+        return self._runs
+
+    def report(self, run: int, text: str) -> None:
+        """Tell the other ranks that a run has failed. The first report counts."""
+        self._store.compare_set(self._key(run), "", text)
+
+    def reported(self, run: int) -> str | None:
+        """The first report of a run's failure; ``None`` if there is none. It does not wait."""
+        key = self._key(run)
+        return self._store.get(key).decode() if self._store.check([key]) else None
+
+    def _key(self, run: int) -> str:
+        return f"roundpipe_fx/{self._unique}/{run}"

@@ -1,0 +1,150 @@
+"""Replication: what the replicas of a pipeline have in common, as with DistributedDataParallel.
+
+=================  ====================================================================================================
+parameters         the first replica's once stages are given to ranks, and after loading or initializing
+buffers            those that stages update: the first replica's after each step
+gradients          the mean over replicas, once a step (:mod:`roundpipe_fx.distributed.averaging`)
+random numbers     replicas whose generators have the same state draw as further microbatches of one pipeline, and
+                   are left in the same state
+=================  ====================================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.distributed.averaging import SMALL_BYTES, Averaging, buckets_of, known_at_end
+from roundpipe_fx.distributed.group import PipelineGroup
+from roundpipe_fx.distributed.layout import Layout, dense, strided
+from roundpipe_fx.distributed.ownership import Ownership
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.runtime.random_streams import RandomStream
+
+__all__ = ["Replication"]
+
+
+class Replication:
+    """What a rank has in common with those of other replicas. With one replica nothing is done.
+
+    Args:
+        ownership: the model's tensors on this rank.
+        group: the ranks.
+
+    Attributes:
+        synchronizing: whether steps average gradients.
+        first_stream: number of the stream of the first microbatch's random numbers.
+    """
+
+    def __init__(self, ownership: Ownership, group: PipelineGroup) -> None:
+        self._ownership, self._group = ownership, group
+        self.synchronizing = True
+        self.first_stream = 0
+        self._alike: list[int] = [group.replica]
+        """Numbers of the replicas with the same state of the generator."""
+        self._unsynchronized: set[int] = set()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context manager in which steps add their gradients without averaging them."""
+        before, self.synchronizing = self.synchronizing, False
+        try:
+            yield
+        finally:
+            self.synchronizing = before
+
+    def share_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Overwrite tensors of the model that this rank owns and that have values with the first replica's."""
+        replicas, own = self._group.replicas, self._ownership
+        if replicas is None:
+            return
+        once = {id(value): value for value in tensors if own.owns(value) and id(value) not in own.unloaded}
+        values = [value.detach() for value in once.values() if value.numel()]
+        flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
+        small: dict[torch.device, list[torch.Tensor]] = {}
+        for part in flat:
+            if part.numel() < SMALL_BYTES:  # a batch norm has three of a few bytes
+                small.setdefault(part.device, []).append(part)
+            else:
+                replicas.share_tensor(part)
+        for parts in small.values():
+            together = torch.cat(parts)
+            replicas.share_tensor(together)
+            for part, received in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+                part.copy_(received)
+        for value, part in zip(values, flat, strict=True):
+            if part.data_ptr() != value.data_ptr():  # not dense, so a copy
+                value.copy_(strided(part.view(value.dtype), value.shape, value.stride()))
+
+    def number_streams(self, generators: Sequence[str] | None, microbatches: int) -> None:
+        """Decide of which streams a step draws.
+
+        Args:
+            generators: digests of the states of each replica's generator; ``None``: of this replica's alone.
+            microbatches: into how many a batch is split at most.
+        """
+        own = self._group.replica
+        self._alike = [own]
+        if generators is not None:
+            self._alike = [replica for replica, state in enumerate(generators) if state == generators[own]]
+        self.first_stream = self._alike.index(own) * microbatches
+
+    def share_generator(self, stream: RandomStream) -> None:
+        """Leave a step with the state of the first one of the replicas that began it with the same."""
+        if self._group.replicas is None or len(self._alike) == 1:
+            return
+        first = self._alike[0]
+        state = stream.state if self._group.replica == first else None
+        stream.state = self._group.replicas.gather(state)[first]
+        stream.drawn = True
+
+    def averaging(
+        self,
+        instructions: Sequence[Sequence[Instruction]],
+        programs: Sequence[PipelineProgram],
+        primals: Sequence[Sequence[Any]],
+        shared: Sequence[tuple[int, dict[int, Layout], frozenset[int]]],
+    ) -> Averaging | None:
+        """The reductions of a step.
+
+        Args:
+            instructions: of each rank, of this run.
+            programs: of each microbatch.
+            primals: for each microbatch, the inputs.
+            shared: the gradients that are summed over the ranks of the pipeline.
+        """
+        if self._group.replicas is None:
+            return None
+        ran = {(own.action.step, own.action.microbatch) for of_rank in instructions for own in of_rank}
+        at_end = known_at_end(programs, primals, ran)
+        parameters = {id(value): value for value in self._ownership.model.parameters()}
+        over_ranks = {key: computed for key, computed, _ in shared}
+        buckets = buckets_of(instructions[self._group.rank], programs, primals, parameters, at_end | over_ranks.keys())
+        owners = self._ownership.owners or {}
+        return Averaging(
+            replicas=self._group.replicas,
+            buckets=buckets,
+            parameters=parameters,
+            over_ranks=frozenset(
+                key
+                for key, computed in over_ranks.items()
+                if key in parameters and key not in at_end and min(computed) in owners.get(key, ())
+            ),
+            unsynchronized=frozenset(self._unsynchronized),
+        )
+
+    def note_unsynchronized(self, keys: Collection[int]) -> None:
+        """A step has added gradients of some tensors, by identity, that were not averaged."""
+        if self._group.replicas is not None:
+            parameters = {id(value) for value in self._ownership.model.parameters()}
+            self._unsynchronized.update(parameters.intersection(keys))
+
+    def replace_unsynchronized(self) -> None:
+        """A step's gradients include what ``.grad`` has of steps without averaging: they replace it."""
+        for value in self._ownership.model.parameters():
+            if id(value) in self._unsynchronized:
+                value.grad = None
+        self._unsynchronized.clear()

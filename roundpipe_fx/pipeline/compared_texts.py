@@ -1,0 +1,90 @@
+"""Compared texts: what ranks compare of batches, graphs and gradients, without addresses and numbers of devices."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_flatten, tree_leaves
+
+from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
+
+__all__ = ["batch_text", "gradients_text", "graph_text", "shapes_text"]
+
+_INDEX = re.compile(r"(cuda:|index=)\d+")
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
+
+
+def batch_text(batch: Any) -> str:
+    """Structure, shapes and values of a step's inputs, except what tensors hold."""
+    leaves, tree = tree_flatten(batch)
+    return f"{tree}: " + ", ".join(_tensor(leaf) if isinstance(leaf, torch.Tensor) else _value(leaf) for leaf in leaves)
+
+
+def shapes_text(batch: Any) -> str:
+    """Shapes of the tensors among a step's inputs."""
+    return ", ".join(_tensor(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor))
+
+
+def _tensor(leaf: torch.Tensor) -> str:
+    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+
+
+def _value(leaf: Any) -> str:
+    """A text without addresses."""
+    return repr(leaf) if isinstance(leaf, (int, float, bool, str, type(None))) else _name(leaf)
+
+
+def _name(value: Any) -> str:
+    return getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def graph_text(graph: PipelinedGraph) -> str:
+    """The code of all stages."""
+    return "\n".join(
+        f"{kind}{stage}: {_module_text(module.module)}"
+        for variant in (graph.pipeline.main, graph.pipeline.last)
+        for (kind, stage), module in variant.steps.modules.items()
+    )
+
+
+def _module_text(module: fx.GraphModule) -> str:
+    """A stage's code, without the number of this rank's device."""
+    lines = [f"{node.format_node()} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
+    text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
+
+
+def _kind(value: Any) -> str:
+    return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}" if isinstance(value, torch.Tensor) else ""
+
+
+def gradients_text(
+    programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]], names: Mapping[int, str]
+) -> str:
+    """Which stage actions compute the gradients of the model's tensors.
+
+    Args:
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+        names: of the model's tensors, by identity.
+    """
+    found: dict[str, set[str]] = {}
+    once = {id(program): (program, given) for program, given in zip(programs, primals, strict=True)}
+    for own, inputs in once.values():
+        makers = {number: f"{step[0]}{step[1]}" for step, code in own.steps.items() for number in code.outputs}
+        for gradient in own.gradients:
+            name = names.get(id(inputs[gradient.primal])) if gradient.source is not None else None
+            if name is not None:
+                found.setdefault(name, set()).add(_origin(gradient.source, makers))
+    return "\n".join(f"{name}: {sorted(origins)}" for name, origins in sorted(found.items()))
+
+
+def _origin(source: Source | None, makers: Mapping[int, str]) -> str:
+    assert source is not None
+    return makers[source.index] if source.kind == "value" else source.kind

@@ -1,0 +1,79 @@
+"""Agreement of the ranks of two pipelines, as threads."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from roundpipe_fx.distributed.agreement import Statement, agree
+from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+
+RANKS, SIZE = 4, 2
+
+
+class _Rank:
+    """A rank of two pipelines, whose global ranks begin with 10."""
+
+    size, name, ranks = RANKS, "the pipelines", [10, 11, 12, 13]
+
+    def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
+        self._rank, self._values, self._barrier = rank, values, barrier
+
+    def gather(self, value: Any) -> list[Any]:
+        self._values[self._rank] = value
+        self._barrier.wait(10)
+        found = list(self._values)
+        self._barrier.wait(10)
+        return found
+
+
+def _agreed(*statements: Statement) -> list[Any]:
+    """What each rank gets, or raises."""
+    values: list[Any] = [None] * RANKS
+    barrier = threading.Barrier(RANKS)
+
+    def of_rank(rank: int) -> Any:
+        ranks: Any = _Rank(rank, values, barrier)
+        try:
+            return agree(ranks, statements[rank], SIZE)
+        except (RanksDifferError, RemoteError) as error:
+            return error
+
+    with ThreadPoolExecutor(RANKS) as pool:
+        return list(pool.map(of_rank, range(RANKS)))
+
+
+def _statement(option: str = "a", batch: str = "x", generator: bytes = b"") -> Statement:
+    return Statement({"options": option}, {"batch": batch}, generator)
+
+
+def test_replicas_have_batches_and_generators_of_their_own() -> None:
+    own = [_statement(batch=batch, generator=batch.encode()) for batch in "xxyy"]
+    for generators in _agreed(*own):
+        first, second = generators
+        assert first[0] == first[1] != second[0] == second[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "text"),
+    [
+        ("aaab", "xxyy", r"the pipelines differ in options. Rank 10 has\s+a\s+and rank 13 has\s+b\s"),
+        ("aaaa", "xxyz", r"the pipelines differ in batch. Rank 12 has\s+y\s+and rank 13 has\s+z\s"),
+    ],
+)
+def test_a_difference_is_an_error_on_all_ranks(options: str, batches: str, text: str) -> None:
+    for error in _agreed(*map(_statement, options, batches)):
+        with pytest.raises(RanksDifferError, match=text):
+            raise error
+
+
+def test_a_failure_is_an_error_on_the_others_with_what_they_need_to_try_again() -> None:
+    own, *others = _agreed(Statement(failure="it did not fit", figures=(3, 2)), *[_statement()] * 3)
+    assert len(own) == 2  # it raises its own error
+    for error in others:
+        with pytest.raises(RemoteError, match="rank 10 of the pipelines could not prepare the step: it did not fit"):
+            raise error
+        assert error.figures == (3, 2)

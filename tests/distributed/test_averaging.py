@@ -1,0 +1,112 @@
+"""Averaging: which gradients are reduced together and when, without other processes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import roundpipe_fx
+from roundpipe_fx.distributed import averaging
+from roundpipe_fx.distributed.averaging import Averaging, Bucket, buckets_of, known_at_end
+from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
+from roundpipe_fx.runtime.pipeline_program import Gradient, Source
+from roundpipe_fx.schedules import Action, ActionKind
+
+BACKWARD = ActionKind.BACKWARD
+
+
+class _Alike:
+    """Two replicas, of which the other one has the same gradients."""
+
+    size = 2
+
+    def __init__(self) -> None:
+        self.started: list[torch.Tensor] = []
+
+    def start_sum(self, value: torch.Tensor) -> Any:
+        self.started.append(value)
+        return SimpleNamespace(wait=lambda: value.mul_(2))
+
+
+def _program(*sources: Source | None) -> Any:
+    """A microbatch whose stage 0 computes the values 0 and 1 in its backward, and stage 2 the value 2."""
+    steps = {(BACKWARD, stage): SimpleNamespace(outputs=numbers) for stage, numbers in ((2, (2,)), (0, (0, 1)))}
+    gradients = tuple(Gradient(primal, source) for primal, source in enumerate(sources))
+    return SimpleNamespace(steps=steps, gradients=gradients)
+
+
+def _instruction(stage: int, batch: int, *numbers: int) -> Any:
+    return SimpleNamespace(
+        action=Action(BACKWARD, stage, batch), gradients=[(0, number) for number in numbers], sums=()
+    )
+
+
+def test_buckets_begin_with_the_last_stage_and_wait_for_the_last_microbatch() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(4)]
+    keys = {id(value): value for value in parameters}
+    program = _program(Source("value", 0), Source("value", 1), Source("value", 2), Source("tangent", 0))
+    order = [(0, 0, 0, 1), (2, 0, 2), (0, 1, 0, 1), (2, 1, 2)]  # stage 0 is done first
+    instructions = [_instruction(*own) for own in order]
+    programs, primals = [program, program], [parameters, parameters]
+    ran = {(own.action.step, own.action.microbatch) for own in instructions}
+    late = known_at_end(programs, primals, ran)
+    assert late == {id(parameters[3])}
+    first, second, third, _ = map(id, parameters)
+    # Replicas may run stages in another order, so none is reduced before those of later stages.
+    assert buckets_of(instructions, programs, primals, keys, late) == [Bucket(3, (third,)), Bucket(3, (first, second))]
+    forwards = known_at_end(programs, primals, ran - {((BACKWARD, 2), 1)})
+    assert forwards == {third, id(parameters[3])}  # one microbatch's is computed by an earlier run
+
+
+@pytest.mark.parametrize("small", [0, 1 << 16])
+def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+    monkeypatch.setattr(averaging, "SMALL_BYTES", small)
+    parameters = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2).t())]
+    keys = [id(value) for value in parameters]
+    given = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3.0).expand(2), torch.arange(4.0).view(2, 2)]
+    expected = [value.clone() for value in given]
+    sums = GradientAccumulator()
+    for place, (key, value) in enumerate(zip(keys, given, strict=True)):
+        sums.give(key, value, own=place != 2)
+    parameters[2].grad = torch.ones(2, 2)
+    replicas: Any = _Alike()
+    run = Averaging(
+        replicas=replicas,
+        buckets=[Bucket(4, tuple(keys))],
+        parameters=dict(zip(keys, parameters, strict=True)),
+        unsynchronized=frozenset(keys[2:]),
+    )
+    run.after(3, sums)
+    assert not replicas.started and len(sums.tensors) == 3
+    run.after(4, sums)
+    assert len(replicas.started) == (3 if small == 0 else 1) and not sums.tensors
+    found: dict[int, torch.Tensor] = {}
+    run.finish(found)
+    expected[2] = expected[2] + 1
+    for key, value, mean in zip(keys, parameters, expected, strict=True):
+        assert torch.equal(found[key], mean) and found[key].stride() == value.stride()
+    assert torch.equal(given[2], expected[2] - 1)  # it was not its own
+
+
+def test_without_replicas_there_is_nothing_to_synchronize() -> None:
+    model, x = roundpipe_fx.compile(nn.Linear(2, 2), num_microbatches=2), torch.ones(2, 2)
+    with model.no_sync():
+        model.forward_backward(x, labels=x, loss_fn=nn.functional.mse_loss)
+    first = model.weight.grad.clone()
+    model.forward_backward(x, labels=x, loss_fn=nn.functional.mse_loss)
+    assert torch.equal(model.weight.grad, 2 * first)
+
+
+def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    replicas: Any = _Alike()
+    buckets = [Bucket(0, (id(parameter),))]
+    run = Averaging(replicas=replicas, buckets=buckets, parameters={id(parameter): parameter})
+    with pytest.raises(KeyError):
+        run.after(0, GradientAccumulator())
+    run.go_without_values()
+    assert [value.tolist() for value in replicas.started] == [[0.0, 0.0, 0.0]]
