@@ -6,6 +6,7 @@ run; that there is less memory than the budget says is observed when it runs out
 
 from __future__ import annotations
 
+import functools
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -56,7 +57,9 @@ def replanning(
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
-    if processes is not None and budgeted:
+    if processes is None:  # over processes all graphs are cut like the first, and ranks must not try different things
+        run = functools.partial(cut_alike, run, compile_anew)
+    elif budgeted:
         ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group
         for largest in ranks.gather(learned.largest):
             learned.merge(largest)
@@ -68,7 +71,7 @@ def replanning(
         log.info("replanning with what steps have shown: %s", learned.assumed)
         compile_anew()
     if not budgeted or not torch.is_grad_enabled():
-        return cut_alike(run, compile_anew)
+        return run()
     if processes is not None:
         return _fitted(run, compile_anew, learned)
     restore = torch_private.save_rng_states(devices)
@@ -95,7 +98,7 @@ def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: L
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
     for _ in range(_TRIES):
         try:
-            return cut_alike(run, compile_anew)
+            return run()
         except UnequalMicrobatchesError as error:
             learned.share *= _CLOSER * error.allowed / error.needed
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
