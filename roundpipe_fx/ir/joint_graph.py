@@ -150,7 +150,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "early_recompute split_backward accumulate_gradients analysis codegen compiler remat",
         "stages rounds",
     ),
-    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler"),
+    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
     Mark.STRIDED: _use("strided_gradients", "pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),

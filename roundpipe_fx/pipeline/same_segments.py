@@ -33,7 +33,8 @@ def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
     forward = joint.in_phase(Phase.FORWARD)
     for operation, node, _ in _operations(forward):
         found.setdefault(node.meta[Mark.SEGMENT], operation)
-    return tuple(found.get(segment) for segment in range(1, 1 + max(node.meta[Mark.SEGMENT] for node in forward)))
+    last = max((node.meta[Mark.SEGMENT] for node in forward), default=0)
+    return tuple(found.get(segment) for segment in range(1, last + 1))
 
 
 def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:

@@ -17,7 +17,7 @@ CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
 
 
-@dataclass
+@dataclass(kw_only=True)
 class StepCompileState:
     """State that the compilations of one step share.
 
