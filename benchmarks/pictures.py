@@ -29,6 +29,7 @@ from roundpipe_fx.schedules.timing import Timing
 
 PICTURES = DOCS / "pictures"
 matplotlib.rcParams["svg.hashsalt"] = "roundpipe_fx"  # the same picture is the same file
+matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: smaller, and it can be searched
 _COLORS = {ActionKind.FORWARD: "#4c78a8", ActionKind.RECOMPUTE: "#f58518", ActionKind.BACKWARD: "#54a24b"}
 
 _SECONDS = {ActionKind.FORWARD: 1.0, ActionKind.RECOMPUTE: 1.0, ActionKind.BACKWARD: 2.0}
