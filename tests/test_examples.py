@@ -70,6 +70,7 @@ def test_many_processes(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint" / ".metadata").exists()
 
 
+@pytest.mark.long
 def test_own_passes() -> None:
     *_, peaks, error = _run("examples/own_passes.py").splitlines()
     plain, cast = re.findall(r"([0-9.]+) MiB", peaks)
@@ -152,6 +153,7 @@ def test_how_it_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert page["file"].suffix == ".json" and page["plan"].budget is not None
 
 
+@pytest.mark.long
 def test_coming_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     _run_page("docs/coming-from.md", tmp_path, monkeypatch)
     printed = capsys.readouterr().out

@@ -65,6 +65,7 @@ def _refused(compiled: nn.Module, x: torch.Tensor) -> roundpipe_fx.InfeasibleBud
     return refused.value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_one_minimum(case: str) -> None:
     make, x, options = CASES[case]

@@ -34,6 +34,7 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=[kind for kind, _ in KINDS])
 def test_bits_and_bytes(kind: str, options: dict[str, Any]) -> None:
     model, batch = Recurrent(kind, **options), {"x": torch.randn(3, 3, 8)}

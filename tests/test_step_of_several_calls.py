@@ -85,6 +85,7 @@ def _measured(model: nn.Module, step: Step) -> tuple[int, list[str]]:
     return peak.bytes, [str(own.message) for own in told if own.category is roundpipe_fx.StepBudgetWarning]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "make"), STEPS, ids=[step.__name__ for step, _ in STEPS])
 def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.Module]) -> None:
     """The least that can be planned for is kept, and refused by one byte less; gradients stay what they are."""

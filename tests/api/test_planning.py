@@ -27,6 +27,7 @@ def _llama(layers: int, width: int) -> torch.nn.Module:
         return transformers.LlamaForCausalLM(config).bfloat16().train()
 
 
+@pytest.mark.long
 def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> None:
     model = _llama(layers=4, width=1024)
     tokens = torch.empty(8, 2048, dtype=torch.long, device="meta")
@@ -41,6 +42,7 @@ def test_a_model_without_storage_is_planned_for_a_device_that_is_not_there() -> 
     assert roomy.forward_seconds < plan.forward_seconds  # a faster device
 
 
+@pytest.mark.long
 def test_what_cannot_fit_is_an_error_that_says_what_it_takes() -> None:
     model = _llama(layers=4, width=1024)
     tokens = torch.empty(128, 8192, dtype=torch.long, device="meta")

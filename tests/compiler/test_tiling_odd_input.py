@@ -187,6 +187,7 @@ def test_nothing_to_differentiate() -> None:
     assert torch.equal(compiled(**given), model(**given))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", long_but([0, 7], quick={7}))
 def test_masks_are_drawn_as_without_tiles(seed: int) -> None:
     class Layers(nn.Module):

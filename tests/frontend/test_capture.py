@@ -151,6 +151,7 @@ def test_shape_changes_recompile() -> None:
     assert 2 <= len(compiled.plans) <= 3
 
 
+@pytest.mark.long
 def test_dynamic_shapes() -> None:
     model = TiedTransformer()
     compiled = roundpipe_fx.compile(model, stages=3, recompute="full", fullgraph=True, dynamic=True)

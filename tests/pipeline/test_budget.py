@@ -119,6 +119,7 @@ def test_gradients_do_not_stay_in_a_plan_of_microbatches() -> None:
     assert 0 < beyond_sums[0] < 0.25 * beyond_sums[1]
 
 
+@pytest.mark.long
 def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> None:
     x, y = batch_of(512, 32)
     seconds = {}
@@ -287,6 +288,7 @@ class Gated(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kept", "devices"), [({"memory_budget": 0.0}, 1), ({"memory_budget": 0.3}, 3), ({"checkpoint": "always"}, 3)]
 )

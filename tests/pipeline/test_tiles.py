@@ -52,6 +52,7 @@ def least(model: nn.Module, batch: dict[str, torch.Tensor], **options: Any) -> i
     return refused.value.minimum
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", long_but(WAYS, quick={"1f1b"}))
 def test_the_least_budget_is_met_in_tiles(way: str) -> None:
     model = LanguageModel().double()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
         assert (left is None and right is None) or torch.equal(left, right)
 
 
+@pytest.mark.long
 @relaxed
 @given(operations, st.integers(1, 3), st.floats(0, 1))
 @example([("split", 1), ("split", 1)], 1, 1.0)  # something is held that nobody reads

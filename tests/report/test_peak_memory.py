@@ -51,6 +51,7 @@ def _peak(run, model: nn.Module, batch: dict) -> int:
     return peak.bytes
 
 
+@pytest.mark.long
 def test_full_recompute_peaks_no_higher_than_checkpoint_at_the_same_places() -> None:
     depth = 6
     model = TiedTransformer(width=64, depth=depth, vocabulary=64)

@@ -84,6 +84,7 @@ def wasteful(module: torch.fx.GraphModule, _: list) -> Callable[..., object]:
     return call
 
 
+@pytest.mark.long
 def test_what_compiled_stages_hold_beyond_their_plan_is_planned_for() -> None:
     model = TiedTransformer(width=32, vocabulary=64)
     tokens = torch.randint(64, (4, 32))

@@ -43,6 +43,7 @@ def test_operators_of_models(name: str) -> None:
     assert {str(node.target) for node, dimensions in found.items() if dimensions is None} <= NOT_DESCRIBED
 
 
+@pytest.mark.long
 def test_symbolic_sizes_of_a_model() -> None:
     joint = captured(llama, language_batch(), dynamic=True)
     (rows, *_) = [node.meta["val"] for node in joint.primals if isinstance(node.meta["val"], torch.SymInt)]

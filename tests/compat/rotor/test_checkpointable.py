@@ -236,6 +236,7 @@ def test_a_hugging_face_model() -> None:
     assert len(wrapped.sequence) > 2 * wrapped.chain.length + 1
 
 
+@pytest.mark.long
 def test_any_number_of_sequences_can_be_tried() -> None:
     """Dynamo compiles a function eight times and no more; a sequence that is replaced does not count."""
     model = Residual(2)
