@@ -19,7 +19,7 @@ demo: $(READY)  ## train a small mixture of experts and compare with eager and t
 # One thread a worker: they share the cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests
 
-test: $(READY)  ## all but the long tests: under ten minutes on two cores
+test: $(READY)  ## all but the long tests
 	$(PYTEST) -m 'not long'
 
 test-all: $(READY)

@@ -136,7 +136,7 @@ def page() -> str:
     parts = [
         "# Benchmarks",
         "",
-        "Each table is what its command printed last, with the machine that it ran on. `make bench` runs all. Where",
+        "Each table is what its command printed last, with the versions that it ran with. `make bench` runs all. Where",
         "two things are compared, figures are ratios within one run: seconds of one machine say little about another.",
         "`python -m benchmarks.page` writes this page.",
     ]

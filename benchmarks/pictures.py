@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -64,15 +64,13 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
-def live_bytes(run: Callable[..., Any], batch: dict[str, Any]) -> list[int]:
+def live_bytes(model: nn.Module, batch: dict[str, Any]) -> list[int]:
     """Bytes of live tensors after each operation of a training step: the second one, in which nothing is compiled."""
-    gradients = [p for p in run.parameters()]  # type: ignore[attr-defined]
-    run(**batch).loss.backward()
-    for parameter in gradients:
-        parameter.grad = None
+    model(**batch).loss.backward()
+    model.zero_grad()
     gc.collect()
     with _LiveBytes() as live:
-        run(**batch).loss.backward()
+        model(**batch).loss.backward()
     return live.curve
 
 

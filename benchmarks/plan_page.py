@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from PIL import Image
 
 import roundpipe_fx
+from benchmarks.models import llama_8b
 from benchmarks.side_by_side import report
 from tests.report.chromium import Page, open_page
 
@@ -60,19 +60,8 @@ def main() -> None:
 
 
 def _plan() -> roundpipe_fx.Plan:
-    config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-    )
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
     tokens = torch.empty(2, 4096, dtype=torch.long, device="meta")
-    return roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, device="H100", memory_budget="25GiB")
+    return roundpipe_fx.plan(llama_8b(), input_ids=tokens, labels=tokens, device="H100", memory_budget="25GiB")
 
 
 def _milliseconds(page: Page, tab: str, selector: str, key: str) -> float:

@@ -14,6 +14,7 @@ Peaks are those of the process that has more: what it allocates during a step be
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -216,7 +217,7 @@ def _measure(rank: int, folder: str, size: Size, results: Any) -> None:
         "FSDP2": replicated(_fully_sharded, size, tokens),
     }
     losses = {name: step().item() for name, (_, step) in methods.items()}
-    rounds = paired({name: lambda step=step: _seconds(step) for name, (_, step) in methods.items()}, size.rounds)  # type: ignore[misc]
+    rounds = paired({name: functools.partial(_seconds, step) for name, (_, step) in methods.items()}, size.rounds)
     rows = []
     for name, (model, step) in methods.items():
         seconds = statistics.median(own[name] for own in rounds)

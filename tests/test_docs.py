@@ -60,9 +60,13 @@ def test_messages_on_the_page_of_errors_are_raised() -> None:
 
 
 def _texts() -> Iterator[str]:
-    """The constant parts of each text in the package."""
+    """The constant parts of each text in the package, docstrings left out."""
     for path in [*(ROOT / "roundpipe_fx").rglob("*.py"), *(ROOT / "passes").rglob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
+        nodes = [*ast.walk(ast.parse(path.read_text()))]
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if id(node) in docstrings:
+                continue
             if isinstance(node, ast.JoinedStr):
                 yield "…".join(part.value for part in node.values if isinstance(part, ast.Constant))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):

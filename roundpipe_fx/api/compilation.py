@@ -320,7 +320,7 @@ def _operations_name(module: fx.GraphModule) -> str:
     """
     sizes = (int, torch.SymInt, torch.Size)
     targets = [
-        str(node.target)
+        node.target if isinstance(node.target, str) else getattr(node.target, "__qualname__", str(node.target))
         for node in module.graph.nodes
         if node.op.startswith("call") and not isinstance(node.meta.get("example_value"), sizes)
     ]

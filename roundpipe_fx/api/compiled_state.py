@@ -222,7 +222,10 @@ class CompiledState:
         with parameters_gathered(model), self._telling():
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)
-                cut_alike(lambda: self._trace_pipeline(args, kwargs), self.compile)
+                if self.processes is not None:
+                    self._trace_pipeline(args, kwargs)
+                else:
+                    cut_alike(lambda: self._trace_pipeline(args, kwargs), self.compile)
                 return
             with contextlib.suppress(TraceOnly), trace_only():
                 self._call(args, kwargs)
