@@ -12,6 +12,7 @@ import torch
 from roundpipe_fx.torch_private import PassedThrough
 
 __all__ = [
+    "HostMemoryError",
     "InfeasibleBudgetError",
     "available_memory",
     "bytes_text",
@@ -49,6 +50,18 @@ class InfeasibleBudgetError(PassedThrough, ValueError):
     def __init__(self, message: str, minimum: int) -> None:
         super().__init__(message)
         self.minimum = minimum
+
+
+class HostMemoryError(PassedThrough, ValueError):
+    """The host has less memory than an offloaded model's step needs there.
+
+    Attributes:
+        needed: bytes that the step needs on the host.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
 
 
 def parse_budget(budget: Any) -> int | float | None:

@@ -43,12 +43,14 @@ class FollowedCall(NamedTuple):
         reads: storages that are passed in.
         start: number of its first event.
         end: number of the event after its last one.
+        returns: for each of its results, its storages.
     """
 
     name: str
     reads: set[int]
     start: int
     end: int
+    returns: list[list[int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,8 +187,9 @@ class ProgramEvents:
                 self.numbers.give(node, next(given))
             elif node.op == "output":
                 returned: Any = node.args[0]
-                self.calls.append(FollowedCall(name, reads, start, len(self.events)))
-                return [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+                leaves = [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+                self.calls.append(FollowedCall(name, reads, start, len(self.events), leaves))
+                return leaves
             else:
                 made = self.numbers.follow(node)
                 self.makers.update(dict.fromkeys(made, node))

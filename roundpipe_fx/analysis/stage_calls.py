@@ -60,12 +60,15 @@ class HeldBytes:
         maker: name of the stage module that allocates them.
         readers: names of the stage modules that read them.
         lasts: whether the caller gets and holds them.
+        result: position of the result of ``maker`` that is all that refers to them between calls; ``None``: several
+            results share them, or someone else holds them.
     """
 
     bytes: int
     maker: str
     readers: tuple[str, ...]
     lasts: bool
+    result: int | None = None
 
 
 def simulate_calls(
@@ -111,6 +114,8 @@ class _Calls:
         self._sizes = course.run.numbers.sizes
         self.calls = course.run.calls
         self._returned = {storage for leaves in course.results[: course.forward.outputs] for storage in leaves}
+        self._results_with = Counter(s for call in self.calls for leaves in call.returns for s in set(leaves))
+        """By storage, how many results of calls refer to it."""
         self._readers: dict[int, list[int]] = {}
         for index, call in enumerate(self.calls):
             for storage in call.reads:
@@ -153,13 +158,24 @@ class _Calls:
         return self._bytes(s for s in self._arrived if self._readers.get(s, [-1])[-1] == index)
 
     def held(self) -> list[HeldBytes]:
-        """The values that outlive the call that computes them; those with the same maker and readers as one."""
-        found: Counter[tuple[str, tuple[str, ...], bool]] = Counter()
-        for call, outlive in zip(self.calls, self._outlive, strict=True):
-            for storage in outlive:
+        """The values that outlive the call that computes them; those with the same maker and readers, of which no
+        single result refers to the memory, as one."""
+        found: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
+        for index, (call, outlive) in enumerate(zip(self.calls, self._outlive, strict=True)):
+            for storage in sorted(outlive):
                 by = tuple(self.calls[reader].name for reader in self._readers.get(storage, ()))
-                found[call.name, by, storage in self._returned] += self._sizes[storage]
+                found[call.name, by, storage in self._returned, self._only_result(index, storage)] += self._sizes[
+                    storage
+                ]
         return [HeldBytes(size, *of) for of, size in found.items()]
+
+    def _only_result(self, index: int, storage: int) -> int | None:
+        """The position of a call's result that alone refers to a storage, and to no other; ``None``: there is none."""
+        if storage in self._returned or self._results_with.get(storage, 0) != 1:
+            return None
+        if any(storage in own for own in self._gradients):
+            return None
+        return next((place for place, own in enumerate(self.calls[index].returns) if own == [storage]), None)
 
     def _outlive_call(self, index: int) -> set[int]:
         """Storages that a call makes and later ones read, or the caller gets."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
@@ -22,6 +23,8 @@ from roundpipe_fx.schedules import (
     validate,
     with_recompute,
 )
+from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
+from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 
 __all__ = ["LoweredPipeline", "Structure", "Variant", "variant_of"]
@@ -75,6 +78,7 @@ class LoweredPipeline:
             given.
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
+        offload: how it is decided which values an offloaded model sends to the host; ``None``: none leave.
     """
 
     main: Variant
@@ -86,6 +90,7 @@ class LoweredPipeline:
     budget: int | None = None
     allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
+    offload: OffloadRule | None = None
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
         """The schedule for a number of microbatches.
@@ -107,7 +112,24 @@ class LoweredPipeline:
     def predict(self, microbatches: int) -> Timing:
         """When everything would run, and each device's peak."""
         graph = self.main.steps.graph
-        return simulate_time(self.schedule(graph, microbatches), graph, self.main.costs)
+        schedule = self.schedule(graph, microbatches)
+        offloads = self.offloads(schedule, graph)
+        return simulate_time(schedule, graph, self.main.costs, offloads=offloads)
+
+    def offloads(
+        self, schedule: Schedule, graph: StageGraph, others: Mapping[int, StepCosts] | None = None
+    ) -> list[Offload]:
+        """The values that leave for the host under a schedule.
+
+        Args:
+            schedule: the schedule.
+            graph: its steps.
+            others: costs of microbatches of another size, by index.
+        """
+        if self.offload is None:
+            return []
+        timing = simulate_time(schedule, graph, self.main.costs, others)
+        return offloads_within(timing, self.main.costs, others or {}, self.offload)
 
 
 def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:

@@ -14,7 +14,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -42,15 +42,31 @@ from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
-from roundpipe_fx.pipeline.unequal import check_together
+from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
 from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
+from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
 
 __all__ = ["Pipeline", "Splitting"]
+
+
+class _Scheduled(NamedTuple):
+    """What workers run.
+
+    Attributes:
+        instructions: of each device.
+        offloads: for each device, which values leave for the host and come back; empty: none.
+        programs: of each microbatch.
+    """
+
+    instructions: list[list[Instruction]]
+    offloads: list[Mapping[int, OffloadSteps]]
+    programs: list[PipelineProgram]
+
 
 _BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
 
@@ -100,7 +116,7 @@ class Pipeline:
         self.compiled = self._compiled()
         self._workers: Workers | None = None
         self._offloaded: Offloaded | None = None
-        self._schedules: dict[Any, tuple[list[list[Instruction]], list[PipelineProgram]]] = {}
+        self._schedules: dict[Any, _Scheduled] = {}
         self._lock = threading.RLock()
         self._alive = CallsAlive()
 
@@ -351,7 +367,7 @@ class Pipeline:
         kinds: tuple[ActionKind, ...] | None,
         given: Sequence[dict[int, Any]],
     ) -> Finished:
-        instructions = self._instructions(captured, kinds)
+        scheduled = self._scheduled(captured, kinds)
         home = self._home(captured)
         first = self._processes.replication.first_stream if self._processes is not None else 0
         streams = random_streams.random_streams(home, len(captured.programs), first)
@@ -366,7 +382,15 @@ class Pipeline:
             finished = self._processes.run(self._workers, captured, kinds, self._instructions, tangents, streams, given)
         else:
             finished = run_pipeline(
-                self._workers, instructions, captured.programs, captured.primals, tangents, streams, given, on_host
+                self._workers,
+                scheduled.instructions,
+                captured.programs,
+                captured.primals,
+                tangents,
+                streams,
+                given,
+                on_host,
+                offloads=scheduled.offloads if on_host else (),
             )
         random_streams.finish(home, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
@@ -375,19 +399,26 @@ class Pipeline:
         return finished
 
     def _instructions(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> list[list[Instruction]]:
+        return self._scheduled(captured, kinds).instructions
+
+    def _scheduled(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> _Scheduled:
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._schedules:
             graph = union([program.graph for program in captured.programs])
             pipeline = captured.graphs[0].pipeline
             count = len(captured.programs)
             whole = pipeline.schedule(graph, count)
+            pipelines = [own.pipeline for own in captured.graphs]
+            offloads = pipeline.offloads(whole, graph, costs_of_others(pipelines)) if kinds is None else []
             if pipeline.allowed is not None:
-                check_together(whole, graph, [own.pipeline for own in captured.graphs])
+                check_together(whole, graph, pipelines, offloads)
             schedule = whole if kinds is None else whole.only(*kinds)
             # The programs are referred to, so that their identities are not reused.
             left = kinds == (ActionKind.FORWARD,)
-            self._schedules[key] = instructions_of(schedule, captured.programs, left), captured.programs
-        return self._schedules[key][0]
+            instructions = instructions_of(schedule, captured.programs, left)
+            steps = offload_steps_of(schedule, instructions, offloads) if offloads else []
+            self._schedules[key] = _Scheduled(instructions, steps, captured.programs)
+        return self._schedules[key]
 
     def _home(self, captured: CapturedCalls) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None

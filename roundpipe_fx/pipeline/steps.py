@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
 from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
-from roundpipe_fx.analysis.stage_calls import simulate_calls
+from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import Phase, is_seeded, tensor_values
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
 from roundpipe_fx.torch_private import run_and_save_rng_state
 
@@ -116,9 +118,7 @@ def step_costs(
     return StepCosts(
         seconds={step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
         transfer_seconds=travel,
-        held=tuple(
-            Held(own.bytes, step_of[own.maker], tuple(step_of[name] for name in own.readers), own.lasts) for own in held
-        ),
+        held=_held(held, steps, step_of, kind),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,
         base_bytes={step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
@@ -135,6 +135,44 @@ def step_costs(
         parameters=lowered.parameters,
         away=frozenset(away),
     )
+
+
+def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAction], kind: str) -> tuple[Held, ...]:
+    """What outlives its stage action; values with the same maker and readers that may be offloaded are one.
+
+    Args:
+        held: of each call.
+        steps: the steps.
+        step_of: the step of each stage module, by name.
+        kind: type of the device.
+    """
+    numbers = {node: number for number, node in enumerate(steps.maker)}
+    found: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool], list[tuple[int, int]]] = {}
+    for own in held:
+        maker, readers = step_of[own.maker], tuple(step_of[name] for name in own.readers)
+        node = None if own.result is None else steps.modules[maker].outputs[own.result]
+        may_leave = node is not None and not own.lasts and _may_be_offloaded(node, kind)
+        number = numbers[node] if node is not None else -1
+        found.setdefault((maker, readers, own.lasts, may_leave), []).append((number, own.bytes))
+    return tuple(
+        Held(sum(size for _, size in values), maker, readers, lasts, tuple(values) if may_leave else ())
+        for (maker, readers, lasts, may_leave), values in found.items()
+    )
+
+
+def _may_be_offloaded(node: fx.Node, kind: str) -> bool:
+    """Whether a value that alone refers to its memory may be copied to the host and back.
+
+    Values of host synchronizations and discrete decisions stay, as do sizes that depend on data.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != kind:
+        return False
+    computed = node.args[0] if node.target is operator.getitem else node
+    if any(isinstance(own, fx.Node) and Mark.MUST_SAVE in own.meta for own in (node, computed)):
+        return False
+    sizes = (*value.shape, *value.stride())
+    return not value.dtype.is_complex and not value.is_neg() and all(isinstance(size, int) for size in sizes)
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
-from roundpipe_fx.schedules import Schedule, StageGraph, simulate_time
+from roundpipe_fx.schedules import Schedule, StageGraph, StepCosts, simulate_time
+from roundpipe_fx.schedules.offloads import Offload
 
-__all__ = ["UnequalMicrobatchesError", "check_together"]
+__all__ = ["UnequalMicrobatchesError", "check_together", "costs_of_others"]
 
 
 class UnequalMicrobatchesError(InfeasibleBudgetError):
@@ -34,21 +35,34 @@ class UnequalMicrobatchesError(InfeasibleBudgetError):
         self.allowed = allowed
 
 
-def check_together(schedule: Schedule, graph: StageGraph, pipelines: Sequence[LoweredPipeline]) -> None:
+def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts]:
+    """Costs of the microbatches that differ from the first, by index.
+
+    Args:
+        pipelines: each microbatch's lowered pipeline.
+    """
+    main = pipelines[0].main.costs
+    return {batch: own.main.costs for batch, own in enumerate(pipelines) if own.main.costs is not main}
+
+
+def check_together(
+    schedule: Schedule, graph: StageGraph, pipelines: Sequence[LoweredPipeline], offloads: Sequence[Offload] = ()
+) -> None:
     """Simulate the memory of all microbatches together, if they differ.
 
     Args:
         schedule: of all of them.
         graph: all steps.
         pipelines: each microbatch's lowered pipeline.
+        offloads: values that leave for the host.
 
     Raises:
         UnequalMicrobatchesError: it is more than a device is allowed.
     """
     main, allowed = pipelines[0].main.costs, pipelines[0].allowed
-    others = {batch: own.main.costs for batch, own in enumerate(pipelines) if own.main.costs is not main}
+    others = costs_of_others(pipelines)
     if not others or allowed is None:
         return
-    needed = max(simulate_time(schedule, graph, main, others).peak_bytes)
+    needed = max(simulate_time(schedule, graph, main, others, offloads).peak_bytes)
     if needed > allowed:
         raise UnequalMicrobatchesError(needed, allowed)

@@ -25,6 +25,7 @@ from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
+from roundpipe_fx.pipeline.offload_values import quickest_offloaded, with_offloads
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.remat.blocks import Blocks
@@ -71,16 +72,24 @@ def within_budget(
     runs = runs_of(first.timing, cut.joint.cuts)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
+    may_leave = pipelining.offloaded and not forwards_before_backwards
+    sent: list[Attempt] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
-    if level is None:
+    if may_leave and isinstance(budget, int):
+        sent = _sent(levels, others, limit)
+    if level is None and all(attempt.peak > limit for attempt in sent):
         lowest = levels.lowest()
         if isinstance(budget, float):
-            low = min(attempt.peak for attempt in (*attempts.of_choices, *others))
+            leanest = [*attempts.of_choices, *others]
+            leanest += [with_offloads(attempt, 0) for attempt in leanest if may_leave]
+            low = min(attempt.peak for attempt in leanest)
             limit = int(limit_of(budget, low, first.peak) * share)
         level = levels.alike(lowest, limit)
+        if may_leave:
+            sent = _sent(levels, others, limit)
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         levels.each(level, limit)
-    tried = [*attempts.of_choices, *others]
+    tried = [*attempts.of_choices, *others, *sent]
     if isinstance(budget, float) and budget == 0.0:
         limit = min(attempt.peak for attempt in tried)
     fitting = [attempt for attempt in tried if attempt.peak <= limit]
@@ -93,6 +102,11 @@ def within_budget(
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return best.within(max(limit, best.peak), allowed, tried)
+
+
+def _sent(levels: _Levels, others: Sequence[Attempt], limit: int) -> list[Attempt]:
+    """Attempts that fit, if they do, because values leave for the host."""
+    return [*quickest_offloaded(levels.at, levels.known, limit), *(with_offloads(own, limit) for own in others)]
 
 
 class _Attempts:
@@ -179,11 +193,11 @@ class _Levels:
         low, high = 0, last
         while low < high:
             middle = (low + high) // 2
-            if self._all_at(middle).peak <= limit:
+            if self.at(middle).peak <= limit:
                 high = middle
             else:
                 low = middle + 1
-        return low if self._all_at(low).peak <= limit else None
+        return low if self.at(low).peak <= limit else None
 
     def each(self, level: int, limit: int) -> None:
         """Try for each device the least level with which it fits, up to ``level``."""
@@ -206,13 +220,19 @@ class _Levels:
         """
 
         def peak(level: int) -> int:
-            return self._all_at(level).peak
+            return self.at(level).peak
 
         last = self.last
         best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
         return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
 
-    def _all_at(self, level: int) -> Attempt:
+    @property
+    def known(self) -> list[int]:
+        """Levels that all devices have had."""
+        return [levels[0] for levels in self._known if len(set(levels)) == 1]
+
+    def at(self, level: int) -> Attempt:
+        """The attempt in which all devices have one level."""
         return self._at([level] * self._devices)
 
     def _at(self, levels: Sequence[int]) -> Attempt:

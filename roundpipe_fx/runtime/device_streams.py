@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from roundpipe_fx.runtime.copies import copied, copied_together
+from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
@@ -40,6 +41,7 @@ class DeviceStreams(Protocol):
     """What a worker needs of its device."""
 
     device: torch.device
+    host_buffers: HostBuffers
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Called in the caller's thread before a step, which must run after what the caller has issued."""
@@ -86,12 +88,27 @@ class DeviceStreams(Protocol):
     def synchronize_copies(self) -> None:
         """Wait until all copies from and to the host have finished."""
 
+    def copy_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool) -> Any:
+        """Start copying values that leave or come back.
+
+        Args:
+            pairs: (source, target), of which one is a pinned buffer on the host.
+            to_host: whether the targets are.
+
+        Returns:
+            a marker for :meth:`wait_for_values`.
+        """
+
+    def wait_for_values(self, copied: Any) -> None:
+        """Make later work wait for copies of values."""
+
 
 class HostDeviceStreams:
     """A worker on the CPU."""
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+        self.host_buffers = HostBuffers(pinned=False)
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Nothing to wait for."""
@@ -147,6 +164,14 @@ class HostDeviceStreams:
     def synchronize_copies(self) -> None:
         """Nothing to wait for."""
 
+    def copy_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool) -> None:
+        """Copy at once."""
+        for source, target in pairs:
+            target.copy_(source)
+
+    def wait_for_values(self, copied: Any) -> None:
+        """Nothing to wait for."""
+
 
 class AcceleratorDeviceStreams:
     """A worker on an accelerator: a compute stream, and copy streams for outgoing and incoming values."""
@@ -156,6 +181,7 @@ class AcceleratorDeviceStreams:
         self.compute = torch.Stream(device)
         self.outgoing = torch.Stream(device)
         self.incoming = torch.Stream(device)
+        self.host_buffers = HostBuffers(pinned=True)
         self._caller_device = device
         self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -315,6 +341,20 @@ class AcceleratorDeviceStreams:
         self.outgoing.synchronize()
         self._leaving.clear()
         self._brought = self._left = None
+
+    def copy_values(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], to_host: bool) -> Any:
+        """Copy behind what the compute stream has been given. Memory on the device is the compute stream's own, held by
+        the caller until that has waited for the copies."""
+        stream = self.outgoing if to_host else self.incoming
+        stream.wait_event(self.compute.record_event())
+        with on_stream(stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+    def wait_for_values(self, copied: Any) -> None:
+        """Make the compute stream wait; the host does not."""
+        self.compute.wait_event(copied)
 
 
 def _is_on(value: Any, device: torch.device) -> bool:

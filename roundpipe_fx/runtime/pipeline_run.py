@@ -23,6 +23,7 @@ from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, 
 from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
 from roundpipe_fx.runtime.transport import Transport
+from roundpipe_fx.runtime.value_offloading import OffloadSteps, ValueOffloading
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
@@ -81,6 +82,7 @@ def run_pipeline(
     given: Sequence[dict[int, Any]] = (),
     on_host: Collection[int] = (),
     transport: Transport | None = None,
+    offloads: Sequence[Mapping[int, OffloadSteps]] = (),
 ) -> Finished:
     """Run instructions and wait until they are done.
 
@@ -96,6 +98,7 @@ def run_pipeline(
         on_host: identities of primals that stay on the host while the workers are on accelerators. Workers hold copies
             during residency windows, and gradients are copied to the host.
         transport: carries messages between devices; ``None``: the devices are these workers.
+        offloads: for each device, which values leave for the host and come back; empty: none.
 
     Returns:
         outputs, gradients, values for a later run, and times.
@@ -113,6 +116,7 @@ def run_pipeline(
         given=given,
         on_host=on_host,
         transport=transport or Mailboxes(workers.all_device_streams),
+        offloads=offloads,
     )
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
@@ -156,6 +160,7 @@ class _PipelineRun:
         given: Sequence[dict[int, Any]],
         on_host: Collection[int],
         transport: Transport,
+        offloads: Sequence[Mapping[int, OffloadSteps]],
     ) -> None:
         self._all_device_streams = workers.all_device_streams
         self._instructions = instructions
@@ -190,6 +195,7 @@ class _PipelineRun:
         self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
             prefetch_steps_of(own, primals, on_host) for own in instructions if on_host
         ]
+        self._offloads = offloads
         self._at_host: list[list[tuple[int, torch.Tensor]]] = [[] for _ in workers.all_device_streams]
         self._spans: list[list[Span]] = [[] for _ in workers.all_device_streams]
         self._began = time.perf_counter()
@@ -249,13 +255,16 @@ class _PipelineRun:
         elsewhere = device_streams.device != self.caller_device
         done_with = last_uses(instructions, self._primals) if elsewhere else [[] for _ in instructions]
         prefetch_steps = self._prefetch_steps[device] if self._prefetch_steps else {}
+        offloading = ValueOffloading(self._offloads[device] if self._offloads else {}, values, device_streams)
         for place, (instruction, call, unread) in enumerate(
             zip(instructions, self._calls[device], done_with, strict=True)
         ):
             if self._stopping:
                 raise Stopped
+            offloading.leave(place)
             if place in prefetch_steps:
                 self._prefetch(device, device_streams, prefetch_steps[place])
+            offloading.reload(place)
             self.transport.before(device, place)
             batch = instruction.action.microbatch
             own = values[batch]

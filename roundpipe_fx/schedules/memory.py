@@ -35,6 +35,7 @@ from itertools import pairwise
 import numpy as np
 
 from roundpipe_fx.schedules.action import StageAction
+from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.places import Places
 from roundpipe_fx.schedules.residency import ResidencyWindow
 from roundpipe_fx.schedules.schedule import Schedule
@@ -57,6 +58,7 @@ def peaks_of(
     costs: StepCosts,
     others: Mapping[int, StepCosts],
     windows: Sequence[Sequence[ResidencyWindow]],
+    offloads: Sequence[Offload] = (),
 ) -> list[tuple[int, np.ndarray]]:
     """Peak bytes of each device, and the bytes allocated there at most during each of its actions.
 
@@ -70,6 +72,7 @@ def peaks_of(
         costs: costs of the stage actions.
         others: costs of microbatches of another size, by index.
         windows: residency windows of each device, where tensors stay on the host.
+        offloads: values that are on the host for a while.
     """
     memory = _Memory(schedule, codes, steps, costs, others)
     clocks = None
@@ -84,6 +87,7 @@ def peaks_of(
 
     memory.enter_values(arrival)
     memory.enter_input_gradients()
+    memory.enter_offloads(offloads)
     found = (memory.peak(device, own) for device, own in enumerate(windows))
     return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
 
@@ -191,6 +195,12 @@ class _Memory:
                     makers = [self._number[step] for step, own in makers_of.items() if owner in own]
                     at = self.places.first(device, makers, batches)
                     np.add.at(change, at[at >= 0] + 1, size)
+
+    def enter_offloads(self, offloads: Sequence[Offload]) -> None:
+        """Values that are on the host: absent from their device once they are freed, until they are reloaded."""
+        for own in offloads:
+            self._changes[own.device][own.freed] -= own.bytes
+            self._changes[own.device][own.reloads] += own.bytes
 
     def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:
         """Peak bytes of a device, whose values and gradients of inputs have been entered; and those of its actions."""

@@ -25,12 +25,15 @@ class Held:
         maker: the stage action that allocates them.
         readers: stage actions that read them.
         lasts: whether they stay allocated to the end of the step, on the device of ``maker``.
+        values: numbers of the values that they are, with the bytes of each, if these may leave the device between two
+            readers (:mod:`roundpipe_fx.schedules.offloads`); empty: they must not.
     """
 
     bytes: int
     maker: StageAction
     readers: tuple[StageAction, ...]
     lasts: bool = False
+    values: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ with ten thousand microbatches, which are twenty million actions, are simulated 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from roundpipe_fx.schedules.action import Action, StageAction
 from roundpipe_fx.schedules.host_link import HostLink
 from roundpipe_fx.schedules.memory import peaks_of
+from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.stage_graph import StageGraph
 from roundpipe_fx.schedules.step_costs import StepCosts
@@ -54,6 +55,7 @@ class Timing:
         action_bytes: for each device, the bytes allocated there at most during each of its actions.
         brought_bytes: bytes of an offloaded model that are copied to the devices.
         left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
+        offloads: values that are on the host for a while.
     """
 
     schedule: Schedule
@@ -64,6 +66,7 @@ class Timing:
     action_bytes: tuple[np.ndarray, ...] = field(repr=False)
     brought_bytes: int = 0
     left: float | None = None
+    offloads: tuple[Offload, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -87,7 +90,11 @@ class Timing:
 
 
 def simulate_time(
-    schedule: Schedule, graph: StageGraph, costs: StepCosts, others: Mapping[int, StepCosts] | None = None
+    schedule: Schedule,
+    graph: StageGraph,
+    costs: StepCosts,
+    others: Mapping[int, StepCosts] | None = None,
+    offloads: Sequence[Offload] = (),
 ) -> Timing:
     """Simulate a schedule.
 
@@ -96,6 +103,7 @@ def simulate_time(
         graph: which stage action reads which.
         costs: seconds and bytes of the stage actions, for a full microbatch.
         others: costs of microbatches of another size, by index; only their bytes are used.
+        offloads: values that are on the host for a while, if the model is offloaded.
 
     Returns:
         start and end of each action in seconds, and peak bytes of each device.
@@ -121,10 +129,11 @@ def simulate_time(
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     windows = costs.windows(schedule, codes, steps)
-    link = HostLink(windows, [len(own) for own in codes], costs.host_bandwidth) if costs.on_host is not None else None
+    lengths = [len(own) for own in codes]
+    link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows)
+    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads)
     timing = Timing(
         schedule=schedule,
         graph=graph,
@@ -137,7 +146,7 @@ def simulate_time(
         return timing
     left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
     brought = sum(window.first + window.brought for own in windows for window in own)
-    return dataclasses.replace(timing, brought_bytes=brought, left=left)
+    return dataclasses.replace(timing, brought_bytes=brought, left=left, offloads=tuple(offloads))
 
 
 def _run(

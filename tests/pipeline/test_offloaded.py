@@ -22,21 +22,6 @@ from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def _offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models lie on the host, workers elsewhere, as far as a step is concerned."""
-
-    def always(
-        devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None, beside: object
-    ) -> Offloaded:
-        found = known or Offloaded(CPU)
-        found.tensors = {id(v): v for module in modules for v in (*module.parameters(), *module.buffers())}
-        return found
-
-    monkeypatch.setattr(step, "offloaded", always)
-    monkeypatch.setattr(Offloaded, "pin", lambda self: None)
-
-
 def _trained(name: str, devices: Sequence[str], microbatches: int, **options) -> Step:
     make, make_batch, _ = GOLDEN[name]
     torch.manual_seed(0)
@@ -55,18 +40,18 @@ def _trained(name: str, devices: Sequence[str], microbatches: int, **options) ->
 def test_it_has_the_bits_of_a_model_on_the_device(name: str, request: pytest.FixtureRequest) -> None:
     options = {"stages": 2, "schedule": "gpipe", "recompute": "full"}
     reference = _trained(name, ["cpu"], 1, **options)
-    request.getfixturevalue("_offloaded")
+    request.getfixturevalue("on_the_host")
     assert_bitwise(_trained(name, ["cpu"], 1, **options), reference)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_microbatches_under_every_schedule(schedule: str, request: pytest.FixtureRequest) -> None:
     reference = _trained("tied_transformer", CPUS, 4, schedule=schedule)
-    request.getfixturevalue("_offloaded")
+    request.getfixturevalue("on_the_host")
     assert_close(_trained("tied_transformer", CPUS, 4, schedule=schedule), reference)
 
 
-@pytest.mark.usefixtures("_offloaded")
+@pytest.mark.usefixtures("on_the_host")
 def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     present: dict[int, torch.Tensor] = {}
     most = brought = 0
@@ -92,7 +77,7 @@ def test_workers_have_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> Non
     assert roundpipe_fx.Plan.from_json(compiled.plan.to_json()).pipeline == compiled.plan.pipeline
 
 
-@pytest.mark.usefixtures("_offloaded")
+@pytest.mark.usefixtures("on_the_host")
 def test_stages_begin_where_they_are_asked_to() -> None:
     model = Blocks(8, 6)
     x, y = batch_of(8, 8)
@@ -108,7 +93,7 @@ def test_stages_begin_where_they_are_asked_to() -> None:
     assert plan.pipeline.schedule == "roundpipe" and len(plan.stages) == 5  # two ahead, the last one, two back
 
 
-@pytest.mark.usefixtures("_offloaded")
+@pytest.mark.usefixtures("on_the_host")
 def test_called_and_differentiated_and_without_autograd() -> None:
     make, make_batch, _ = GOLDEN["encoder_decoder"]
     model, batch = make(), make_batch()
@@ -137,7 +122,7 @@ class Averaging(nn.Module):
         return (self.layer(x) * self.seen).sum()
 
 
-@pytest.mark.usefixtures("_offloaded")
+@pytest.mark.usefixtures("on_the_host")
 def test_buffers_are_updated() -> None:
     model = Averaging()
     reference, x = copy.deepcopy(model), torch.randn(6, 4)

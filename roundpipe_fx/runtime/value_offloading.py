@@ -1,0 +1,159 @@
+"""Value offloading: sends values of a worker to the host and brings them back, as was decided.
+
+What leaves when is :class:`roundpipe_fx.schedules.offloads.Offload`. A value leaves with its whole memory, so whatever
+its strides and its type are, it comes back with the same bits in memory of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from roundpipe_fx.runtime.device_streams import DeviceStreams
+from roundpipe_fx.runtime.pipeline_program import Instruction
+from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules.offloads import Offload
+
+__all__ = ["OffloadSteps", "ValueOffloading", "offload_steps_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadSteps:
+    """What leaves, is freed, is reloaded and must be back before an instruction.
+
+    Attributes:
+        leaves: offloads whose copies to the host begin.
+        freed: offloads whose memory on the device is freed.
+        reloads: offloads whose copies to the device begin.
+        back: offloads whose values are read.
+    """
+
+    leaves: tuple[Offload, ...] = ()
+    freed: tuple[Offload, ...] = ()
+    reloads: tuple[Offload, ...] = ()
+    back: tuple[Offload, ...] = ()
+
+
+def offload_steps_of(
+    schedule: Schedule, instructions: Sequence[Sequence[Instruction]], offloads: Sequence[Offload]
+) -> list[Mapping[int, OffloadSteps]]:
+    """For each device, what happens before which of its instructions.
+
+    Args:
+        schedule: the schedule whose positions the offloads refer to.
+        instructions: of each device; actions that a microbatch does not have are missing.
+        offloads: what leaves.
+    """
+    found: list[Mapping[int, OffloadSteps]] = []
+    for device, own in enumerate(instructions):
+        present = {str(instruction.action) for instruction in own}
+        places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
+        of_place: dict[int, dict[str, list[Offload]]] = {}
+        for offload in offloads:
+            if offload.device == device:
+                for name in OffloadSteps.__slots__:
+                    place = places[getattr(offload, name)]
+                    of_place.setdefault(place, {}).setdefault(name, []).append(offload)
+        found.append(
+            {
+                place: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
+                for place, steps in of_place.items()
+            }
+        )
+    return found
+
+
+@dataclass(slots=True)
+class _Away:
+    """A value that is on its way to the host, there, or on its way back.
+
+    Attributes:
+        value: on the device; ``None`` while there is none.
+        layout: arguments of ``set_`` beside the memory.
+        size: bytes of its memory.
+        buffer: on the host.
+    """
+
+    value: torch.Tensor | None
+    layout: tuple[int, torch.Size, tuple[int, ...], torch.dtype]
+    size: int
+    buffer: torch.Tensor
+
+
+class ValueOffloading:
+    """Offloads the values of one worker during a run.
+
+    Args:
+        steps: what happens before which instruction.
+        values: the worker's values: for each microbatch, by number.
+        device_streams: of the worker.
+    """
+
+    def __init__(
+        self, steps: Mapping[int, OffloadSteps], values: Sequence[dict[int, Any]], device_streams: DeviceStreams
+    ) -> None:
+        self._steps = steps
+        self._values = values
+        self._device_streams = device_streams
+        self._buffers = device_streams.host_buffers
+        self._away: dict[tuple[int, int], _Away] = {}
+        self._copied: dict[Offload, Any] = {}
+        """By offload, the marker of its latest copies."""
+        if steps:
+            self._buffers.keep({size for own in steps.values() for offload in own.leaves for _, size in offload.values})
+
+    def leave(self, place: int) -> None:
+        """Begin to copy what leaves before an instruction; called first."""
+        for offload in self._at(place).leaves:
+            pairs = []
+            for number, size in offload.values:
+                value = self._values[offload.microbatch].pop(number)
+                memory = _memory_of(value)
+                buffer = self._buffers.take(max(size, memory.numel()))
+                layout = value.storage_offset(), value.shape, value.stride(), value.dtype
+                self._away[offload.microbatch, number] = _Away(memory, layout, memory.numel(), buffer)
+                pairs.append((memory, buffer[: memory.numel()]))
+            self._copied[offload] = self._device_streams.copy_values(pairs, to_host=True)
+
+    def reload(self, place: int) -> None:
+        """Free what has left, and bring back what is needed; called last before an instruction."""
+        steps = self._at(place)
+        for offload in steps.freed:
+            self._device_streams.wait_for_values(self._copied.pop(offload))
+            for away in self._of(offload):
+                away.value = None
+        for offload in steps.reloads:
+            pairs = []
+            for away in self._of(offload):
+                away.value = torch.empty(away.size, dtype=torch.uint8, device=self._device_streams.device)
+                pairs.append((away.buffer[: away.size], away.value))
+            self._copied[offload] = self._device_streams.copy_values(pairs, to_host=False)
+        for offload in steps.back:
+            self._device_streams.wait_for_values(self._copied.pop(offload))
+            for number, _ in offload.values:
+                away = self._away.pop((offload.microbatch, number))
+                assert away.value is not None
+                offset, shape, strides, dtype = away.layout
+                value = torch.empty(0, dtype=dtype, device=self._device_streams.device)
+                value.set_(away.value.untyped_storage(), offset, shape, strides)
+                self._values[offload.microbatch][number] = value
+                self._buffers.give(away.buffer)
+
+    def _at(self, place: int) -> OffloadSteps:
+        return self._steps.get(place, _NOTHING)
+
+    def _of(self, offload: Offload) -> list[_Away]:
+        return [self._away[offload.microbatch, number] for number, _ in offload.values]
+
+
+_NOTHING = OffloadSteps()
+
+
+def _memory_of(value: torch.Tensor) -> torch.Tensor:
+    """All memory of a tensor, as bytes."""
+    storage = value.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(storage, 0, (storage.nbytes(),), (1,))

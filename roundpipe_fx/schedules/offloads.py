@@ -1,0 +1,130 @@
+"""Offloads: values that leave a device for the host between two of their readers, and come back in time.
+
+What crosses from the forward of a stage to its backward is there once for each microbatch, so it grows with the number
+of microbatches. Where weights are on the host anyway, such values can be too. Each offload names four positions in the
+order of its device, all of them *before* an action::
+
+    actions   │ F0.1 │ F0.2 │ F0.3 │   …   │ B0.3 │ B0.2 │ B0.1 │
+    value     made   ├──────┤                     ├──────┤ read
+                 leaves   freed                reloads   back
+    device    ██████████████         ⋯            ██████████████     in flight it counts as present
+    host             ░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+
+Between ``leaves`` and ``freed`` it is copied to the host, beside the device's work; the device waits for the end of the
+copy at ``freed``, so memory does not depend on how fast the link is, only time does. ``reloads`` and ``back`` likewise.
+Activations are offloaded so by vDNN (Rhu et al., 2016), ZeRO-Infinity (Rajbhandari et al., 2021) and RoundPipe
+(thustorage/RoundPipe).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.step_costs import StepCosts
+
+__all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """A value, or several of the same stage action and microbatch, that leave a device for a while.
+
+    Positions are those of actions in the order of the device, before which something happens.
+
+    Attributes:
+        device: number of the device.
+        microbatch: index of the microbatch.
+        values: numbers of the values, with the bytes of each.
+        leaves: the copies to the host begin.
+        freed: the device waits for these copies, and frees its memory.
+        reloads: memory is allocated again, and the copies to the device begin.
+        back: the device waits for these copies; the action reads the values.
+    """
+
+    device: int
+    microbatch: int
+    values: tuple[tuple[int, int], ...]
+    leaves: int
+    freed: int
+    reloads: int
+    back: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the values together."""
+        return sum(size for _, size in self.values)
+
+
+def offloads_at_distance(
+    schedule: Schedule, costs: StepCosts, others: Mapping[int, StepCosts], distance: int
+) -> list[Offload]:
+    """All offloads that are possible: one for each time between two readers of a value on the device that makes it.
+
+    Args:
+        schedule: the actions of each device.
+        costs: of the stage actions.
+        others: costs of microbatches of another size, by index.
+        distance: number of actions beside which a value is copied, in each direction.
+    """
+    found: list[Offload] = []
+    for device, order in enumerate(schedule.orders):
+        of_batch: dict[int, dict[tuple[int, int], int]] = {}
+        for place, (kind, stage, batch) in enumerate(order.tolist()):
+            of_batch.setdefault(batch, {})[kind, stage] = place
+        for batch, places in of_batch.items():
+            for held in others.get(batch, costs).held:
+                maker = places.get((KINDS.index(held.maker[0]), held.maker[1]))
+                if maker is None or not held.values or held.lasts:
+                    continue
+                readers = ((KINDS.index(kind), stage) for kind, stage in held.readers)
+                uses = sorted({maker, *(places[reader] for reader in readers if reader in places)})
+                found += [
+                    Offload(
+                        device=device,
+                        microbatch=batch,
+                        values=held.values,
+                        leaves=last + 1,
+                        freed=last + 1 + distance,
+                        reloads=following - distance,
+                        back=following,
+                    )
+                    for last, following in pairwise(uses)
+                    if last + 1 + distance < following - distance
+                ]
+    return found
+
+
+def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], round_up: bool) -> int:
+    """Bytes of the buffers on the host that hold offloaded values.
+
+    A buffer serves values of its size, on its device, one after another: from the position at which a value leaves to
+    the one at which it is back.
+
+    Args:
+        offloads: what leaves.
+        lengths: number of actions of each device.
+        round_up: whether each buffer takes a power of two, as pinned memory does.
+    """
+    changes: dict[tuple[int, int], Counter[int]] = {}
+    for own in offloads:
+        for _, size in own.values:
+            change = changes.setdefault((own.device, size), Counter())
+            change[own.leaves] += 1
+            change[own.back] -= 1
+    total = 0
+    for (device, size), change in changes.items():
+        levels = np.zeros(lengths[device] + 1, dtype=np.int64)
+        for place, count in change.items():
+            levels[place] += count
+        total += int(np.cumsum(levels).max()) * (_power_of_two(size) if round_up else size)
+    return total
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(size - 1, 0).bit_length()
