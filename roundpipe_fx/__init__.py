@@ -9,7 +9,7 @@ from roundpipe_fx.api.compile import compile
 from roundpipe_fx.api.compiled_module import CompiledModule
 from roundpipe_fx.api.planning import plan
 from roundpipe_fx.api.plans_of_modules import plans
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import HostMemoryError, InfeasibleBudgetError
 from roundpipe_fx.compat.checkpointing import (
     checkpoint,
     checkpoint_sequential,
@@ -47,6 +47,7 @@ __all__ = [
     "ForwardEnable",
     "ForwardNograd",
     "GraphBreakWarning",
+    "HostMemoryError",
     "InfeasibleBudgetError",
     "InvalidScheduleError",
     "JointGraph",

@@ -19,6 +19,7 @@ __all__ = [
     "default_budget",
     "limit_of",
     "parse_budget",
+    "parse_host_budget",
     "share_hint",
 ]
 
@@ -90,15 +91,49 @@ def parse_budget(budget: Any) -> int | float | None:
             )
         return budget
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", budget)
-        unit = _UNITS.get(found.group(2).lower()) if found else None
-        size = int(float(found.group(1)) * unit) if found and unit else 0
-        if size <= 0:
-            raise ValueError(f"memory_budget={budget!r} is not a size; write for example '512MiB', '6GiB' or '80 GB'.")
-        return size
+        return _size(budget, "memory_budget")
     raise TypeError(
         f"memory_budget must be bytes, a size like '6GiB', a float in [0, 1], or None, not {type(budget).__name__}."
     )
+
+
+def parse_host_budget(budget: Any) -> int | None:
+    """A budget of the host as bytes, or ``None``.
+
+    Args:
+        budget: ``68719476736``, ``"64GiB"`` or ``None``.
+
+    Raises:
+        ValueError: a number that is not positive, or a text that is no size.
+        TypeError: anything else.
+    """
+    if budget is None:
+        return None
+    if isinstance(budget, str):
+        return _size(budget, "host_budget")
+    if isinstance(budget, bool) or not isinstance(budget, int):
+        raise TypeError(f"host_budget must be bytes, a size like '64GiB', or None, not {type(budget).__name__}.")
+    if budget <= 0:
+        raise ValueError(f"host_budget={budget}: a number of bytes must be positive.")
+    return budget
+
+
+def _size(text: str, name: str) -> int:
+    """The bytes of a size as text.
+
+    Args:
+        text: such as ``"6GiB"``.
+        name: of the option.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(found.group(2).lower()) if found else None
+    size = int(float(found.group(1)) * unit) if found and unit else 0
+    if size <= 0:
+        raise ValueError(f"{name}={text!r} is not a size; write for example '512MiB', '6GiB' or '80 GB'.")
+    return size
 
 
 _DEFAULT_SHARE = 0.9

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from roundpipe_fx import torch_private
 from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_module
+from roundpipe_fx.budget import parse_host_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
 from roundpipe_fx.passes.pipeline import Pass
@@ -47,6 +48,7 @@ def compile(
     merge_output: Any = None,
     loss_reduction: str = "mean",
     deferred_batch_norm: bool = False,
+    host_budget: int | str | None = None,
 ) -> CompiledModule:
     """Compile a model for training, in pipeline stages.
 
@@ -111,6 +113,9 @@ def compile(
             are parts of one mean, and added in any case.
         deferred_batch_norm: update the running statistics of batch norm once per step, from all microbatches, instead
             of once per microbatch.
+        host_budget: for a model on the CPU and devices that are GPUs, the most bytes of pinned host memory that its
+            weights, their gradients and the values that leave the devices may take, as bytes or a size like
+            ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights.
 
     Returns:
         the compiled model: an instance of a subclass of the model's class.
@@ -118,8 +123,8 @@ def compile(
     Raises:
         TypeError: ``model`` is not a module, or an option has a wrong type.
         ValueError: an option has an unknown value, or ``passes`` returns a list that cannot be run. The first call
-            raises :class:`InfeasibleBudgetError` (a ``ValueError``) where the budget cannot be met, before anything
-            runs.
+            raises :class:`InfeasibleBudgetError` (a ``ValueError``) where the budget cannot be met, and
+            :class:`HostMemoryError` where ``host_budget`` cannot, before anything runs.
     """
     _check(model)
     _check_inside(model)
@@ -158,6 +163,10 @@ def compile(
     if mesh is not None and pipelining is not None:
         replicas = over_processes.replicas_of(mesh)
         pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas)
+    if host_budget is not None:
+        if pipelining is None or mesh is not None:
+            raise ValueError("host_budget is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
+        pipelining = dataclasses.replace(pipelining, host_budget=parse_host_budget(host_budget))
     splitting = Splitting(split_input, split_label, merge_output)
     if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
         raise ValueError(

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.api.compiled_module import compiled_module
-from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
@@ -34,6 +34,7 @@ def plan(
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     offloaded: bool = False,
     num_microbatches: int | None = None,
+    host_budget: int | str | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step for a device without running it and without allocating its memory.
@@ -61,6 +62,7 @@ def plan(
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default 2 if the model is offloaded.
+        host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
         **kwargs: more inputs.
 
     Returns:
@@ -68,6 +70,7 @@ def plan(
 
     Raises:
         InfeasibleBudgetError: it does not fit; the message says which limit is exceeded and how many bytes are needed.
+        HostMemoryError: the host would need more than ``host_budget``.
         ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value.
         TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
@@ -97,13 +100,13 @@ def plan(
         count = 2 if num_microbatches is None else num_microbatches
         parsed = parse_pipelining(None, count, None, None, options.stages, None, options.memory_budget)
         assert parsed is not None
-        pipelining = dataclasses.replace(parsed, offloaded=offloaded)
+        pipelining = dataclasses.replace(parsed, offloaded=offloaded, host_budget=parse_host_budget(host_budget))
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     return planned.trace(*args, **kwargs)
 
 
-_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches")
+_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches", "host_budget")
 
 
 def _check_names(model: nn.Module, inputs: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
+from roundpipe_fx.pipeline.host_memory import host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.report.plan import Plan
@@ -64,6 +65,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
     pipeline = graph.pipeline
     timing = pipeline.predict(pipelining.microbatches)
     order = with_transfers(timing.schedule, pipeline.main.steps.graph)
+    host = host_memory_of(pipeline, timing)
     planned = PlannedPipeline(
         schedule=pipeline.structure.name,
         devices=tuple(map(str, pipelining.devices)) or ("the model's",),
@@ -75,6 +77,11 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
         brought_bytes=timing.brought_bytes,
         loss_reduction=pipelining.loss_reduction,
+        sent_bytes=sum(own.bytes for own in timing.offloads),
+        sent_values=sum(len(own.values) for own in timing.offloads),
+        host_weight_bytes=host.weights,
+        host_gradient_bytes=host.gradients,
+        host_value_bytes=host.values,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,

@@ -40,6 +40,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.pipeline.distributed import refuse_distributed
+from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
 from roundpipe_fx.pipeline.within_budget import within_budget
@@ -80,6 +81,7 @@ def lower_pipeline(
 
     Raises:
         DistributedTensorError: the model is distributed over processes.
+        HostMemoryError: an offloaded model needs more than the host has.
         InfeasibleBudgetError: some device needs more than the budget at the least.
         InvalidScheduleError: a given schedule does not fit the stages.
         ValueError: a stage name that does not exist in the model.
@@ -95,6 +97,9 @@ def lower_pipeline(
     best = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
+    if pipelining.offloaded:
+        timing = best.predict(pipelining.microbatches)
+        check_host_memory(host_memory_of(best, timing), host_budget_of(best, pipelining))
     log.info("%s", best.main.lowered.plan)
     return best
 

@@ -17,7 +17,7 @@ from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, tensor_values
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
-from roundpipe_fx.torch_private import run_and_save_rng_state
+from roundpipe_fx.torch_private import data_dependent_symbol, run_and_save_rng_state
 
 __all__ = ["Steps", "step_costs", "steps_of"]
 
@@ -172,7 +172,8 @@ def _may_be_offloaded(node: fx.Node, kind: str) -> bool:
     if any(isinstance(own, fx.Node) and Mark.MUST_SAVE in own.meta for own in (node, computed)):
         return False
     sizes = (*value.shape, *value.stride())
-    return not value.dtype.is_complex and not value.is_neg() and all(isinstance(size, int) for size in sizes)
+    sized = all(data_dependent_symbol(size) is None for size in sizes)
+    return sized and not value.dtype.is_complex and not value.is_neg()
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

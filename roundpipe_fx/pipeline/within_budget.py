@@ -24,6 +24,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
+from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
 from roundpipe_fx.pipeline.offload_values import quickest_offloaded, with_offloads
 from roundpipe_fx.pipeline.runs import runs_of
@@ -93,6 +94,8 @@ def within_budget(
     if isinstance(budget, float) and budget == 0.0:
         limit = min(attempt.peak for attempt in tried)
     fitting = [attempt for attempt in tried if attempt.peak <= limit]
+    if pipelining.offloaded:
+        fitting = _within_host(fitting, host_budget_of(first.pipeline, pipelining))
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None and least.peak > allowed:
@@ -102,6 +105,15 @@ def within_budget(
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return best.within(max(limit, best.peak), allowed, tried)
+
+
+def _within_host(fitting: Sequence[Attempt], budget: int | None) -> list[Attempt]:
+    """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
+    needed = [host_memory_of(attempt.pipeline, attempt.timing).total for attempt in fitting]
+    if budget is None or not fitting:
+        return list(fitting)
+    within = [attempt for attempt, own in zip(fitting, needed, strict=True) if own <= budget]
+    return within or [fitting[needed.index(min(needed))]]
 
 
 def _sent(levels: _Levels, others: Sequence[Attempt], limit: int) -> list[Attempt]:

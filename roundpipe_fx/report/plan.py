@@ -113,6 +113,12 @@ class Plan:
         return Timeline.of(self.timing, self.measured[-1] if self.measured else None)
 
     @property
+    def host_bytes(self) -> int:
+        """Bytes of pinned memory that an offloaded model's step needs on the host: its weights, their gradients, and
+        the values that leave the devices; 0 for other models."""
+        return self.pipeline.host_bytes if self.pipeline is not None else 0
+
+    @property
     def saved_bytes(self) -> int:
         """Bytes of computed values that the forward keeps for the backward, hoisted values and RNG states included."""
         return sum(value.bytes for stage in self.stages for value in (*stage.saved, *stage.hoisted))

@@ -115,6 +115,11 @@ class PlannedPipeline:
         order: the actions of every device with the transfers between them, one line per device.
         brought_bytes: bytes that a step copies to the devices for an offloaded model; 0 for other models.
         loss_reduction: how the microbatches' losses are combined to the batch's loss.
+        sent_bytes: bytes of values that leave the devices for the host in a step, and come back.
+        sent_values: how many values these are, over all microbatches.
+        host_weight_bytes: bytes of an offloaded model's weights on the host.
+        host_gradient_bytes: bytes of their gradients on the host.
+        host_value_bytes: bytes of the buffers on the host for values that leave the devices.
     """
 
     schedule: str
@@ -127,3 +132,13 @@ class PlannedPipeline:
     order: str = field(repr=False)
     brought_bytes: int = 0
     loss_reduction: str = "mean"
+    sent_bytes: int = 0
+    sent_values: int = 0
+    host_weight_bytes: int = 0
+    host_gradient_bytes: int = 0
+    host_value_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that an offloaded model's step needs on the host: weights, gradients, and values from the devices."""
+        return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes

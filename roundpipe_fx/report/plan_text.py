@@ -108,17 +108,29 @@ def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
     more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
-    brought = (
-        [f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices"]
-        if pipeline.brought_bytes
-        else []
-    )
     return [
         f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
         f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {peaks}{more}",
-        *brought,
+        *_host_lines(pipeline),
+    ]
+
+
+def _host_lines(pipeline: PlannedPipeline) -> list[str]:
+    """What an offloaded model's step copies, and what it needs on the host."""
+    if not pipeline.brought_bytes:
+        return []
+    parts = [f"weights {bytes_text(pipeline.host_weight_bytes)}"]
+    if pipeline.host_gradient_bytes:
+        parts.append(f"gradients {bytes_text(pipeline.host_gradient_bytes)}")
+    left = ""
+    if pipeline.sent_values:
+        parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
+        left = f", and {pipeline.sent_values} values ({bytes_text(pipeline.sent_bytes)}) to the host and back"
+    return [
+        f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}",
+        f"pinned on the host: {bytes_text(pipeline.host_bytes)} ({', '.join(parts)})",
     ]
 
 

@@ -28,7 +28,7 @@ import numpy as np
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.step_costs import StepCosts
 
-__all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
+__all__ = ["Offload", "buffer_bytes", "offloads_at_distance", "power_of_two"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,9 +122,10 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], round_up: 
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
         for place, count in change.items():
             levels[place] += count
-        total += int(np.cumsum(levels).max()) * (_power_of_two(size) if round_up else size)
+        total += int(np.cumsum(levels).max()) * (power_of_two(size) if round_up else size)
     return total
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
+    """The least power of two that is at least a number of bytes."""
     return 1 << max(size - 1, 0).bit_length()

@@ -56,6 +56,7 @@ class Timing:
         brought_bytes: bytes of an offloaded model that are copied to the devices.
         left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
         offloads: values that are on the host for a while.
+        returned_bytes: bytes of each gradient that is copied to the host.
     """
 
     schedule: Schedule
@@ -67,6 +68,7 @@ class Timing:
     brought_bytes: int = 0
     left: float | None = None
     offloads: tuple[Offload, ...] = ()
+    returned_bytes: tuple[int, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -146,7 +148,10 @@ def simulate_time(
         return timing
     left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
     brought = sum(window.first + window.brought for own in windows for window in own)
-    return dataclasses.replace(timing, brought_bytes=brought, left=left, offloads=tuple(offloads))
+    returned = tuple(size for own in windows for window in own for size in window.gradients.values())
+    return dataclasses.replace(
+        timing, brought_bytes=brought, left=left, offloads=tuple(offloads), returned_bytes=returned
+    )
 
 
 def _run(

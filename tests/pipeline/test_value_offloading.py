@@ -99,3 +99,40 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
         compiled.forward_backward(x[:rows], labels=y[:rows], loss_fn=squares)
         sizes.append(pools[0].bytes)
     assert len(pools) == 1 and 0 < sizes[0] == sizes[1]
+
+
+def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs() -> None:
+    model = Blocks(WIDTH, 4)
+    x, y = torch.randn(2, 2048, WIDTH)
+
+    def planned(host_budget: int | str | None) -> roundpipe_fx.Plan:
+        compiled = roundpipe_fx.compile(
+            model,
+            devices=["cpu"],
+            num_microbatches=8,
+            memory_budget=12_000_000,
+            tiling="never",
+            host_budget=host_budget,
+        )
+        return compiled.trace(x, labels=y, loss_fn=squares)
+
+    plan = planned(None)
+    pipeline = plan.pipeline
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    assert pipeline.host_weight_bytes == pipeline.host_gradient_bytes == weights
+    assert 0 < pipeline.host_value_bytes <= pipeline.sent_bytes
+    assert plan.host_bytes == pipeline.host_bytes == 2 * weights + pipeline.host_value_bytes
+    text = str(plan)
+    assert f"{pipeline.sent_values} values" in text and "pinned on the host: " in text
+    assert roundpipe_fx.Plan.from_json(plan.to_json()).pipeline == pipeline
+    recomputing = planned(2 * weights)  # no room for values
+    assert recomputing.host_bytes == 2 * weights and recomputing.pipeline.sent_values == 0
+    assert recomputing.recompute_seconds > plan.recompute_seconds
+    with pytest.raises(roundpipe_fx.HostMemoryError, match=r"of pinned memory on the host: .* for weights") as raised:
+        planned(weights)
+    assert planned(raised.value.needed).host_bytes <= raised.value.needed
+    for wrong, error in ((1.0, TypeError), (True, TypeError), (0, ValueError), ("much", ValueError)):
+        with pytest.raises(error, match="host_budget"):
+            planned(wrong)
+    with pytest.raises(ValueError, match="host_budget is for a model on the CPU"):
+        roundpipe_fx.compile(model, host_budget="1GiB")
