@@ -1,57 +1,130 @@
-"""A model that is larger than its GPU: how far a step with the weights on the host is from one that waits for none.
+"""Models that are larger than their GPU: how long a step is whose weights, and whose activations, are on the host.
 
-python -m benchmarks.offloaded
+python -m benchmarks.offloaded [name of a case …]
 
-A Llama of 8B parameters in bfloat16 on the meta device, planned for one RTX 4090 while it stays on the CPU, with ever
-more microbatches of 2048 tokens. Figures are of the simulator. A step is held against its own operations run once,
-with nothing recomputed and nothing waited for; and against a step of each microbatch alone, which is how often weights
-come where they are brought for every forward and backward (ZeRO-Infinity, FSDP's CPU offload).
+Models in bfloat16 on the meta device, planned for one RTX 4090 while they stay on the CPU. Figures are of the
+simulator; its assumptions are printed first. A step is held against its own operations run once, with nothing
+recomputed and nothing waited for, and against what RoundPipe publishes for one RTX 4090: the longest sequence that it
+trains, and the most tokens a second.
 """
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
+from torch import nn
 
 import roundpipe_fx
 from benchmarks.models import llama_8b
-from benchmarks.side_by_side import fresh, report
+from benchmarks.side_by_side import console, fresh, report
+from roundpipe_fx.analysis.cost import DEVICES
 
-_DEVICE, _TOKENS = "RTX 4090", 2048
+_DEVICE = "RTX 4090"
+
+
+def _qwen3(width: int, inner: int, layers: int, heads: int, tied: bool) -> nn.Module:
+    """A Qwen3 in bfloat16, on the meta device."""
+    config = transformers.Qwen3Config(
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    with torch.device("meta"):
+        return transformers.Qwen3ForCausalLM(config).bfloat16()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A model and its batch.
+
+    Attributes:
+        make: makes the model.
+        microbatches: how many sequences, each a microbatch.
+        tokens: of a sequence.
+        published: tokens a second that RoundPipe publishes for the model.
+    """
+
+    make: Callable[[], nn.Module]
+    microbatches: int
+    tokens: int
+    published: int
+
+
+def _qwen3_2b() -> nn.Module:
+    return _qwen3(2048, 6144, 28, 16, True)
+
+
+def _qwen3_32b() -> nn.Module:
+    return _qwen3(5120, 25600, 64, 64, False)
+
+
+_CASES = {
+    "Llama-3.1-8B, 2 × 4 K": _Case(make=llama_8b, microbatches=2, tokens=4096, published=3142),
+    "Llama-3.1-8B, 16 × 4 K": _Case(make=llama_8b, microbatches=16, tokens=4096, published=3142),
+    "Llama-3.1-8B, 49 K": _Case(make=llama_8b, microbatches=1, tokens=49 * 1024, published=3142),
+    "Qwen3-1.7B, 73 K": _Case(make=_qwen3_2b, microbatches=1, tokens=73 * 1024, published=8881),
+    "Qwen3-32B, 28 K": _Case(make=_qwen3_32b, microbatches=1, tokens=28 * 1024, published=740),
+}
 
 
 def main() -> None:
-    rows: list[dict[str, Any]] = []
-    for microbatches in fresh([1, 2, 4, 8, 16]):
-        rows.append(_planned(microbatches))
-        alone = microbatches * rows[0]["modelled s"]
-        rows[-1]["s / s of each microbatch alone"] = rows[-1]["modelled s"] / alone
-    report("offloaded", f"Llama of 8B parameters on the CPU, trained on one {_DEVICE}", rows)
-
-
-def _planned(microbatches: int) -> dict[str, Any]:
-    model = llama_8b()
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    tokens = torch.empty(microbatches, _TOKENS, dtype=torch.long, device="meta")
-    began = time.perf_counter()
-    plan = roundpipe_fx.report.plan(
-        model, input_ids=tokens, labels=tokens, device=_DEVICE, offloaded=True, num_microbatches=microbatches
+    roofline = DEVICES[_DEVICE]
+    console.print(
+        f"{_DEVICE}: {roofline.flops[torch.bfloat16] / 1e12:.0f} TFLOP/s attained in bfloat16, "
+        f"{roofline.bandwidth / 1e9:.0f} GB/s of memory, {roofline.host / 1e9:.0f} GB/s to the host and from it"
     )
-    assert plan.pipeline is not None
-    once = microbatches * sum(own.forward_seconds + own.backward_seconds for own in plan.stages)
-    return {
-        "microbatches": microbatches,
-        "slots": len(plan.stages),
-        "peak GiB": max(plan.pipeline.peak_bytes) / 2**30,
-        "weights GiB": weights / 2**30,
-        "brought / weights": plan.pipeline.brought_bytes / weights,
-        "modelled s": plan.pipeline.makespan,
-        "s / s of operations once": plan.pipeline.makespan / once,
-        "recomputed / forward": plan.recompute_seconds / plan.forward_seconds,
-        "s to plan": time.perf_counter() - began,
-    }
+    names = sys.argv[1:] or list(_CASES)
+    report("offloaded", f"Models on the CPU, trained on one {_DEVICE}", [_planned(name) for name in fresh(names)])
+
+
+def _planned(name: str) -> dict[str, Any]:
+    case = _CASES[name]
+    model = case.make()
+    tokens = torch.empty(case.microbatches, case.tokens, dtype=torch.long, device="meta")
+    began, busy = time.perf_counter(), time.process_time()
+    row: dict[str, Any] = {"case": name}
+    try:
+        plan = roundpipe_fx.plan(
+            model,
+            input_ids=tokens,
+            labels=tokens,
+            device=_DEVICE,
+            offloaded=True,
+            num_microbatches=case.microbatches,
+        )
+    except roundpipe_fx.InfeasibleBudgetError as error:
+        row |= dict.fromkeys(("peak GiB", "host GiB", "sent GiB", "in tiles", "modelled s", "tokens/s"))
+        row |= {"peak GiB": error.minimum / 2**30, "tokens/s": "does not fit"}
+        row |= dict.fromkeys(("recomputing and waiting for nothing", "RoundPipe tokens/s"))
+    else:
+        pipeline = plan.pipeline
+        assert pipeline is not None
+        count = case.microbatches * case.tokens
+        once = case.microbatches * sum(own.forward_seconds + own.backward_seconds for own in plan.stages)
+        row |= {
+            "peak GiB": max(pipeline.peak_bytes) / 2**30,
+            "host GiB": plan.host_bytes / 2**30,
+            "sent GiB": pipeline.sent_bytes / 2**30,
+            "in tiles": len(plan.tiles),
+            "modelled s": pipeline.makespan,
+            "tokens/s": round(count / pipeline.makespan),
+            "recomputing and waiting for nothing": round(count / once),
+            "RoundPipe tokens/s": case.published,
+        }
+    console.print(row)
+    return row | {"CPU s to plan": time.process_time() - busy, "s to plan": time.perf_counter() - began}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ is current; events, waits, ``record_stream``, synchronizations and copies betwee
 From that follow, through PyTorch's own streams, events, autograd threads and generators:
 
 - **races**: an operator that reads or writes what another stream has not been waited for, and memory that is handed out
-  again while another stream may still use it. A race is an error in the operator, or fails the test when it is over;
+  again while another stream may still use it; likewise copies to and from the same memory of the host. A race is an
+  error in the operator, or fails the test when it is over;
 - **synchronizations** of the host, counted and refused as ``torch.cuda.set_sync_debug_mode("error")`` does; what is
   copied to the host without one is there once the host has waited for it, and not a number before;
 - **memory**: the allocator's counters, with sizes rounded up as the caching allocator rounds them;

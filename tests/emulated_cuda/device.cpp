@@ -92,6 +92,20 @@ struct Landing {
 };
 std::vector<Landing> on_their_way;
 
+// Copies from the host that nobody has waited for yet: until then they read its memory.
+struct Departure {
+  int stream;
+  uint64_t time;
+  at::Tensor source;
+};
+std::vector<Departure> departing;
+
+bool overlap(const at::Tensor& one, const at::Tensor& other) {
+  auto begin = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); };
+  auto end = [&](const at::Tensor& tensor) { return begin(tensor) + tensor.nbytes(); };
+  return begin(one) < end(other) && begin(other) < end(one);
+}
+
 void host_knows(const Clock& clock) {
   join(host, clock);
   auto landed = [](const Landing& one) {
@@ -101,6 +115,11 @@ void host_knows(const Clock& clock) {
   for (auto& one : on_their_way)
     if (landed(one)) std::memcpy(one.target.mutable_data_ptr(), one.copied.const_data_ptr(), one.target.nbytes());
   on_their_way.erase(std::remove_if(on_their_way.begin(), on_their_way.end(), landed), on_their_way.end());
+  auto left = [](const Departure& one) {
+    auto known = host.find(one.stream);
+    return known != host.end() && known->second >= one.time;
+  };
+  departing.erase(std::remove_if(departing.begin(), departing.end(), left), departing.end());
 }
 
 void host_waits(int stream, const std::string& for_what) {
@@ -557,6 +576,27 @@ struct BelowEverything {  // the CPU's kernel itself: no autograd, no modes
   at::AutoDispatchBelowADInplaceOrView no_autograd;
 };
 
+// A copy from the host reads what an earlier one has written there only if its stream has waited for that one.
+void read_host(const at::Tensor& source, int stream, const std::string& by) {
+  for (auto one = on_their_way.begin(); one != on_their_way.end();) {
+    if (!overlap(one->target, source)) {
+      ++one;
+      continue;
+    }
+    if (!has_happened(one->stream, one->time, stream)) race(by + " on " + names[stream] + " reads what is copied to the host on " + names[one->stream]);
+    std::memcpy(one->target.mutable_data_ptr(), one->copied.const_data_ptr(), one->target.nbytes());
+    one = on_their_way.erase(one);
+  }
+  departing.push_back({stream, clocks[stream][stream], source});
+}
+
+void write_host(const at::Tensor& target, int stream, const std::string& by) {
+  for (auto& one : on_their_way)
+    if (overlap(one.target, target) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied to the host on " + names[one.stream]);
+  for (auto& one : departing)
+    if (overlap(one.source, target) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied from the host on " + names[one.stream]);
+}
+
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source) || self.numel() == 0) return self;
   const std::string by = "aten::copy_";
@@ -575,6 +615,8 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
       stream = issue(from ? source.device().index() : self.device().index());
       if (from) read(source, stream, by);
       if (into) write(self, stream, by);
+      if (into && !from && non_blocking) read_host(source, stream, by);
+      if (from && !into) write_host(self, stream, by);
       if (from != into && !non_blocking) host_waits(stream, from ? "copy to the host" : "copy to the device");
       lands_later = from && !into && non_blocking && self.is_contiguous();
       if (from && !into && non_blocking && !lands_later) host_knows(clocks[stream]);  // through a copy, as CUDA has it

@@ -118,6 +118,33 @@ def test_a_budget_counts_weights_and_gradients_that_come_and_go(budget: float | 
         assert budget not in (0.0, "13MiB") or max(planned) < 0.4 * everything
 
 
+def test_values_leave_for_the_host_and_come_back_with_the_same_bits_within_the_plan() -> None:
+    torch.manual_seed(0)
+    model, x, y = Blocks(64, 8, dropout=0.1), torch.randn(4096, 64), torch.randn(4096, 64)
+    for devices in _devices():
+        steps, sent, beyond = [], [], []
+        for budget in (1.0, 0.2, 0.0):
+            own = copy.deepcopy(model)
+            compiled = roundpipe_fx.compile(
+                own, devices=devices, num_microbatches=8, stage_compiler="eager", memory_budget=budget
+            )
+            for _ in range(3):
+                own.zero_grad()
+                torch.manual_seed(0)
+                with contextlib.ExitStack() as stack:
+                    peaks = [stack.enter_context(roundpipe_fx.measure_peak(device)) for device in devices]
+                    loss = compiled.forward_backward(x, labels=y, loss_fn=squares)
+            planned = compiled.plan.pipeline.peak_bytes
+            assert all(0 < peak.bytes <= size for peak, size in zip(peaks, planned, strict=True))
+            beyond.append(planned[0] - peaks[0].bytes)  # workspaces that are planned for
+            steps.append(left_behind(own, loss))
+            sent.append(compiled.plan.pipeline.sent_bytes)
+        assert sent[0] == 0
+        assert len(devices) > 1 or (sent[1] > 0 and max(beyond) <= beyond[0] + 2**16)
+        for found in steps[1:]:
+            assert_bitwise(found, steps[0])
+
+
 @pytest.mark.parametrize("name", ["gpt2", "vit", "resnet"])
 def test_hugging_face_models_have_the_bits_of_aot_eager_within_the_plan(name: str) -> None:
     """Gradients of the ViT's patches are a slice: a bias's gradient has other bits if it is sent in another layout."""
