@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from roundpipe_fx.analysis.memory_timeline import Lifetime, MemoryTimeline, Moment
 from roundpipe_fx.report.alternatives import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.report.emitted_lines import EmittedLine
-from roundpipe_fx.report.timeline import Bar, Timeline
+from roundpipe_fx.report.timeline import Bar, CopyBar, Timeline
 from roundpipe_fx.schedules import Action
 
 __all__ = ["EmittedStep", "PlanDetails", "details_as_data", "details_from_data"]
@@ -88,6 +88,10 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
             name: [[bar.device, str(bar.action), bar.start, bar.end, bar.bytes] for bar in bars]
             for name, bars in (("predicted", details.timeline.predicted), ("measured", details.timeline.measured))
         }
+        timeline["copies"] = [
+            [copy.device, str(copy.action), copy.to_host, copy.start, copy.end, copy.bytes]
+            for copy in details.timeline.copies
+        ]
     return {
         "memory": memory,
         "lines": lines,
@@ -129,7 +133,11 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             name: tuple(Bar(device, Action.parse(action), *rest) for device, action, *rest in data["timeline"][name])
             for name in ("predicted", "measured")
         }
-        timeline = Timeline(**bars)
+        copies = tuple(
+            CopyBar(device=device, action=Action.parse(action), to_host=to_host, start=start, end=end, bytes=size)
+            for device, action, to_host, start, end, size in data["timeline"].get("copies", ())
+        )
+        timeline = Timeline(**bars, copies=copies)
     found = data["alternatives"]
     names = _fields(AlternativeValue)
     alternatives = Alternatives(

@@ -11,7 +11,7 @@ from typing import Any
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.schedules import Action, ActionKind, Timing
 
-__all__ = ["Bar", "Timeline"]
+__all__ = ["Bar", "CopyBar", "Timeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,27 @@ class Bar:
     bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyBar:
+    """A copy of values of an offloaded model to the host, or back, as predicted.
+
+    Attributes:
+        device: index of the device.
+        action: for a copy to the host, the action behind which it begins; for one back, the action that reads.
+        to_host: whether it is to the host.
+        start: seconds since the beginning of the step.
+        end: likewise.
+        bytes: number of bytes.
+    """
+
+    device: int
+    action: Action
+    to_host: bool
+    start: float
+    end: float
+    bytes: int
+
+
 @dataclass(frozen=True)
 class Timeline:
     """When each device runs which action.
@@ -40,10 +61,12 @@ class Timeline:
     Attributes:
         predicted: simulated, with modelled costs.
         measured: measured in the latest step; empty before the first one.
+        copies: simulated copies of values that leave for the host, and come back.
     """
 
     predicted: tuple[Bar, ...]
     measured: tuple[Bar, ...]
+    copies: tuple[CopyBar, ...] = ()
 
     @classmethod
     def of(cls, timing: Timing, spans: Sequence[Sequence[Span]] | None) -> Timeline:
@@ -56,18 +79,27 @@ class Timeline:
         Returns:
             the timeline.
         """
-        predicted = []
+        predicted, copies = [], []
+        orders = [timing.schedule.actions(device) for device in range(timing.schedule.devices)]
+        for own, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
+            maker, reader = orders[own.device][own.leaves - 1], orders[own.device][own.back]
+            for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
+                copies.append(
+                    CopyBar(device=own.device, action=action, to_host=to_host, start=start, end=end, bytes=own.bytes)
+                )
         for device, columns in enumerate(zip(timing.starts, timing.ends, timing.action_bytes, strict=True)):
-            actions = timing.schedule.actions(device)
+            actions = orders[device]
             predicted += [
                 Bar(device, action, float(start), float(end), int(size))
                 for action, start, end, size in zip(actions, *columns, strict=True)
             ]
         measured = [Bar(device, span.action, *span.seconds()) for device, own in enumerate(spans or ()) for span in own]
-        return cls(tuple(predicted), tuple(measured))
+        return cls(tuple(predicted), tuple(measured), tuple(copies))
 
     def write(self, path: str | Path) -> Path:
         """Write a Chrome trace (JSON), which ui.perfetto.dev opens, with a row for each device.
+
+        Values that leave for the host have rows of their own, one for each direction of a device's link.
 
         Args:
             path: the file to write.
@@ -96,9 +128,39 @@ class Timeline:
                 }
                 for bar in bars
             ]
+        events += self._copy_events()
         target = Path(path)
         target.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
         return target
+
+    def _copy_events(self) -> list[dict[str, Any]]:
+        """Events of a trace for the copies, in rows behind those of the devices."""
+        rows = {
+            key: _COPY_ROWS + place for place, key in enumerate(sorted({(c.device, c.to_host) for c in self.copies}))
+        }
+        events: list[dict[str, Any]] = [
+            {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": 0,
+                "tid": row,
+                "args": {"name": f"device {device} {'to' if to_host else 'from'} the host"},
+            }
+            for (device, to_host), row in rows.items()
+        ]
+        return events + [
+            {
+                "ph": "X",
+                "name": f"{'after' if copy.to_host else 'for'} {copy.action}",
+                "cat": "copy of values",
+                "pid": 0,
+                "tid": rows[copy.device, copy.to_host],
+                "ts": copy.start * 1e6,
+                "dur": (copy.end - copy.start) * 1e6,
+                "args": {"bytes": copy.bytes},
+            }
+            for copy in self.copies
+        ]
 
     def plot(self, path: str | Path) -> Path:
         """Plot the timeline.
@@ -137,6 +199,8 @@ class Timeline:
         return target
 
 
+_COPY_ROWS = 1 << 20
+"""Number of the first row of copies in a trace: greater than those of devices."""
 _NAMES = {
     ActionKind.FORWARD: "forward",
     ActionKind.RECOMPUTE: "recompute",

@@ -38,7 +38,11 @@ class _Copies:
 
 
 class HostLink:
-    """State of all devices' links to the host while a schedule is simulated."""
+    """State of all devices' links to the host while a schedule is simulated.
+
+    Attributes:
+        spans: for each offload, the seconds at which its copy to the host starts and ends, and its copy back.
+    """
 
     def __init__(
         self,
@@ -72,6 +76,7 @@ class HostLink:
         self._seconds = [own.bytes / bandwidth for own in offloads]
         self._copied = [0.0] * len(offloads)
         """By offload, when its copy that was issued last will have ended."""
+        self.spans = [[0.0, 0.0, 0.0, 0.0] for _ in offloads]
         self._values: dict[int, _Copies] = {}
         offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         for number, value in enumerate(offloads):
@@ -111,8 +116,9 @@ class HostLink:
     def _leave(self, device: int, place: int, now: float) -> None:
         """Issue the copies of values that leave before an action."""
         for number in self._values[place].leaves if place in self._values else ():
-            self._copied[number] = max(self._outgoing[device], now) + self._seconds[number]
-            self._outgoing[device] = self._copied[number]
+            start = max(float(self._outgoing[device]), now)
+            self._outgoing[device] = self._copied[number] = start + self._seconds[number]
+            self.spans[number][:2] = start, self._copied[number]
 
     def _reload(self, device: int, place: int, now: float) -> float:
         """Wait for values that are freed, issue the copies of those that come back; returns when the action may run."""
@@ -121,8 +127,9 @@ class HostLink:
             return now
         now = max([now, *(self._copied[number] for number in copies.freed)])
         for number in copies.reloads:
-            self._copied[number] = max(self._incoming[device], now) + self._seconds[number]
-            self._incoming[device] = self._copied[number]
+            start = max(float(self._incoming[device]), now)
+            self._incoming[device] = self._copied[number] = start + self._seconds[number]
+            self.spans[number][2:] = start, self._copied[number]
         return max([now, *(self._copied[number] for number in copies.back)])
 
     def all_left(self, clock: np.ndarray) -> float:

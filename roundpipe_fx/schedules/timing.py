@@ -56,6 +56,7 @@ class Timing:
         brought_bytes: bytes of an offloaded model that are copied to the devices.
         left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
         offloads: values that are on the host for a while.
+        offload_spans: for each of them, the seconds at which its copy to the host starts and ends, and its copy back.
         returned_bytes: bytes of each gradient that is copied to the host.
     """
 
@@ -68,6 +69,7 @@ class Timing:
     brought_bytes: int = 0
     left: float | None = None
     offloads: tuple[Offload, ...] = ()
+    offload_spans: tuple[tuple[float, ...], ...] = field(repr=False, default=())
     returned_bytes: tuple[int, ...] = ()
 
     @property
@@ -150,7 +152,12 @@ def simulate_time(
     brought = sum(window.first + window.brought for own in windows for window in own)
     returned = tuple(size for own in windows for window in own for size in window.gradients.values())
     return dataclasses.replace(
-        timing, brought_bytes=brought, left=left, offloads=tuple(offloads), returned_bytes=returned
+        timing,
+        brought_bytes=brought,
+        left=left,
+        offloads=tuple(offloads),
+        offload_spans=tuple(map(tuple, link.spans)),
+        returned_bytes=returned,
     )
 
 

@@ -4,6 +4,8 @@ the same, so what is on the device can be counted."""
 from __future__ import annotations
 
 import copy
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,7 +103,7 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(pools) == 1 and 0 < sizes[0] == sizes[1]
 
 
-def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs() -> None:
+def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs(tmp_path: Path) -> None:
     model = Blocks(WIDTH, 4)
     x, y = torch.randn(2, 2048, WIDTH)
 
@@ -125,6 +127,13 @@ def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_an
     text = str(plan)
     assert f"{pipeline.sent_values} values" in text and "pinned on the host: " in text
     assert roundpipe_fx.Plan.from_json(plan.to_json()).pipeline == pipeline
+    copies = plan.timeline().copies
+    assert sum(copy.bytes for copy in copies) == 2 * pipeline.sent_bytes
+    assert all(0 <= copy.start < copy.end <= pipeline.makespan for copy in copies)
+    assert all(own.bytes > 0 for own in copies) and {own.to_host for own in copies} == {True, False}
+    assert roundpipe_fx.Plan.from_json(plan.to_json()).timeline().copies == copies
+    events = json.loads(plan.timeline().write(tmp_path / "trace.json").read_text())["traceEvents"]
+    assert sum(event.get("cat") == "copy of values" for event in events) == len(copies)
     recomputing = planned(2 * weights)  # no room for values
     assert recomputing.host_bytes == 2 * weights and recomputing.pipeline.sent_values == 0
     assert recomputing.recompute_seconds > plan.recompute_seconds
