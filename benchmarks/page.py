@@ -123,6 +123,12 @@ _PARTS = (
         "Recomputation that runs while a device waits for a gradient.",
     ),
     _Part(
+        "offloaded",
+        "Models on the host",
+        "benchmarks.offloaded",
+        "Planned, not run: at 165 TFLOP/s in bfloat16, 1,008 GB/s of memory, and 25 GB/s to the host and from it.",
+    ),
+    _Part(
         "tiling_offloaded",
         "Long sequences on one GPU",
         "benchmarks.tiling",
