@@ -46,12 +46,11 @@ def test_what_fits_stays_and_what_does_not_leaves_with_the_same_bits() -> None:
     reference, ample, all_there = _stepped(model, 2**30)
     assert ample.timing.offloads == ()
     needed = ample.timing.peak_bytes[0]
-    for share in (0.7, 0.5):
-        found, plan, measured = _stepped(model, int(share * needed))
-        assert_bitwise(found, reference)
-        assert plan.timing.offloads and plan.timing.peak_bytes[0] <= share * needed
-        # What is planned beyond what is measured is the same with and without values that leave: workspaces.
-        assert measured <= all_there - (needed - plan.timing.peak_bytes[0])
+    found, plan, measured = _stepped(model, needed // 2)
+    assert_bitwise(found, reference)
+    assert plan.timing.offloads and plan.timing.peak_bytes[0] <= needed // 2
+    # What is planned beyond what is measured is the same with and without values that leave: workspaces.
+    assert measured <= all_there - (needed - plan.timing.peak_bytes[0])
 
 
 @pytest.mark.long
@@ -83,6 +82,7 @@ def test_bits_of_models_with_skips_decisions_and_tied_weights(name: str) -> None
     assert sent[0] == 0 < sent[1]
 
 
+@pytest.mark.long
 def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pools: list[HostBuffers] = []
     take = HostBuffers.take
@@ -109,6 +109,7 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.long
 def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs(tmp_path: Path) -> None:
     model = Blocks(WIDTH, 4)
     x, y = torch.randn(2, 2048, WIDTH)
