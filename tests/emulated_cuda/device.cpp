@@ -92,18 +92,29 @@ struct Landing {
 };
 std::vector<Landing> on_their_way;
 
-// Copies from the host that nobody has waited for yet: until then they read its memory.
+// Copies from the host that nobody has waited for yet: until then they read its memory. That is not kept alive: to free
+// what belongs to Python takes the interpreter's lock, whose owner may wait for the one here.
 struct Departure {
   int stream;
   uint64_t time;
-  at::Tensor source;
+  c10::weak_intrusive_ptr<c10::StorageImpl> memory;
+  const char *begin, *end;
 };
 std::vector<Departure> departing;
 
-bool overlap(const at::Tensor& one, const at::Tensor& other) {
-  auto begin = [](const at::Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); };
-  auto end = [&](const at::Tensor& tensor) { return begin(tensor) + tensor.nbytes(); };
-  return begin(one) < end(other) && begin(other) < end(one);
+const char* begin_of(const at::Tensor& tensor) { return static_cast<const char*>(tensor.const_data_ptr()); }
+const char* end_of(const at::Tensor& tensor) { return begin_of(tensor) + tensor.nbytes(); }
+
+bool overlap(const at::Tensor& one, const char* begin, const char* end) {
+  return begin_of(one) < end && begin < end_of(one);
+}
+
+// The same tensor, without an object in Python.
+at::Tensor of_its_own(const at::Tensor& tensor) {
+  auto result = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  result.unsafeGetTensorImpl()->set_storage_offset(tensor.storage_offset());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides());
+  return result;
 }
 
 void host_knows(const Clock& clock) {
@@ -117,7 +128,7 @@ void host_knows(const Clock& clock) {
   on_their_way.erase(std::remove_if(on_their_way.begin(), on_their_way.end(), landed), on_their_way.end());
   auto left = [](const Departure& one) {
     auto known = host.find(one.stream);
-    return known != host.end() && known->second >= one.time;
+    return one.memory.expired() || (known != host.end() && known->second >= one.time);
   };
   departing.erase(std::remove_if(departing.begin(), departing.end(), left), departing.end());
 }
@@ -579,7 +590,7 @@ struct BelowEverything {  // the CPU's kernel itself: no autograd, no modes
 // A copy from the host reads what an earlier one has written there only if its stream has waited for that one.
 void read_host(const at::Tensor& source, int stream, const std::string& by) {
   for (auto one = on_their_way.begin(); one != on_their_way.end();) {
-    if (!overlap(one->target, source)) {
+    if (!overlap(one->target, begin_of(source), end_of(source))) {
       ++one;
       continue;
     }
@@ -587,14 +598,14 @@ void read_host(const at::Tensor& source, int stream, const std::string& by) {
     std::memcpy(one->target.mutable_data_ptr(), one->copied.const_data_ptr(), one->target.nbytes());
     one = on_their_way.erase(one);
   }
-  departing.push_back({stream, clocks[stream][stream], source});
+  departing.push_back({stream, clocks[stream][stream], source.storage().getWeakStorageImpl(), begin_of(source), end_of(source)});
 }
 
 void write_host(const at::Tensor& target, int stream, const std::string& by) {
   for (auto& one : on_their_way)
-    if (overlap(one.target, target) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied to the host on " + names[one.stream]);
+    if (overlap(one.target, begin_of(target), end_of(target)) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied to the host on " + names[one.stream]);
   for (auto& one : departing)
-    if (overlap(one.source, target) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied from the host on " + names[one.stream]);
+    if (!one.memory.expired() && overlap(target, one.begin, one.end) && !has_happened(one.stream, one.time, stream)) race(by + " on " + names[stream] + " writes over what is copied from the host on " + names[one.stream]);
 }
 
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
@@ -629,7 +640,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   if (lands_later) {
     Locked locked(everything);
     std::memset(self.mutable_data_ptr(), 0xff, self.nbytes());
-    on_their_way.push_back({stream, clocks[stream][stream], self, at::empty_like(self).copy_(read_from)});
+    on_their_way.push_back({stream, clocks[stream][stream], of_its_own(self), at::empty_like(self).copy_(read_from)});
     return self;
   }
   target.copy_(read_from);
