@@ -13,6 +13,7 @@ from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
+from roundpipe_fx.report.alternatives import Alternatives
 from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,
@@ -75,6 +76,7 @@ class LoweredPipeline:
             given.
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
+        alternatives: those plans, as the page of the plan shows them.
     """
 
     main: Variant
@@ -86,6 +88,7 @@ class LoweredPipeline:
     budget: int | None = None
     allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
+    alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
         """The schedule for a number of microbatches.
