@@ -22,8 +22,8 @@ def cell_of(path: str) -> str:
     Returns:
         the cell; ``""`` if it is none.
     """
-    compiler = getattr(_shell(), "compile", None)
-    named = compiler.format_code_name(path) if hasattr(compiler, "format_code_name") else None
+    format_code_name = getattr(getattr(_shell(), "compile", None), "format_code_name", None)
+    named = format_code_name(path) if format_code_name is not None else None
     return str(named[1]) if named else ""
 
 

@@ -357,6 +357,15 @@ def test_pipelines_show_predicted_and_measured_actions(page: Page, tmp_path: Pat
     for size in plan.pipeline.peak_bytes:
         assert bytes_text(size) in table
     assert page.evaluate('document.querySelectorAll("#view-pipeline canvas").length') == 3
+    # Over processes, each measures its own device, and says nothing of the others.
+    own = dataclasses.replace(timeline, measured=tuple(bar for bar in timeline.measured if bar.device == 1))
+    stored = dataclasses.replace(plan.look_into(), timeline=own)
+    page.open(dataclasses.replace(plan, stored=stored, timing=None).write_html(tmp_path / "plan.html"))
+    page.click("#tab-pipeline")
+    rows = page.evaluate(
+        '[...document.querySelectorAll("#view-pipeline tbody tr")].map(r => [...r.children].map(c => c.innerText))'
+    )
+    assert rows[0][-2:] == ["", ""] and rows[1][-2].endswith("ms") and rows[0][3].endswith("ms")
 
 
 @pytest.mark.long

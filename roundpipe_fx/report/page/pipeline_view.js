@@ -84,6 +84,7 @@ function timelineChart({ key, title, bars, rows }, pipeline, devices, select) {
     drawDeviceName(context, device, top + high / 2);
     context.fillStyle = styleColor("sunken");
     context.fillRect(plot.left, top, plot.right - plot.left, high);
+    if (!rows[device].length) drawLabel(context, key === "measured" ? "in another process" : "runs nothing", plot.left + 8, top + high / 2, styleColor("quiet"));
     context.textAlign = "center";
     for (const bar of rows[device]) {
       const left = plot.x(bar.start), wide = Math.max(plot.x(bar.end) - left, 1);
@@ -170,7 +171,7 @@ function deviceTable({ plan }, shown, devices) {
   const lines = devices.map(device => element("tr", {},
     element("td", {}, `${device}: ${pipeline.devices[device]}`), element("td", {}, bytesText(pipeline.peak_bytes[device])),
     element("td", {}, plan.budget === null ? "" : shareText(pipeline.peak_bytes[device], plan.budget)),
-    spans.flatMap(({ rows, whole }) => [element("td", {}, millisecondsText(busy(rows, device))), element("td", {}, shareText(whole - busy(rows, device), whole))])));
+    spans.flatMap(({ rows, whole }) => !rows[device].length ? [element("td", {}), element("td", {})] : [element("td", {}, millisecondsText(busy(rows, device))), element("td", {}, shareText(whole - busy(rows, device), whole))])));
   return element("table", { class: "plain" },
     element("thead", {}, element("tr", {}, ["device", "peak", plan.budget === null ? "" : "of the budget", ...spans.flatMap(({ key }) => [`busy, ${key}`, `waiting, ${key}`])].map(text => element("th", { scope: "col" }, text)))),
     element("tbody", {}, lines));
