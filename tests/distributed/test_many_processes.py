@@ -224,6 +224,9 @@ def check_refusals(_rank: int, _folder: str) -> None:
             list(early())
     compiled.trace(**batch)
     assert list(compiled.parameters())
+    for around in (compiled, nn.Sequential(compiled)):
+        with pytest.raises(ValueError, match="give the mesh a dimension 'dp'"):
+            nn.parallel.DistributedDataParallel(around)
     with pytest.raises(TypeError, match="save its state_dict"):
         copy.deepcopy(compiled)
 
