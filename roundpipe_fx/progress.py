@@ -1,4 +1,7 @@
-"""Progress of work that may take more than two seconds: on a terminal or in a notebook, never in a file."""
+"""Progress of work that may take more than two seconds: on a terminal or in a notebook, never in a file.
+
+A notebook shows tqdm's widgets, or text if the package ``ipywidgets`` is not installed.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,10 @@ from tqdm import TqdmExperimentalWarning, TqdmWarning
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmExperimentalWarning)
-    warnings.simplefilter("ignore", TqdmWarning)  # a notebook without widgets shows nothing
+    warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets
     from tqdm.auto import tqdm
+
+from roundpipe_fx.notebook import is_notebook
 
 __all__ = ["progress", "working"]
 
@@ -34,7 +39,7 @@ def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterato
     Returns:
         an iterator over the items.
     """
-    return iter(tqdm(items, f"roundpipe_fx: {what}", total, leave=False, delay=_DELAY, disable=None))
+    return iter(tqdm(items, f"roundpipe_fx: {what}", total, leave=False, delay=_DELAY, disable=_disabled()))
 
 
 @contextlib.contextmanager
@@ -44,7 +49,8 @@ def working(what: str) -> Iterator[None]:
     Args:
         what: a few words for people.
     """
-    line = tqdm(desc=f"roundpipe_fx: {what}", bar_format="{desc}, {elapsed}", leave=False, delay=_DELAY, disable=None)
+    told = f"roundpipe_fx: {what}"
+    line = tqdm(desc=told, bar_format="{desc}, {elapsed}", leave=False, delay=_DELAY, disable=_disabled())
     if line.disable:
         yield
         return
@@ -57,6 +63,11 @@ def working(what: str) -> Iterator[None]:
         over.set()
         teller.join()
         line.close()
+
+
+def _disabled() -> bool | None:
+    """For tqdm: ``None`` is wherever the output is no terminal, and a notebook's is none."""
+    return False if is_notebook() else None
 
 
 def _tell(line: Any, over: threading.Event) -> None:

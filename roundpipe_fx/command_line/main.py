@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.command_line import commands
@@ -47,12 +47,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _failed(error: Exception, code: int) -> int:
-    print(f"roundpipe-fx: {' '.join(str(error).split())}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    print(f"roundpipe-fx: {' '.join(text.split())}", file=sys.stderr)
     return code
 
 
+class _Parser(argparse.ArgumentParser):
+    """One whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"roundpipe-fx: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="roundpipe-fx", description=__doc__.partition("\n")[0])
+    parser = _Parser(
+        prog="roundpipe-fx",
+        description="Plans training steps without running them: what they need, what is recomputed, which batch fits a "
+        "GPU that need not be there.",
+    )
     parsers = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Callable[[argparse.Namespace], tuple[str, Any]], help: str) -> argparse.ArgumentParser:

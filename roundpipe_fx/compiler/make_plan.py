@@ -20,7 +20,7 @@ from roundpipe_fx.analysis.cost import COMPILED_STAGES, depends_on_data
 from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
-from roundpipe_fx.compiler.planned_values import ValueCosts, hoist_reason, planned_values
+from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_values
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.ir.text import type_text
@@ -131,7 +131,6 @@ def _planned_stage(
     forward = [node for node in nodes if node.meta[Mark.PHASE] is Phase.FORWARD]
     recomputed = [node for node in nodes if Mark.ORIGIN in node.meta]
     replayed = [node for node in recomputed if Mark.REPLAYED in node.meta]
-    allocating = [node for node in recomputed if node.meta.get(Mark.BYTES) or Mark.REPLAYED in node.meta]
     return PlannedStage(
         index=cut.index,
         modules=_modules_text(nodes),
@@ -143,7 +142,7 @@ def _planned_stage(
         entry_bytes=entry_bytes,
         saved=planned_values(costs, (node for node in saved if not hoist_reason(node))),
         hoisted=planned_values(costs, (node for node in saved if hoist_reason(node))),
-        recomputed=planned_values(costs, (node for node in allocating if is_tensor(node))),
+        recomputed=planned_values(costs, (node for node in allocating(recomputed) if is_tensor(node))),
         replayed=planned_values(costs, replayed),
         passing=planned_values(costs, (node for node in nodes if costs.is_passing(node))),
         same_as=same_as,

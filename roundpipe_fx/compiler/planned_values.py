@@ -24,7 +24,7 @@ from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.report.plan_parts import PlannedValue
 from roundpipe_fx.torch_private import module_path_text, size_hint
 
-__all__ = ["ValueCosts", "hoist_reason", "planned_values"]
+__all__ = ["ValueCosts", "allocating", "hoist_reason", "planned_values", "storage_bytes"]
 
 
 def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[PlannedValue, ...]:
@@ -43,7 +43,7 @@ def planned_values(costs: ValueCosts, nodes: Iterable[fx.Node]) -> tuple[Planned
                 name=name,
                 module=module_path(node, module_path_text),
                 type=type_text(node.meta.get("val")),
-                bytes=_bytes(node),
+                bytes=storage_bytes(node),
                 reason=hoist_reason(node) or str(node.meta.get(Mark.MUST_RECOMPUTE, "")),
                 seconds=costs.seconds(node),
                 times=costs.times[name],
@@ -64,7 +64,12 @@ def hoist_reason(node: fx.Node) -> str:
     return ""
 
 
-def _bytes(node: fx.Node) -> int:
+def allocating(recomputed: Iterable[fx.Node]) -> list[fx.Node]:
+    """Of recomputed nodes those that a plan lists: views, which cost nothing, are left out."""
+    return [node for node in recomputed if node.meta.get(Mark.BYTES) or Mark.REPLAYED in node.meta]
+
+
+def storage_bytes(node: fx.Node) -> int:
     """Bytes of the storages that the node's value keeps alive."""
     sizes = {value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in tensor_values(node)}
     return sum(size_hint(size) for size in sizes.values())

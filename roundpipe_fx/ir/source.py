@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from roundpipe_fx.notebook import cell_of
+
 __all__ = ["line_of", "source_of"]
 
 _FRAME = re.compile(r'  File "([^"]+)", line (\d+)')
@@ -24,7 +26,8 @@ def source_of(node: fx.Node) -> str:
 
 
 def line_of(node: fx.Node) -> str:
-    """The file and the line of that frame, as ``modeling_gpt2.py:312``; ``""`` if there is none.
+    """The file and the line of that frame, as ``modeling_gpt2.py:312``; of a notebook's cell ``In[3]:12``; ``""`` if
+    there is none.
 
     Traces are read from their end, since a plan asks for thousands of them.
     """
@@ -33,6 +36,6 @@ def line_of(node: fx.Node) -> str:
     while (start := trace.rfind('  File "', 0, end)) >= 0:
         found = _FRAME.match(trace, start)
         if found is not None and not found[1].startswith(_SKIPPED):
-            return f"{os.path.basename(found[1])}:{found[2]}"
+            return f"{cell_of(found[1]) or os.path.basename(found[1])}:{found[2]}"
         end = start
     return ""

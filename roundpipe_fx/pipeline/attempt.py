@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.remat.choose import Chosen
@@ -12,7 +11,7 @@ from roundpipe_fx.schedules import Timing
 __all__ = ["Attempt"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Attempt:
     """A pipeline, and its simulated schedule.
 
@@ -35,11 +34,3 @@ class Attempt:
     def seconds(self) -> float:
         """Modelled seconds of recomputation, for a microbatch."""
         return self.pipeline.main.lowered.recompute_seconds
-
-    def within(self, budget: int, allowed: int | None, attempts: Sequence[Attempt]) -> LoweredPipeline:
-        """The pipeline, chosen among several for a budget."""
-        found: list[tuple[int, float]] = []
-        for seconds, peak in sorted((own.seconds, own.peak) for own in attempts):
-            if not found or peak < found[-1][0]:
-                found.append((peak, seconds))
-        return dataclasses.replace(self.pipeline, budget=budget, allowed=allowed, trade_off=tuple(found))

@@ -87,6 +87,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         pipeline.main.lowered.plan,
         budget=pipeline.budget,
         trade_off=pipeline.trade_off,
+        alternatives=pipeline.alternatives,
         pipeline=planned,
         timing=timing,
         measured=graph.measured,

@@ -14,6 +14,7 @@ from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
+from roundpipe_fx.report.alternatives import Alternatives
 from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,
@@ -78,6 +79,7 @@ class LoweredPipeline:
             given.
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
+        alternatives: those plans, as the page of the plan shows them.
         offload: how it is decided which values an offloaded model sends to the host; ``None``: none leave.
     """
 
@@ -91,6 +93,7 @@ class LoweredPipeline:
     allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
     offload: OffloadRule | None = None
+    alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
         """The schedule for a number of microbatches.

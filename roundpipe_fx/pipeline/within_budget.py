@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
 from roundpipe_fx.compiler.lower import emit, emit_by_policy, operations_of
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.pipeline.alternatives import chosen_among
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
@@ -69,7 +70,7 @@ def within_budget(
     allowed = budget if isinstance(budget, int) else None
     limit = int((first.peak if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
-        return first.within(limit, allowed, [first])
+        return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
@@ -104,7 +105,7 @@ def within_budget(
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
-    return best.within(max(limit, best.peak), allowed, tried)
+    return chosen_among(tried, best, max(limit, best.peak), allowed)
 
 
 def _within_host(fitting: Sequence[Attempt], budget: int | None) -> list[Attempt]:

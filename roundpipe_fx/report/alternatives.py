@@ -1,6 +1,8 @@
 """The other plans on the frontier: memory over the step, what they save and what they recompute.
 
-A plan keeps of them only their peaks and seconds. Their schedules are searched for again when somebody asks.
+A plan keeps of them only their peaks and seconds. Their schedules are searched for again when somebody asks. Of a
+pipeline they are not: each was emitted and its schedule simulated, so what is shown of them is noted then
+(:mod:`roundpipe_fx.pipeline.alternatives`).
 """
 
 from __future__ import annotations
@@ -58,6 +60,9 @@ class Alternative:
         forward: number of pieces of the forward.
         saved: indices of the values that it saves.
         recomputed: indices of the values that it recomputes.
+        devices: of a pipeline, which has no ``curve``, for each device the bytes allocated at most by an action that
+            runs there in each piece of the step: as many seconds each, 0 where it waits.
+        makespan: of a pipeline, the modelled seconds of its step.
     """
 
     bytes: int
@@ -66,6 +71,8 @@ class Alternative:
     forward: int
     saved: tuple[int, ...]
     recomputed: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...] = ()
+    makespan: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +81,8 @@ class Alternatives:
 
     Attributes:
         values: what they differ in.
-        plans: highest peak first; points of the frontier that the search does not reach again are missing.
+        plans: highest peak first; points of the frontier that the search does not reach again are missing. A pipeline
+            that was chosen and is not on the frontier is the last.
         own: index of the plan that was chosen; ``None`` if it is none of them.
     """
 

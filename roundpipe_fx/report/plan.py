@@ -61,6 +61,7 @@ class Plan:
         read_operations: gives what the plan was made from; ``None`` without a budget.
         read_step: gives memory over the step, and where values stand in the emitted code; ``None`` without programs.
         stored: what :meth:`look_into` tells of a plan that was read from JSON.
+        alternatives: of a pipeline, the plans of its frontier; others search for them when :meth:`look_into` asks.
         tiles: regions that are carried out in tiles; sums over tiles round differently.
         gathered_bytes: bytes that FSDP2 allocates at most at one time to gather parameters, beside ``budget`` and
             ``peak``: of a budget in bytes they are set aside.
@@ -87,6 +88,7 @@ class Plan:
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
     read_step: Callable[[], EmittedStep] | None = field(compare=False, default=None)
     stored: PlanDetails | None = field(compare=False, default=None)
+    alternatives: Alternatives = field(compare=False, default_factory=Alternatives)
     tiles: tuple[PlannedTiles, ...] = ()
     gathered_bytes: int = 0
     bucket_bytes: int = 0
@@ -236,8 +238,7 @@ class Plan:
 
     @functools.cached_property
     def _details(self) -> PlanDetails:
-        alternatives = Alternatives()
-        # A pipeline's frontier is that of whole schedules, of which there are no operations.
+        alternatives = self.alternatives
         if self.trade_off and self.operations is not None and self.pipeline is None and self.budget is not None:
             alternatives = alternatives_of(
                 self.operations, self._frontier, self.budget, self.peak_bytes, self.recompute_seconds

@@ -142,13 +142,15 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
     names = _fields(AlternativeValue)
     alternatives = Alternatives(
         values=tuple(AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(found["values"], strings)),
-        plans=tuple(
-            Alternative(**(plan | {name: tuple(plan[name]) for name in ("curve", "saved", "recomputed")}))
-            for plan in found["plans"]
-        ),
+        plans=tuple(map(_alternative, found["plans"])),
         own=found["own"],
     )
     return PlanDetails(step=step, alternatives=alternatives, timeline=timeline)
+
+
+def _alternative(data: Mapping[str, Any]) -> Alternative:
+    lists = {name: tuple(data[name]) for name in ("curve", "saved", "recomputed")}
+    return Alternative(**{**data, **lists, "devices": tuple(map(tuple, data["devices"]))})
 
 
 def _fields(kind: type[Any]) -> tuple[str, ...]:

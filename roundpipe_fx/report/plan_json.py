@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
-_FORMAT = "roundpipe_fx plan 6"
-_LEFT_OUT = ("modules", "programs", "read_operations", "read_step", "stored", "timing", "measured")
+_FORMAT = "roundpipe_fx plan 7"
+_LEFT_OUT = ("modules", "programs", "read_operations", "read_step", "stored", "alternatives", "timing", "measured")
 """Fields of a plan that are no plain data."""
 
 

@@ -26,6 +26,7 @@ _SCRIPTS = (
     "memory_chart",
     "memory_view",
     "values_view",
+    "device_rows",
     "curve_chart",
     "frontier_view",
     "pipeline_view",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -106,13 +107,11 @@ def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
 def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     """How a step is pipelined, and what that takes."""
     again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
-    peaks = ", ".join(bytes_text(size) for size in pipeline.peak_bytes[:_SHOWN])
-    more = f", … {len(pipeline.peak_bytes) - _SHOWN} more" if len(pipeline.peak_bytes) > _SHOWN else ""
     return [
         f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
         f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
-        f"devices: {peaks}{more}",
+        f"devices: {_peaks_text(pipeline.peak_bytes)}",
         *_host_lines(pipeline),
     ]
 
@@ -132,6 +131,17 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
         f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}",
         f"pinned on the host: {bytes_text(pipeline.host_bytes)} ({', '.join(parts)})",
     ]
+
+
+def _peaks_text(peaks: Sequence[int]) -> str:
+    """Peaks of devices in order, neighbours that are equal as one; the largest is always among them."""
+    runs = [(size, len(list(same))) for size, same in itertools.groupby(peaks)]
+    texts = [f"{count} × {bytes_text(size)}" if count > 1 else bytes_text(size) for size, count in runs[:_SHOWN]]
+    shown = ", ".join(texts)
+    if len(runs) <= _SHOWN:
+        return shown
+    rest = sum(count for _, count in runs[_SHOWN:])
+    return f"{shown}, … {rest} more; {bytes_text(max(peaks))} at most"
 
 
 def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:

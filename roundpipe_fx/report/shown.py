@@ -10,6 +10,8 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
+from roundpipe_fx.notebook import is_notebook
+
 __all__ = ["show_page"]
 
 
@@ -22,7 +24,7 @@ def show_page(page: str) -> Any:
     Returns:
         in a notebook, an IPython object that displays the page in its cell; else ``None``.
     """
-    if _is_notebook():
+    if is_notebook():
         from IPython.display import HTML
 
         frame = f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:800px;border:0"></iframe>'
@@ -33,13 +35,6 @@ def show_page(page: str) -> Any:
     if _has_display():
         webbrowser.open(Path(file.name).as_uri())
     return None
-
-
-def _is_notebook() -> bool:
-    """Whether this is a kernel, whose results a notebook displays; IPython in a terminal has none."""
-    ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython is not None else None
-    return shell is not None and hasattr(shell, "kernel")
 
 
 def _has_display() -> bool:

@@ -98,7 +98,7 @@ def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
         seconds = sum(value.seconds * max(value.times, 1) for value in own)
         where = ", ".join(part for part in (module or own[0].name, line) if part)
         held = bytes_text(sum(value.bytes for value in own))
-        rows.append((seconds, f"{where}{_count(own)}, saved {'it' if len(own) == 1 else 'they'} would hold {held}"))
+        rows.append((seconds, f"{where}{_count(own)}, saved, {'it' if len(own) == 1 else 'they'} would hold {held}"))
     rows.sort(key=lambda row: -row[0])
     if not rows:
         return []

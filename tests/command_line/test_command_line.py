@@ -88,7 +88,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["plan", "./nowhere"], "no such folder"),
         (["plan", _MLP, "--device", "RTX 409"], "Did you mean"),
         (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
-        (["show", "nowhere.json"], "No such file"),
+        (["show", "nowhere.json"], "roundpipe-fx: nowhere.json: No such file"),
         (["show", __file__], "not a roundpipe_fx plan"),
     ],
 )
@@ -100,11 +100,12 @@ def test_errors_are_one_line_that_says_what_is_wrong(
     assert error.count("\n") == 1 and text in error
 
 
-def test_usage_is_exit_code_2() -> None:
+def test_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["plan"], ["plna"], ["plan", _MLP, "--batch", "0"], []):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
-        assert stopped.value.code == 2
+        error = capsys.readouterr().err
+        assert stopped.value.code == 2 and error.startswith("roundpipe-fx: ") and error.count("\n") == 1
 
 
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:

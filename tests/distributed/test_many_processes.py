@@ -224,8 +224,31 @@ def check_refusals(_rank: int, _folder: str) -> None:
             list(early())
     compiled.trace(**batch)
     assert list(compiled.parameters())
+    for around in (compiled, nn.Sequential(compiled)):
+        with pytest.raises(ValueError, match="give the mesh a dimension 'dp'"):
+            nn.parallel.DistributedDataParallel(around)
     with pytest.raises(TypeError, match="save its state_dict"):
         copy.deepcopy(compiled)
+
+
+def check_what_a_plan_shows(rank: int, folder: str) -> None:
+    """Every rank's plan predicts all devices, and has the measured actions of its own."""
+    model, batch = make("tied")
+    compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4, memory_budget=0.3)
+    compiled.trace(**batch)
+    compiled.forward_backward(**batch)
+    plan = compiled.plan
+    timeline, shown = plan.timeline(), plan.look_into()
+    ranks = range(dist.get_world_size())
+    assert {bar.device for bar in timeline.predicted} == set(ranks)
+    assert {bar.device for bar in timeline.measured} == {rank}
+    assert shown.step is not None and all(len(own.devices) == len(ranks) for own in shown.alternatives.plans)
+    text = plan.to_json()
+    assert roundpipe_fx.Plan.from_json(text).look_into() == shown
+    assert text.splitlines()[3] in plan.write_html(Path(folder) / f"plan_{rank}.html").read_text()
+    printed: list[Any] = [None] * len(ranks)
+    dist.all_gather_object(printed, str(plan))
+    assert len(set(printed)) == 1
 
 
 def check_calls(_rank: int, _folder: str) -> None:
@@ -421,7 +444,16 @@ def _dying(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[...
         (3, [check_larger_models]),
         (3, [check_schedules]),
         (2, [check_failure, check_differences, check_refusals, check_killed]),
-        (2, [check_calls, check_input_gradients, check_budget, check_a_budget_that_does_not_count_all]),
+        (
+            2,
+            [
+                check_what_a_plan_shows,
+                check_calls,
+                check_input_gradients,
+                check_budget,
+                check_a_budget_that_does_not_count_all,
+            ],
+        ),
         (2, [check_without_memory, check_initialization, check_checkpoints]),
     ],
     ids=["models", "larger_in_two", "larger_in_three", "schedules", "failures", "calls", "state"],

@@ -16,6 +16,7 @@ from roundpipe_fx.analysis.simulator import levels_of_course, peak_of_course
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
 from roundpipe_fx.report.plan_parts import LISTS
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
+from tests.pipeline.steps import CPUS, Blocks
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +73,36 @@ def test_every_plan_of_the_frontier_is_told_apart(plan: roundpipe_fx.Plan) -> No
     named = {found.values[place].name for place in chosen.recomputed}
     listed = {value.name for stage in plan.stages for value in stage.recomputed}
     assert listed == {name for name in named if "getitem" not in name}
+
+
+def test_every_plan_of_a_pipelines_frontier_is_told_apart() -> None:
+    x = torch.randn(8, 16)
+    compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, memory_budget=0.3)
+    plan = compiled.trace(x)
+    found = plan.look_into().alternatives
+    points = [(own.bytes, own.seconds) for own in found.plans]
+    assert points[: len(plan.trade_off)] == plan.frontier() and len(plan.trade_off) > 2
+    assert found.own is not None and plan.pipeline is not None
+    chosen = found.plans[found.own]
+    assert (chosen.bytes, chosen.makespan) == (plan.peak_bytes, plan.pipeline.makespan)
+    assert {found.values[at].name for at in chosen.recomputed} == _named(plan, "recomputed")
+    assert _named(plan, "saved") <= {found.values[at].name for at in (*chosen.saved, *chosen.recomputed)}
+    for own in found.plans:
+        assert len(own.devices) == 2 and max(map(max, own.devices)) <= own.bytes
+        assert bool(own.recomputed) == (own.seconds > 0)
+    every = plan.timeline().predicted
+    for device, curve in enumerate(chosen.devices):
+        bars = [bar for bar in every if bar.device == device]
+        piece = max(bar.end for bar in every) / len(curve)
+        assert max(curve) == max(bar.bytes for bar in bars)
+        for at, size in enumerate(curve):
+            during = [bar.bytes for bar in bars if bar.start < (at + 1) * piece and bar.end > at * piece]
+            assert size == max(during, default=0)
+    assert roundpipe_fx.Plan.from_json(plan.to_json()).look_into() == plan.look_into()
+
+
+def _named(plan: roundpipe_fx.Plan, fate: str) -> set[str]:
+    return {value.name for stage in plan.stages for value in getattr(stage, fate)}
 
 
 def test_they_are_plain_data(plan: roundpipe_fx.Plan) -> None:

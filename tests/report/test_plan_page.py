@@ -22,6 +22,8 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.report import plan_page
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_parts import PlannedValue
+from roundpipe_fx.report.timeline import Bar, Timeline
+from roundpipe_fx.schedules import Action
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import CPUS, Blocks, batch_of, squares
 from tests.report.chromium import Page, chromium_path, open_page
@@ -245,6 +247,86 @@ def test_points_of_the_frontier_show_what_differs(plan: roundpipe_fx.Plan, page:
         page.press("ArrowLeft")
 
 
+_DEVICES = """(() => {
+    const canvas = [...document.querySelectorAll("#view-frontier canvas")].pop(), { width, height } = canvas;
+    const pixels = canvas.getContext("2d").getImageData(0, 0, width, height).data;
+    // Blue is the plan that was chosen, below the lines of this one and the budget; its tallest column in each row.
+    const blue = (x, y) => { const at = 4 * (x + y * width); return pixels[at + 2] - pixels[at] > 40; };
+    const high = (height - 40) / COUNT, tallest = [];
+    for (let row = 0; row < COUNT; row += 1) {
+        const bottom = 20 + Math.round((row + 1) * high) - 4;
+        let best = 0;
+        for (let x = 80; x < width - 10; x += 1) {
+            let y = Math.ceil(bottom - high + 6);
+            while (y < bottom && !blue(x, y)) y += 1;
+            best = Math.max(best, bottom - y);
+        }
+        tallest.push(best / (high - 8));
+    }
+    return tallest;
+})()"""
+
+
+@needs_browser
+def test_points_of_a_pipelines_frontier_show_the_memory_of_each_device(page: Page, tmp_path: Path) -> None:
+    compiled = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, memory_budget=0.3)
+    plan = compiled.trace(batch_of(8)[0])
+    page.open(plan.write_html(tmp_path / "plan.html"))
+    page.click("#tab-frontier")
+    found = plan.look_into().alternatives
+    assert found.own is not None and plan.budget is not None
+    own = found.plans[found.own]
+    assert "it is this plan" in page.text("#view-frontier .panel")
+    page.click("#view-frontier canvas")
+    page.press("End")
+    top = max(*(other.bytes for other in found.plans), plan.budget) * 1.06
+    for other in sorted(found.plans, key=lambda other: -other.bytes):
+        panel = page.text("#view-frontier .panel")
+        assert f"{bytes_text(other.bytes)}, recomputes" in panel and _milliseconds(other.makespan) in panel
+        drawn = page.evaluate(_DEVICES.replace("COUNT", "2"))
+        assert drawn == pytest.approx([max(curve) / top for curve in other.devices], abs=0.06)
+        if other is not own:
+            more, less = set(other.recomputed) - set(own.recomputed), set(own.recomputed) - set(other.recomputed)
+            text = page.text("#difference-count")
+            assert text.startswith(f"{len(more)} value") and f", {len(less)} (" in text
+        page.press("ArrowLeft")
+
+
+@needs_browser
+def test_of_many_devices_those_that_are_chosen_are_drawn(page: Page, tmp_path: Path) -> None:
+    x, _ = batch_of(8)
+    plan = roundpipe_fx.compile(Blocks(), devices=CPUS, num_microbatches=4, checkpoint="always").trace(x)
+    assert plan.pipeline is not None
+    peaks = tuple(1000 + device for device in range(100))
+    bars = tuple(Bar(at, Action.parse(f"F{at}.0"), at, at + 1.0, peak) for at, peak in enumerate(peaks))
+    order = "\n".join(f"{device}: F{device}.0" for device in range(100))
+    pipeline = dataclasses.replace(plan.pipeline, devices=("cpu",) * 100, peak_bytes=peaks, order=order)
+    details = dataclasses.replace(plan.look_into(), timeline=Timeline(bars, ()))
+    many = dataclasses.replace(plan, pipeline=pipeline, stored=details, timing=None)
+    page.open(many.write_html(tmp_path / "plan.html"))
+    page.click("#tab-pipeline")
+
+    def drawn() -> list[int]:
+        shown = page.text("#view-pipeline table").splitlines()[1:]
+        devices = [int(line.partition(":")[0]) for line in shown]
+        assert f"Devices {devices[0]} to {devices[-1]} of 100 are drawn" in page.text("#view-pipeline .devices")
+        for device, line in zip(devices, shown, strict=True):
+            assert bytes_text(peaks[device]) in line
+        return devices
+
+    assert drawn() == list(range(32))
+    page.click("#view-pipeline canvas", 0.99)
+    assert drawn() == list(range(68, 100))
+    page.press("Home")
+    page.press("ArrowRight")
+    assert drawn() == list(range(1, 33))
+    page.evaluate('document.querySelectorAll("#view-pipeline canvas")[1].focus()')
+    for device in range(1, 34):
+        page.press("ArrowRight" if device == 1 else "ArrowDown")
+        assert f"of stage {device}, microbatch 0" in page.text("#view-pipeline .panel")
+    assert drawn() == list(range(2, 34))
+
+
 def _milliseconds(seconds: float) -> str:
     """As the page writes them."""
     value = seconds * 1e3
@@ -275,6 +357,15 @@ def test_pipelines_show_predicted_and_measured_actions(page: Page, tmp_path: Pat
     for size in plan.pipeline.peak_bytes:
         assert bytes_text(size) in table
     assert page.evaluate('document.querySelectorAll("#view-pipeline canvas").length') == 3
+    # Over processes, each measures its own device, and says nothing of the others.
+    own = dataclasses.replace(timeline, measured=tuple(bar for bar in timeline.measured if bar.device == 1))
+    stored = dataclasses.replace(plan.look_into(), timeline=own)
+    page.open(dataclasses.replace(plan, stored=stored, timing=None).write_html(tmp_path / "plan.html"))
+    page.click("#tab-pipeline")
+    rows = page.evaluate(
+        '[...document.querySelectorAll("#view-pipeline tbody tr")].map(r => [...r.children].map(c => c.innerText))'
+    )
+    assert rows[0][-2:] == ["", ""] and rows[1][-2].endswith("ms") and rows[0][3].endswith("ms")
 
 
 @pytest.mark.long

@@ -142,7 +142,7 @@ def _read_trials(device: torch.device) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
-        log.warning("the file of trials %s is ignored: %s", path, error)
+        log.info("the file of trials %s is ignored: %s", path, error)
         return
     for key, trial in found.items():
         _tried.setdefault(key, trial)

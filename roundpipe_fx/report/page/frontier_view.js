@@ -2,11 +2,14 @@
 
 function frontierView(data) {
   const { plan, alternatives } = data;
-  const points = plan.trade_off.length > 1 || !alternatives.plans.length ? plan.trade_off
+  const frontier = plan.trade_off.length > 1 || !alternatives.plans.length ? plan.trade_off
     : alternatives.plans.map(({ bytes, seconds }) => [bytes, seconds]);
+  const own = alternatives.own === null ? null : alternatives.plans[alternatives.own];
+  // A pipeline that recomputes while devices wait need not be on the frontier: its step is what is shorter.
+  const beside = own && !frontier.some(([bytes, seconds]) => bytes === own.bytes && seconds === own.seconds);
+  const points = (beside ? [...frontier, [own.bytes, own.seconds]] : [...frontier]).sort(([a], [b]) => b - a);
   const planOf = points.map(([bytes, seconds]) =>
     alternatives.plans.find(one => one.bytes === bytes && one.seconds === seconds) || null);
-  const own = alternatives.own === null ? null : alternatives.plans[alternatives.own];
   const ownPoint = own ? planOf.indexOf(own) : -1;
   const mostBytes = points.reduce((most, [bytes]) => Math.max(most, bytes), data.peak);
   const mostSeconds = points.reduce((most, [, seconds]) => Math.max(most, seconds), data.recomputeSeconds) || data.forwardSeconds || 1e-6;
@@ -57,7 +60,7 @@ function frontierView(data) {
     }
     context.textAlign = "center";
     for (const tick of byteTicks(mostBytes, 6)) context.fillText(bytesText(tick), x(tick), bottom + 12);
-    context.fillText("peak of a step", (left + right) / 2, bottom + 30);
+    context.fillText(plan.pipeline ? "peak of the device that needs most" : "peak of a step", (left + right) / 2, bottom + 30);
     context.textAlign = "left";
     context.fillText("recomputation, modelled", left + 4, top - 6);
   }
@@ -67,8 +70,8 @@ function frontierView(data) {
     context.strokeStyle = categoryColor(0);
     context.lineWidth = 1.5;
     context.beginPath();
-    points.forEach(([bytes, seconds], at) => {
-      if (at) context.lineTo(x(points[at - 1][0]), y(seconds));
+    frontier.forEach(([bytes, seconds], at) => {
+      if (at) context.lineTo(x(frontier[at - 1][0]), y(seconds));
       context.lineTo(x(bytes), y(seconds));
     });
     context.stroke();
@@ -101,6 +104,7 @@ function frontierView(data) {
     drawLabel(context, "this plan", left + (right ? -12 : 12), top - 12, categoryColor(1), right ? "right" : "left");
   }
 
+  // Of one device; a pipeline's plans have a row for each.
   const curve = curveChart("Memory over the step of the chosen plan", 190, () => {
     const other = planOf[chosen];
     if (!other) return [];
@@ -109,6 +113,8 @@ function frontierView(data) {
     const mine = own ? { bytes: own.curve, forward: own.forward } : curveOf(data);
     return [...curves, { ...mine, name: "this plan", color: () => categoryColor(1) }];
   }, plan.budget);
+
+  const ofDevices = own && plan.pipeline ? alternativeDevices(plan, own, () => planOf[chosen]) : null;
 
   const differences = virtualTable({
     label: "What differs from this plan", height: Math.max(230, window.innerHeight - 620), sort: ["bytes", true],
@@ -143,19 +149,23 @@ function frontierView(data) {
       facts([
         ["against this plan", chosen === ownPoint ? "it is this plan" : `${signed(bytes - data.peak, bytesText)}, ${signed(seconds - data.recomputeSeconds, millisecondsText)}`],
         ["of the forward", shareText(seconds, data.forwardSeconds)],
+        ...(plan.pipeline && other ? [["a step, modelled", `${millisecondsText(other.makespan)}${other === own ? "" : `, ${signed(other.makespan - own.makespan, millisecondsText)}`}`],
+          ["during actions", deviceRange(other.devices)]] : []),
       ]),
     ];
     if (!other) {
-      parts.push(element("p", { class: "note" }, plan.pipeline
-        ? "Of a pipeline's other plans only these figures are kept."
-        : "This plan was tried on the way and is not among those that a search finds again: only these figures are known."));
-    } else {
+      parts.push(element("p", { class: "note" }, "This plan was tried on the way and is not among those that a search finds again: only these figures are known."));
+    } else if (!plan.pipeline) {
       parts.push(curve.box);
       const highest = other.curve.reduce((a, b) => Math.max(a, b), 0);
       if (highest !== bytes) {
         parts.push(element("p", { class: "note" }, `The curve's peak is ${bytesText(highest)}: it does not count equal values once, or shows one of several calls.`));
       }
     }
+    if (other && plan.pipeline && bytes > Math.max(...other.devices.flat())) {
+      parts.push(element("p", { class: "note" }, "Its peak is outside of actions: while a loss outside of the model is computed, or at the end of the step."));
+    }
+    if (ofDevices) ofDevices.redraw();
     showDifferences(other);
     panel.replaceChildren(...parts);
   }
@@ -189,12 +199,52 @@ function frontierView(data) {
   });
 
   const section = element("section", { "aria-label": "Frontier" },
-    element("div", { class: "bar" }, element("span", {}, `${countText(points.length, "plan")} that no other beats in peak and recomputation`), element("span", { class: "spring" }),
+    element("div", { class: "bar" }, element("span", {}, `${countText(frontier.length, "plan")} that no other beats in peak and recomputation${beside ? "; this plan has a shorter step than those that fit" : ""}`), element("span", { class: "spring" }),
       element("span", { class: "hint" }, element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " plans, ", element("kbd", {}, "p"), " this plan")),
-    element("div", { class: "split" }, chart.box, panel), difference);
+    element("div", { class: "split" }, chart.box, panel), ofDevices ? ofDevices.box : "", difference);
   return { section, focus: canvas, shown: () => { choose(chosen); } };
 }
 
 function signed(value, text) {
   return value > 0 ? `+${text(value)}` : value < 0 ? `−${text(-value)}` : text(0);
+}
+
+/** The most that each device allocates in an action. */
+function deviceRange(devices) {
+  const peaks = devices.map(bytes => bytes.reduce((a, b) => Math.max(a, b), 0));
+  const [least, most] = [Math.min(...peaks), Math.max(...peaks)];
+  return least === most ? `${bytesText(most)} a device` : `${bytesText(least)} to ${bytesText(most)} a device`;
+}
+
+/** Start, end and bytes of the runs of equal pieces of a curve. */
+function stepsOf(pieces, seconds) {
+  const steps = [], wide = seconds / pieces.length;
+  pieces.forEach((bytes, at) => {
+    if (at && bytes === pieces[at - 1]) steps[steps.length - 1][1] = (at + 1) * wide;
+    else steps.push([at * wide, (at + 1) * wide, bytes]);
+  });
+  return steps;
+}
+
+/** Memory of each device in a pipeline's chosen plan, with this plan's as lines. */
+function alternativeDevices(plan, own, other) {
+  const { pipeline } = plan;
+  const devices = deviceWindow(pipeline.peak_bytes, plan.budget, redraw, "peak of each device in this plan");
+  const most = axisTop(Math.max(...plan.alternatives.plans.map(({ bytes }) => bytes)), plan.budget) * 1.06;
+  const steps = (one, name, color) => ({
+    name, color, end: one.makespan,
+    of: device => stepsOf(one.devices[device], one.makespan),
+  });
+  const chart = deviceMemoryRows("Memory of each device in the chosen plan", devices, () => {
+    const that = other();
+    const mine = steps(own, "this plan", () => categoryColor(that && that !== own ? 1 : 0));
+    return that && that !== own ? [steps(that, "that plan", () => categoryColor(0)), mine] : [mine];
+  }, { most, budget: plan.budget });
+
+  function redraw() {
+    devices.redraw();
+    chart.redraw();
+  }
+
+  return { redraw, box: element("div", { class: "block" }, devices.box, element("h2", {}, "memory of each device while its actions run, predicted"), chart.box) };
 }

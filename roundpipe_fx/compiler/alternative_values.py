@@ -1,0 +1,52 @@
+"""What a graph that was emitted saves and recomputes, as the page of a plan compares it with other plans' graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from roundpipe_fx.compiler.planned_values import allocating, storage_bytes
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, is_tensor, module_path, saved_values
+from roundpipe_fx.ir.source import line_of
+from roundpipe_fx.report.alternatives import AlternativeValue
+from roundpipe_fx.torch_private import module_path_text
+
+__all__ = ["alternative_value", "recomputed_nodes", "saved_nodes"]
+
+
+def saved_nodes(joint: JointGraph) -> dict[str, fx.Node]:
+    """Tensors that the forward computes and passes to the backward, by name.
+
+    Args:
+        joint: the graph, after all passes.
+    """
+    return _by_name(node for node in saved_values(joint) if node.op != "placeholder")
+
+
+def recomputed_nodes(joint: JointGraph) -> dict[str, fx.Node]:
+    """Tensors that the backward recomputes, by the name of what they repeat.
+
+    Args:
+        joint: the graph, after all passes.
+    """
+    return _by_name(allocating(node for node in joint.computed() if Mark.ORIGIN in node.meta))
+
+
+def alternative_value(node: fx.Node) -> AlternativeValue:
+    """What the page tells of a value.
+
+    Args:
+        node: one that computes it.
+    """
+    return AlternativeValue(
+        name=node.meta.get(Mark.ORIGIN, node.name),
+        module=module_path(node, module_path_text),
+        line=line_of(node),
+        bytes=storage_bytes(node),
+        seconds=float(node.meta.get(Mark.SECONDS, 0.0)),
+    )
+
+
+def _by_name(nodes: Iterable[fx.Node]) -> dict[str, fx.Node]:
+    return {node.meta.get(Mark.ORIGIN, node.name): node for node in nodes if is_tensor(node)}
