@@ -40,6 +40,7 @@ def compile(
     optim_dtype: torch.dtype | None = None,
     devices: Sequence[torch.device | str] | None = None,
     mesh: DeviceMesh | None = None,
+    shard: str | None = None,
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
     checkpoint: str | None = None,
@@ -92,6 +93,9 @@ def compile(
             of the schedule, and has the parameters of its own stages only. Every rank must be given the same model,
             options and batches. Along a dimension ``"dp"`` there are replicas of the pipeline, each with its own
             batches, which average gradients. See docs/many-processes.md.
+        shard: ``"dp"``: replicas along ``mesh``'s dimension of that name share out parameters, gradients and the
+            optimizer's state, as ``DTensor`` objects (ZeRO-3). Stages get their parameters gathered while they run.
+            ``None``: each replica has all of them.
         num_microbatches: into how many microbatches a batch is split; twice the number of devices by default.
         schedule: ``"gpipe"``, ``"1f1b"`` (the default), ``"interleaved"``, ``"zero_bubble"``, ``"roundpipe"`` (the
             default if the model is on the CPU and the devices are GPUs), ``"auto"`` (the one whose simulated step is
@@ -140,6 +144,7 @@ def compile(
         }
     )
     edited_passes(options.passes)  # an invalid list raises now, not at the first call
+    over_processes.check_shard(mesh, shard, options)
     if mesh is not None:
         devices = over_processes.devices_of(
             mesh,
@@ -162,7 +167,8 @@ def compile(
     )
     if mesh is not None and pipelining is not None:
         replicas = over_processes.replicas_of(mesh)
-        pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas)
+        sharded = shard is not None and replicas > 1
+        pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas, sharded=sharded)
     if host_budget is not None:
         if pipelining is None or mesh is not None:
             raise ValueError("host_budget is for a model on the CPU that devices train: give devices=['cuda:0'] too.")

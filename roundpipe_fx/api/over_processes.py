@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.agreement import together
 from roundpipe_fx.distributed.group import DATA, PIPELINE, PipelineGroup, check_mesh, size_of
@@ -20,6 +21,7 @@ from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
 
 __all__ = [
+    "check_shard",
     "clip_gradients",
     "devices_of",
     "initialize_own",
@@ -72,6 +74,28 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: A
     return [device] * size_of(mesh, PIPELINE)
 
 
+def check_shard(mesh: DeviceMesh | None, shard: str | None, options: Options) -> None:
+    """Check the option ``shard``.
+
+    Raises:
+        ValueError: it is unknown, there is no dimension of that name, or it does not go with another option.
+    """
+    if shard is None:
+        return
+    if shard != DATA:
+        raise ValueError(f"shard={shard!r}: valid values are {DATA!r} and None.")
+    if mesh is None or DATA not in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"shard={shard!r} shares out parameters over the replicas of a mesh, and there is no dimension {DATA!r}: "
+            f"give mesh=init_device_mesh('cpu', (2,), mesh_dim_names=({DATA!r},))."
+        )
+    if options.memory_budget is not None:
+        raise ValueError(
+            "shard='dp' has no plan for a memory_budget yet, since plans do not count parameters that are gathered: "
+            "leave memory_budget out, and give recompute='full' to save memory, or compile without shard."
+        )
+
+
 def replicas_of(mesh: DeviceMesh) -> int:
     """How many replicas of a pipeline there are."""
     return size_of(mesh, DATA)
@@ -92,7 +116,10 @@ def process_pipeline(
     if mesh is None:
         return None
     text = _ADDRESS.sub("", ", ".join(map(str, (options, pipelining, *others))))
-    return ProcessPipeline(model, PipelineGroup(mesh), text)
+    shard_mesh = None
+    if pipelining is not None and pipelining.sharded:
+        shard_mesh = mesh[DATA] if mesh.ndim > 1 else mesh
+    return ProcessPipeline(model, PipelineGroup(mesh), text, shard_mesh)
 
 
 def of_this_rank(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -133,7 +160,7 @@ def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:
 
 def _share(processes: ProcessPipeline) -> None:
     """Replicas get what the first one has read or initialized: ``fill`` may differ, as random numbers do."""
-    processes.replication.share_tensors(value for _, value in named_tensors(processes.ownership.model))
+    processes.replication.share_tensors(value for _, value in processes.ownership.named())
 
 
 def _seed(processes: ProcessPipeline) -> int:
@@ -177,11 +204,19 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     named = dict(ownership.model.named_parameters())
     own = [(name, value) for name, value in named.items() if ownership.owns(value) and value.grad is not None]
     counted = {
-        name: torch.linalg.vector_norm(value.grad, norm_type).cpu()
+        name: torch.linalg.vector_norm(_local(value.grad), norm_type).cpu()
         for name, value in own
-        if min(ownership.owners[id(value)]) == group.rank and value.grad is not None
+        if min(ownership.owners[id(ownership.traced(value))]) == group.rank and value.grad is not None
     }
-    norms = {name: norm for found in group.gather(counted) for name, norm in found.items()}
+    ranks = group if ownership.shards.mesh is None else group.everyone
+    parts: dict[str, list[torch.Tensor]] = {}
+    for found in ranks.gather(counted):
+        for name, norm in found.items():
+            parts.setdefault(name, []).append(norm)
+    norms = {
+        name: of_parts[0] if len(of_parts) == 1 else torch.linalg.vector_norm(torch.stack(of_parts), norm_type)
+        for name, of_parts in parts.items()
+    }
     if not norms:
         return torch.zeros(())
     # In the model's order: the bits do not depend on the ranks.
@@ -189,5 +224,11 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, value in own:
         if value.grad is not None:
-            value.grad.mul_(scale.to(value.grad.device))
+            _local(value.grad).mul_(scale.to(value.grad.device))
     return total
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    rows: torch.Tensor = value.to_local() if isinstance(value, DTensor) else value
+    return rows

@@ -16,10 +16,14 @@ from dataclasses import dataclass, field
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.ranks import Ranks
 
-__all__ = ["FIRST_BATCH", "Statement", "agree", "together"]
+__all__ = ["FIRST_BATCH", "GATHERS", "Statement", "agree", "together"]
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
+
+
+GATHERS = "the parameters that they gather"
+"""Name of the text by which replicas are compared that gather parameters from each other."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,11 @@ def _compare(ranks: Ranks, own: dict[str, str], gathered: Sequence[dict[str, str
                 rule = (
                     "Every rank must be given the same model and options, and all ranks of a pipeline the same batch. "
                     "The first batch, or that of model.trace, must have the same shapes in all replicas."
+                )
+            if name == GATHERS:
+                rule = (
+                    "With shard='dp' replicas gather each parameter together, so all must run the same schedule: give "
+                    "them batches of the same shapes."
                 )
             raise RanksDifferError(
                 f"the ranks of {ranks.name} differ in {name}. Rank {ranks.ranks[one]} has\n    {first}\n"

@@ -11,13 +11,17 @@ A gradient is divided by the number of replicas and then added in place, as Dist
 a bucket are copied into one tensor, which is reduced in their place. Gradients are reduced in the layout of their
 parameters, which replicas have in common, whatever strides a graph gives them.
 
+Of a sharded parameter each replica gets its own rows of the mean. A bucket is then waited for before the next one is
+started, as in FSDP2, so that no more than two of them are there as a whole.
+
 Not in a bucket are gradients that are known only at the end: of tied weights of several ranks, which are added over the
 ranks first, and those that are an input of the backward or were computed in the forward. They are reduced one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,7 @@ import torch
 
 from roundpipe_fx.distributed.group import Replicas
 from roundpipe_fx.distributed.layout import dense
+from roundpipe_fx.distributed.sharding import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 
@@ -112,6 +117,7 @@ class Averaging:
             before the others get it.
         unsynchronized: identities of the parameters whose ``.grad`` has the sums of steps without averaging. It is
             averaged too, with the step's own gradient, which then replaces it.
+        sharded: the parameters of which each replica has some rows, by identity.
     """
 
     replicas: Replicas
@@ -119,9 +125,10 @@ class Averaging:
     parameters: Mapping[int, torch.Tensor]
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()
+    sharded: Mapping[int, ShardedParameter] = field(default_factory=dict)
     _averaged: dict[int, torch.Tensor] = field(default_factory=dict)
-    _started: list[tuple[Any, torch.Tensor, list[torch.Tensor]]] = field(default_factory=list)
-    """Operations, what each of them reduces, and the small gradients that it is copied to."""
+    _started: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
+    """Operations, and what is to be done once each of them is over."""
 
     def after(self, place: int, sums: GradientAccumulator) -> None:
         """Start the buckets that are complete after an instruction.
@@ -131,12 +138,15 @@ class Averaging:
             sums: the rank's gradients, from which those of the buckets are removed.
         """
         while self.buckets and self.buckets[0].place <= place:
+            if self.sharded:
+                self.wait()
             values = {}
             for key in self.buckets[0].keys:
                 total, own = sums.release(key)
                 values[key] = self._prepared(key, total, own)
                 del total
             self._start(values)
+            del values
             self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
 
     def go_without_values(self) -> None:
@@ -148,12 +158,9 @@ class Averaging:
     def wait(self) -> None:
         """Wait for what was started."""
         while self._started:
-            work, value, parts = self._started.pop(0)
+            work, then = self._started.pop(0)
             work.wait()
-            start = 0
-            for part in parts:
-                part.copy_(value[start : start + part.numel()])
-                start += part.numel()
+            then()
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
@@ -193,15 +200,52 @@ class Averaging:
         return total.div_(self.replicas.size)
 
     def _start(self, values: Mapping[int, torch.Tensor]) -> None:
-        small: dict[torch.dtype, list[torch.Tensor]] = {}
-        for value in values.values():
-            flat = dense(value, value.shape, value.stride())
+        small: dict[tuple[torch.dtype, bool], dict[int, torch.Tensor]] = {}
+        for key, value in values.items():
+            sharded = self.sharded.get(key)
+            flat = dense(value, value.shape, value.stride()) if sharded is None else sharded.padded_gradient(value)
             if len(values) > 1 and value.nbytes < SMALL_BYTES:
-                small.setdefault(value.dtype, []).append(flat)
+                small.setdefault((value.dtype, sharded is not None), {})[key] = flat
+            elif sharded is not None:
+                self._start_parts(flat, [key])
             elif value.numel():
-                self._started.append((self.replicas.start_sum(flat), flat, []))
-        for parts in small.values():
-            together = torch.cat(parts)
+                self._started.append((self.replicas.start_sum(flat), functools.partial(_split, flat, ())))
+        for (_, is_sharded), parts in small.items():
+            if is_sharded:
+                rows = [part.view(self.replicas.size, -1) for part in parts.values()]
+                self._start_parts(torch.cat(rows, 1).view(-1), [*parts])
+                continue
+            together = torch.cat([*parts.values()])
             if together.numel():
-                self._started.append((self.replicas.start_sum(together), together, parts))
-        self._averaged.update(values)
+                then = functools.partial(_split, together, [*parts.values()])
+                self._started.append((self.replicas.start_sum(together), then))
+        self._averaged.update({key: value for key, value in values.items() if key not in self.sharded})
+
+    def _start_parts(self, whole: torch.Tensor, keys: Sequence[int]) -> None:
+        """Start reducing gradients to the rows of each replica.
+
+        Args:
+            whole: for each replica, the elements of its part of every gradient, with padding.
+            keys: identities of the parameters.
+        """
+        part = whole.new_empty(len(whole) // self.replicas.size)
+
+        def take() -> None:
+            start = 0
+            for key in keys:
+                own = part[start : start + self.sharded[key].count]
+                self._averaged[key] = self.sharded[key].rows_of(own.clone() if len(keys) > 1 else own)
+                start += len(own)
+
+        if len(whole):
+            self._started.append((self.replicas.start_sum_of_part(part, whole), take))
+        else:
+            take()
+
+
+def _split(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
+    """Copy what was reduced as one tensor to the small gradients that it consists of."""
+    start = 0
+    for part in parts:
+        part.copy_(whole[start : start + part.numel()])
+        start += part.numel()

@@ -71,6 +71,24 @@ class Replicas(Ranks):
     def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
         super().__init__(ranks, timeout, "replicas")
         self._tensors = self._host if backend == "gloo" else self._another(backend)
+        self._gathers: dist.ProcessGroup | None = None
+        self._backend = backend
+
+    def prepare_gathers(self) -> None:
+        """Make the group of :meth:`start_gather`, which waits for no reduction. Every rank must call it."""
+        self._gathers = self._another(self._backend)
+
+    def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
+        """Start gathering the parts of all replicas, one-dimensional and equally large, in one tensor."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # deprecated since 2.13
+        work: dist.Work = gather(whole, part, group=self._gathers, async_op=True)
+        return work
+
+    def start_sum_of_part(self, part: torch.Tensor, whole: torch.Tensor) -> dist.Work:
+        """Start adding a one-dimensional tensor over all replicas, each of which gets its part of the sum."""
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # deprecated since 2.13
+        work: dist.Work = reduce(part, whole, group=self._group(whole), async_op=True)
+        return work
 
     def start_sum(self, value: torch.Tensor) -> dist.Work:
         """Start adding a dense tensor over all replicas, in place. Every one must start the same sums in one order."""

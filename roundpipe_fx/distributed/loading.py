@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
-from roundpipe_fx.distributed.ownership import Ownership, named_tensors
+from roundpipe_fx.distributed.ownership import Ownership
 
 __all__ = ["Fill", "initialize", "load_files", "load_tensors"]
 
@@ -93,7 +94,7 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
 def _aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
     """What a rank owns, each tensor once, with all its names."""
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
-    for name, value in named_tensors(ownership.model):
+    for name, value in ownership.named():
         if ownership.owns(value):
             found.setdefault(id(value), ([], value))[0].append(name)
     yield from found.values()
@@ -102,6 +103,14 @@ def _aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
 def _copy(ownership: Ownership, name: str, value: torch.Tensor, given: torch.Tensor) -> None:
     if value.shape != given.shape:
         raise KeyError(f"{name!r} has the shape {tuple(given.shape)}, and {tuple(value.shape)} in the model.")
+    sharded = ownership.shards.by_traced.get(id(value))
+    if isinstance(given, DTensor):
+        if sharded is not None and sharded.holds_rows_of(given):
+            with torch.no_grad():
+                sharded.local().copy_(given.to_local())
+            ownership.unloaded.discard(id(value))
+            return
+        given = given.full_tensor()
     ownership.fill(value, lambda tensor: tensor.copy_(given))
 
 

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.errors import RanksDifferError
 from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.sharding import ShardedParameters, check_shardable
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
 
@@ -72,18 +74,39 @@ class Ownership:
         model: the model. What lies on the meta device is replaced by tensors without memory on ``device``.
         rank: number of this rank.
         device: of this rank.
+        shard_mesh: of the replicas that share out what it owns; ``None``: each has all of it.
 
     Attributes:
         owners: by identity, the ranks that own a tensor; ``None`` until the model is planned.
         unloaded: identities of the tensors that have no values yet.
+        shards: the parameters that are sharded; none until the model is planned.
     """
 
-    def __init__(self, model: nn.Module, rank: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, rank: int, device: torch.device, shard_mesh: DeviceMesh | None = None) -> None:
         self.model, self.rank = model, rank
+        self.shards = ShardedParameters(shard_mesh)
+        if shard_mesh is not None:
+            for name, value in model.named_parameters():
+                check_shardable(name, value)
         self.owners: Mapping[int, frozenset[int]] | None = None
         self.unloaded: set[int] = set()
         self._sizes: dict[int, int] = {}
         self._replace_meta(device)
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, as they are traced, and buffers with all their names."""
+        for name, value in named_tensors(self.model):
+            yield name, self.traced(value)
+
+    def traced(self, value: torch.Tensor) -> torch.Tensor:
+        """The traced parameter of a DTensor; other tensors themselves."""
+        sharded = self.shards.of_own(value)
+        return value if sharded is None else sharded.traced
+
+    def shard(self) -> None:
+        """Shard the parameters that this rank owns over the replicas, if they are to be."""
+        owned = [(name, value) for name, value in self.named() if self.owns(value)]
+        self.shards.shard(self.model, owned, self.unloaded)
 
     def _replace_meta(self, device: torch.device) -> None:
         made: dict[int, torch.Tensor] = {}
@@ -124,8 +147,13 @@ class Ownership:
         Raises:
             ValueError: there is one; the message names it.
         """
-        names = {id(value): name for name, value in named_tensors(self.model)}
+        names = {id(value): name for name, value in self.named()}
         for value in updated:
+            if self.shards.mesh is not None and isinstance(value, nn.Parameter):
+                raise ValueError(
+                    f"the parameter {names.get(id(value))!r} is updated in the forward, and with shard='dp' it is "
+                    "there only while a stage reads it: make it a buffer, or compile without shard."
+                )
             ranks = sorted(readers.get(id(value), ()))
             if len(ranks) > 1:
                 raise ValueError(
@@ -142,7 +170,7 @@ class Ownership:
         Raises:
             RanksDifferError: a stage of another rank than before reads a tensor.
         """
-        tensors = {id(value): (name, value) for name, value in named_tensors(self.model)}
+        tensors = {id(value): (name, value) for name, value in self.named()}
         if self.owners is not None:
             for key, ranks in readers.items():
                 if key in tensors and not ranks <= self.owners.get(key, frozenset((0,))):
@@ -165,11 +193,11 @@ class Ownership:
     def owns(self, value: torch.Tensor) -> bool:
         """Whether a tensor of the model is owned by this rank."""
         assert self.owners is not None
-        return self.rank in self.owners.get(id(value), ())
+        return self.rank in self.owners.get(id(self.traced(value)), ())
 
     def names(self) -> list[str]:
         """The names of what this rank owns, in the model's order."""
-        return [name for name, value in named_tensors(self.model) if self.owns(value)]
+        return [name for name, value in self.named() if self.owns(value)]
 
     def fill(self, value: torch.Tensor, write: Callable[[torch.Tensor], object]) -> None:
         """Give a tensor that this rank owns memory, if it has none, and write its values.
@@ -178,6 +206,10 @@ class Ownership:
             value: a tensor of the model.
             write: called with it, under ``no_grad``.
         """
+        if id(value) in self.shards.by_traced:
+            self.shards.fill(self.shards.by_traced[id(value)], write)
+            self.unloaded.discard(id(value))
+            return
         size = self._sizes.pop(id(value), None)
         if size is not None:
             value.untyped_storage().resize_(size)
@@ -187,7 +219,7 @@ class Ownership:
 
     def missing(self) -> list[str]:
         """The names of what this rank owns and has no values of."""
-        return [name for name, value in named_tensors(self.model) if self.owns(value) and id(value) in self.unloaded]
+        return [name for name, value in self.named() if self.owns(value) and id(value) in self.unloaded]
 
     def writable(self, updated: Iterable[torch.Tensor]) -> _Writable:
         """Context manager in which tensors that other ranks own can be written to, to no effect."""

@@ -50,6 +50,11 @@ class Replication:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which steps add their gradients without averaging them."""
+        if self._ownership.shards.by_traced:
+            raise RuntimeError(
+                "no_sync() with shard='dp' would hold the whole gradients of all parameters: give more microbatches, "
+                "num_microbatches=, instead; or add gradients of several steps, which are reduced in each."
+            )
         before, self.synchronizing = self.synchronizing, False
         try:
             yield
@@ -61,7 +66,8 @@ class Replication:
         replicas, own = self._group.replicas, self._ownership
         if replicas is None:
             return
-        once = {id(value): value for value in tensors if own.owns(value) and id(value) not in own.unloaded}
+        apart = own.unloaded | own.shards.by_traced.keys()
+        once = {id(value): value for value in tensors if own.owns(value) and id(value) not in apart}
         values = [value.detach() for value in once.values() if value.numel()]
         flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
         small: dict[torch.device, list[torch.Tensor]] = {}
@@ -120,7 +126,7 @@ class Replication:
             return None
         ran = {(own.action.step, own.action.microbatch) for of_rank in instructions for own in of_rank}
         at_end = known_at_end(programs, primals, ran)
-        parameters = {id(value): value for value in self._ownership.model.parameters()}
+        parameters = self._parameters()
         over_ranks = {key: computed for key, computed, _ in shared}
         buckets = buckets_of(instructions[self._group.rank], programs, primals, parameters, at_end | over_ranks.keys())
         owners = self._ownership.owners or {}
@@ -134,17 +140,22 @@ class Replication:
                 if key in parameters and key not in at_end and min(computed) in owners.get(key, ())
             ),
             unsynchronized=frozenset(self._unsynchronized),
+            sharded=self._ownership.shards.by_traced,
         )
+
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        """The model's, as they are traced, by identity."""
+        named = (value for _, value in self._ownership.named() if isinstance(value, torch.nn.Parameter))
+        return {id(value): value for value in named}
 
     def note_unsynchronized(self, keys: Collection[int]) -> None:
         """A step has added gradients of some tensors, by identity, that were not averaged."""
         if self._group.replicas is not None:
-            parameters = {id(value) for value in self._ownership.model.parameters()}
-            self._unsynchronized.update(parameters.intersection(keys))
+            self._unsynchronized.update(self._parameters().keys() & set(keys))
 
     def replace_unsynchronized(self) -> None:
         """A step's gradients include what ``.grad`` has of steps without averaging: they replace it."""
-        for value in self._ownership.model.parameters():
+        for value in self._parameters().values():
             if id(value) in self._unsynchronized:
                 value.grad = None
         self._unsynchronized.clear()

@@ -64,7 +64,7 @@ def sum_gradients(
             if averaging is not None and key in averaging.over_ranks:
                 total = averaging.mean(key, total)
             for rank in sorted(owners - {root}):
-                _send(group, total, computed[root], rank)
+                _send(group, total, _layout_of_sum(key, computed[root], averaging), rank)
             if root in owners:
                 gradients[key] = total
             continue
@@ -72,7 +72,14 @@ def sum_gradients(
             assert own is not None
             _send(group, own, computed[group.rank], root)
         if group.rank in owners:
-            gradients[key] = _receive(group, computed[root], root)
+            gradients[key] = _receive(group, _layout_of_sum(key, computed[root], averaging), root)
+
+
+def _layout_of_sum(key: int, computed: Layout, averaging: Averaging | None) -> Layout:
+    """The layout of a sum as its owners get it: of a sharded parameter, the rows of this replica."""
+    if averaging is None or key not in averaging.sharded or key not in averaging.over_ranks:
+        return computed
+    return Layout.of(averaging.sharded[key].local())
 
 
 def _send(group: PipelineGroup, value: torch.Tensor, layout: Layout, target: int) -> None:

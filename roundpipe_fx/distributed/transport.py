@@ -25,6 +25,7 @@ import torch
 
 from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
 from roundpipe_fx.distributed.ranks import Ranks
@@ -72,6 +73,9 @@ class ProcessTransport:
         transfers: of this rank.
         streams: of the microbatches' random numbers.
         overlap: whether what an action has sent may be in flight during the next one.
+
+    Attributes:
+        gathering: gathers the parameters that actions read; ``None``: they are not sharded.
     """
 
     def __init__(
@@ -88,6 +92,7 @@ class ProcessTransport:
         self._lag = 1 if overlap else 0
         self._combine: Callable[[dict[int, torch.Tensor]], None] = lambda gradients: None
         self._averaging: Averaging | None = None
+        self.gathering: Gathering | None = None
         self._arriving: dict[tuple[StageAction, int], _Arriving] = {}
         self._unsized: dict[int, deque[_Arriving]] = {}
         """By sender, in order, parcels whose tensors are not being received yet."""
@@ -126,6 +131,8 @@ class ProcessTransport:
         while whole and self._late:
             work, _ = self._late.pop(0)
             work.wait()
+        if self.gathering is not None:
+            self.gathering.before(place)
 
     def _start(self, parcel: Parcel) -> None:
         arriving = _Arriving(parcel)

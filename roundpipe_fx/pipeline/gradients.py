@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.pipeline.microbatch import SplitTensor
 
@@ -28,17 +29,22 @@ class Receiver:
     edge: GradientEdge
 
 
-def receivers_of(primals: Sequence[Sequence[Any]], splits: Sequence[SplitTensor]) -> dict[int, Receiver]:
+def receivers_of(
+    primals: Sequence[Sequence[Any]], splits: Sequence[SplitTensor], instead: Mapping[int, torch.Tensor] | None = None
+) -> dict[int, Receiver]:
     """The tensors that get gradients of a step, by identity; a whole tensor in place of its parts.
 
     Args:
         primals: inputs of the compiled graph, for each microbatch.
         splits: the tensors that were split.
+        instead: tensors that get the gradients of others in their place, by identity of those: of sharded parameters.
     """
+    instead = instead or {}
     parts = {id(part) for split in splits for part in split.parts}
     tensors = [value for own in primals for value in own if isinstance(value, torch.Tensor) and id(value) not in parts]
     tensors += [split.whole for split in splits]
-    return {id(value): Receiver(value, get_gradient_edge(value)) for value in tensors if value.requires_grad}
+    pairs = {id(value): instead.get(id(value), value) for value in tensors if value.requires_grad}
+    return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items()}
 
 
 def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:
@@ -125,11 +131,12 @@ def _unshared(
 ) -> Collection[int]:
     """The gradients that do not share their memory and use all of it."""
     others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
-    shared = Counter(value.untyped_storage()._cdata for value in gradients.values())
+    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in gradients.items()}
+    shared = Counter(value.untyped_storage()._cdata for value in local.values())
     shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
     return {
         key
-        for key, value in gradients.items()
+        for key, value in local.items()
         if shared[value.untyped_storage()._cdata] == 1
-        and value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        and (value.untyped_storage().nbytes() == value.nbytes or isinstance(gradients[key], DTensor))  # or is padded
     }

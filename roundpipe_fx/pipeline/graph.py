@@ -13,7 +13,7 @@ from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor
+from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.pipeline.host_memory import host_memory_of
@@ -179,6 +179,7 @@ def _program(
     numbers = {node: index for index, node in enumerate(variant.steps.maker)}
     known = {node: Source("value", number) for node, number in numbers.items()}
     known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
+    outside = set(lowered.forward.inputs)
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
     given = lowered.backward.inputs if lowered.backward is not None else ()
     known |= {node: Source("token", 0) for node in given if node.op == "placeholder" and is_effect_token(node)}
@@ -196,6 +197,7 @@ def _program(
         compiled = cache[module.fingerprint]
         see = size_observer(module.outputs, seen.size) if seen is not None and step[0] is ActionKind.FORWARD else None
         inputs = tuple(known[node] for node in module.inputs)
+        bases = {viewed(node) for node in module.inputs if node not in outside} & outside
         outputs = tuple(numbers[node] for node in module.outputs)
         return StepCode(
             call=compiled.call,
@@ -204,6 +206,7 @@ def _program(
             elsewhere=compiled.elsewhere,
             random=compiled.random,
             see=see,
+            views=tuple(sorted(known[base].index for base in bases)),
         )
 
     steps: dict[StageAction, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}
@@ -219,6 +222,7 @@ def _program(
         mutations=lowered.updates,
         values=tuple(node.meta.get("val") for node in numbers),
         draws=variant.steps.draws,
+        views={number: known[base].index for node, number in numbers.items() if (base := viewed(node)) in outside},
     )
 
 

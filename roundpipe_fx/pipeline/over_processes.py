@@ -20,14 +20,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.distributed.agreement import FIRST_BATCH, Statement, agree
+from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, Statement, agree
 from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.distributed.gathering import Gathering, refuse_escapes, steps_of, text_of
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import Layout
-from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, named_tensors, readers_of
+from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
 from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
@@ -40,6 +42,7 @@ from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
+from roundpipe_fx.runtime.prefetch import PrefetchStep
 from roundpipe_fx.runtime.worker import Workers
 
 __all__ = ["ProcessPipeline"]
@@ -53,11 +56,13 @@ class _Plan:
         transfers: of this rank.
         digest: of all ranks' orders.
         gradients: which stage actions compute those of the model's tensors.
+        gathers: the parameters that are gathered from replicas, in order; ``None``: they are not sharded.
     """
 
     transfers: RankTransfers
     digest: str
     gradients: str
+    gathers: str | None = None
 
 
 class ProcessPipeline:
@@ -67,6 +72,7 @@ class ProcessPipeline:
         model: the model.
         group: the ranks.
         options: the user's options as a text, which is to be the same on all ranks.
+        shard_mesh: of the replicas that share out parameters; ``None``: each has all of its stages'.
 
     Attributes:
         group: the ranks.
@@ -75,9 +81,13 @@ class ProcessPipeline:
         structure: how the first graph was cut; all others are cut alike, since what a stage reads stays where it is.
     """
 
-    def __init__(self, model: nn.Module, group: PipelineGroup, options: str) -> None:
+    def __init__(
+        self, model: nn.Module, group: PipelineGroup, options: str, shard_mesh: DeviceMesh | None = None
+    ) -> None:
         self.group = group
-        self.ownership = Ownership(model, group.rank, group.device)
+        self.ownership = Ownership(model, group.rank, group.device, shard_mesh)
+        if shard_mesh is not None and group.replicas is not None:
+            group.replicas.prepare_gathers()
         self.replication = Replication(self.ownership, group)
         self.structure: Any = None
         self._agreed = False
@@ -110,8 +120,8 @@ class ProcessPipeline:
             BaseException: this rank has failed.
         """
         first, synchronizing = not self._agreed, self.replication.synchronizing
-        # Replicas may evaluate different numbers of batches.
-        alone = not (first or torch.is_grad_enabled())
+        # Replicas may evaluate different numbers of batches, unless they gather parameters from each other.
+        alone = not (first or torch.is_grad_enabled() or self.ownership.shards.mesh is not None)
         ranks, size = self.group if alone else self.group.everyone, self.group.size
         texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
         if first and self.group.replicas is not None:
@@ -146,6 +156,8 @@ class ProcessPipeline:
         decided = {"graph": graphs, "plan": plan.digest}
         state = random_streams.state_of(device).numpy().tobytes()
         everywhere = dict(decided) if first else {}
+        if plan.gathers is not None:
+            everywhere[GATHERS] = plan.gathers
         if self.group.replicas is not None:
             everywhere["gradients of stages"] = plan.gradients
         try:
@@ -161,7 +173,8 @@ class ProcessPipeline:
         self.replication.number_streams(None if alone else [own[0] for own in generators], microbatches)
         if first:
             self._agreed = True
-            self.replication.share_tensors(value for _, value in named_tensors(self.ownership.model))
+            self.replication.share_tensors(value for _, value in self.ownership.named())
+            self.ownership.shard()
         return dataclasses.replace(captured, alone=alone, averaged=synchronizing)
 
     def _plan(self, captured: CapturedCalls, instructions: list[list[Instruction]], kinds: Any) -> _Plan:
@@ -172,10 +185,19 @@ class ProcessPipeline:
             reads = union([program.graph for program in captured.programs]).reads
             check_transfers(orders, reads, [own.late for own in transfers])
             digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
-            names = {id(value): name for name, value in named_tensors(self.ownership.model)}
+            names = {id(value): name for name, value in self.ownership.named()}
             gradients = gradients_text(captured.programs, captured.primals, names)
-            self._plans[key] = _Plan(transfers[self.group.rank], digest, gradients)
+            gathers = None
+            if self.ownership.shards.mesh is not None:
+                refuse_escapes(instructions, captured.programs, captured.primals, names)
+                gathers = "\n\n".join(text_of(self._gathers(captured, own), names) for own in instructions)
+            self._plans[key] = _Plan(transfers[self.group.rank], digest, gradients, gathers)
         return self._plans[key]
+
+    def _gathers(self, captured: CapturedCalls, instructions: Sequence[Instruction]) -> Mapping[int, PrefetchStep]:
+        """What a rank gathers and drops, by position of the instruction."""
+        sharded = {id(value) for _, value in self.ownership.named() if isinstance(value, nn.Parameter)}
+        return steps_of(instructions, captured.primals, sharded)
 
     def _text_of(self, graph: PipelinedGraph) -> str:
         if id(graph) not in self._graphs:
@@ -220,9 +242,17 @@ class ProcessPipeline:
             if captured.averaged:
                 averaging = self.replication.averaging(instructions, programs, primals, shared)
             transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared, averaging), averaging)
-        rank = self.group.rank
+        rank, shards = self.group.rank, self.ownership.shards
+        if shards.by_traced:
+            assert self.group.replicas is not None
+            transport.gathering = Gathering(shards, self.group.replicas, self._gathers(captured, instructions[rank]))
         finished = run_pipeline(
             workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
+        )
+        finished.gradients.update(
+            (key, sharded.as_gradient(finished.gradients[key]))
+            for key, sharded in shards.by_traced.items()
+            if key in finished.gradients
         )
         where = {
             (own.action.step, own.action.microbatch): device

@@ -55,6 +55,7 @@ class Pipelining:
         loss_reduction: how the microbatches' losses become the batch's: ``"mean"``, weighed by rows, or ``"sum"``.
         over_processes: whether each device is a process with the parameters of its own stages.
         replicas: how many such pipelines there are, with batches of their own.
+        sharded: whether replicas share out parameters.
         host_budget: bytes that an offloaded model's step may pin on the host; ``None``: a share of what is available
             there, or no limit where there are no devices.
     """
@@ -67,6 +68,7 @@ class Pipelining:
     loss_reduction: str = "mean"
     over_processes: bool = False
     replicas: int = 1
+    sharded: bool = False
     host_budget: int | None = None
 
     @property

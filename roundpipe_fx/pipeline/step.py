@@ -153,7 +153,7 @@ class Pipeline:
             captured, splits, weights = self._captured(
                 lambda: self._calls_of_step(args, kwargs, labels, loss_fn, kind), (args, kwargs, labels, loss_fn, kind)
             )
-            receivers = receivers_of(captured.primals, splits)
+            receivers = receivers_of(captured.primals, splits, self._sharded())
             losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
@@ -188,7 +188,8 @@ class Pipeline:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
                 outputs = self._answer(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
-            results, own = through_autograd(captured, splits, functools.partial(self._run_part, captured), self._alive)
+            run = functools.partial(self._run_part, captured)
+            results, own = through_autograd(captured, splits, run, self._alive, self._sharded())
             outputs = self._answer(captured, results, own)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
@@ -304,11 +305,17 @@ class Pipeline:
     def _looking_moved(self, updated: Collection[int] = ()) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._offloaded is None else self._offloaded.looking_moved(updated)
 
+    def _traced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._processes is None else self._processes.ownership.shards.traced()
+
+    def _sharded(self) -> Mapping[int, torch.Tensor]:
+        return {} if self._processes is None else self._processes.ownership.shards.receivers
+
     def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
         self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded
         if self._processes is not None:
             self._compile_state.pinned = self._processes.structure
-        with self._looking_moved():
+        with self._looking_moved(), self._traced():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
             own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
@@ -337,7 +344,7 @@ class Pipeline:
         writable: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._processes is not None:
             writable = self._processes.ownership.writable(updated.values())
-        with self._looking_moved(updated), writable:
+        with self._looking_moved(updated), self._traced(), writable:
             for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
                 given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
                 with return_results(given, functools.partial(check_unchanged, captured, index)):

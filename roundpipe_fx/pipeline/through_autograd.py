@@ -6,7 +6,7 @@ it, all incoming gradients are known, and the backwards of all microbatches run 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,11 @@ RunActions = Callable[[Sequence[Sequence[Any]], list[dict[int, Any]] | None], Fi
 
 
 def through_autograd(
-    captured: CapturedCalls, splits: Sequence[SplitTensor], run: RunActions, alive: CallsAlive
+    captured: CapturedCalls,
+    splits: Sequence[SplitTensor],
+    run: RunActions,
+    alive: CallsAlive,
+    instead: Mapping[int, torch.Tensor] | None = None,
 ) -> tuple[list[list[Any]], list[dict[int, torch.Tensor]]]:
     """Each microbatch's results, and by number those that are differentiated, with the backwards behind them.
 
@@ -34,9 +38,11 @@ def through_autograd(
         splits: tensors that were split into their inputs.
         run: runs them.
         alive: records the call.
+        instead: see :func:`receivers_of`.
     """
-    step = _StepFunction(captured, splits, run)
-    flat = _PipelinedStep.apply(step, *(own.tensor for own in receivers_of(captured.primals, splits).values()))
+    step = _StepFunction(captured, splits, run, instead or {})
+    receivers = receivers_of(captured.primals, splits, instead)
+    flat = _PipelinedStep.apply(step, [*receivers], *(own.tensor for own in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
     places = [program.tangents for program in captured.programs]
     own = _chunks(flat, [len(found) for found in places])
@@ -47,7 +53,14 @@ def through_autograd(
 class _StepFunction:
     """A step between its forward and its backward."""
 
-    def __init__(self, captured: CapturedCalls, splits: Sequence[SplitTensor], run: RunActions) -> None:
+    def __init__(
+        self,
+        captured: CapturedCalls,
+        splits: Sequence[SplitTensor],
+        run: RunActions,
+        instead: Mapping[int, torch.Tensor],
+    ) -> None:
+        self.instead = instead
         self.captured = captured
         self.splits = splits
         self.run = run
@@ -69,7 +82,12 @@ class _StepFunction:
             for program, primals in zip(self.captured.programs, self.captured.primals, strict=True)
             for place in program.mutations.values()
         }
-        read = [value for primals in self.captured.primals for value in primals if id(value) not in mutated]
+        read = [
+            self.instead.get(id(value), value)
+            for primals in self.captured.primals
+            for value in primals
+            if id(value) not in mutated
+        ]
         read += [value for values in self.values for value in values.values()]
         self.versions = [(value, value._version) for value in read if isinstance(value, torch.Tensor)]
 
@@ -105,9 +123,9 @@ class _PipelinedStep(torch.autograd.Function):
     """All microbatches of a step as one function: of the parameters and inputs, to every microbatch's outputs."""
 
     @staticmethod
-    def forward(ctx: Any, step: _StepFunction, *tensors: torch.Tensor) -> tuple[Any, ...]:
+    def forward(ctx: Any, step: _StepFunction, keys: list[int], *_tensors: torch.Tensor) -> tuple[Any, ...]:
         ctx.step = step
-        ctx.keys = [id(tensor) for tensor in tensors]
+        ctx.keys = keys
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
@@ -123,9 +141,10 @@ class _PipelinedStep(torch.autograd.Function):
         results = [found.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
             given = [value for value in gradients if value is not None and value.requires_grad]
-            read = [own.tensor for own in receivers_of(ctx.step.captured.primals, ctx.step.splits).values()]
+            receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)
+            read = [own.tensor for own in receivers.values()]
             results = list(_OnceDifferentiable.apply(len(results), *results, *given, *read))
-        return (None, *results)
+        return (None, None, *results)
 
 
 class _OnceDifferentiable(torch.autograd.Function):

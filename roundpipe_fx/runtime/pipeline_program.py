@@ -8,7 +8,7 @@ which device. Running is then a loop over instructions.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ class StepCode:
         elsewhere: returns ``call`` for a device other than the one that the model was traced on.
         random: whether it draws random numbers.
         see: called with the results, to record data-dependent sizes; ``None`` if there are none.
+        views: numbers of the primals of which other arguments are views.
     """
 
     call: Boxed
@@ -65,6 +66,12 @@ class StepCode:
     elsewhere: Callable[[torch.device], Boxed]
     random: bool = False
     see: Callable[[Sequence[Any]], None] | None = None
+    views: tuple[int, ...] = ()
+
+    @property
+    def reads(self) -> tuple[int, ...]:
+        """Numbers of the primals that are arguments."""
+        return tuple(source.index for source in self.inputs if source.kind == "primal")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +88,7 @@ class PipelineProgram:
             value.
         values: fake values of what stage actions compute, by number.
         draws: the stage actions that draw random numbers, in order.
+        views: for each value that is a view of a primal, that primal's number.
     """
 
     steps: Mapping[StageAction, StepCode]
@@ -91,6 +99,7 @@ class PipelineProgram:
     mutations: Mapping[int, int]
     values: tuple[Any, ...] = ()
     draws: tuple[StageAction, ...] = ()
+    views: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,14 +33,18 @@ class PrefetchStep:
 
 
 def prefetch_steps_of(
-    instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]], on_host: Collection[int]
+    instructions: Sequence[Instruction],
+    primals: Sequence[Sequence[Any]],
+    on_host: Collection[int],
+    views: bool = False,
 ) -> Mapping[int, PrefetchStep]:
     """The prefetch steps of a device, by position of the instruction that they precede; the last one follows all.
 
     Args:
         instructions: instructions of the device.
         primals: for each microbatch, the inputs of the forward.
-        on_host: identities of the tensors that stay on the host.
+        on_host: identities of the tensors that stay on the host, or are gathered.
+        views: whether a tensor has to be there for those that read a view of it that another action has computed.
     """
     windows = window_ranges([instruction.action.stage for instruction in instructions])
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first
@@ -49,10 +53,11 @@ def prefetch_steps_of(
         own: set[int] = set()
         for instruction in (instructions[place] for place in window):
             values = primals[instruction.action.microbatch]
-            for source in instruction.code.inputs:
-                if source.kind == "primal" and id(values[source.index]) in on_host:
-                    tensors[id(values[source.index])] = values[source.index]
-                    own.add(id(values[source.index]))
+            code = instruction.code
+            for value in (values[number] for number in (*code.reads, *(code.views if views else ()))):
+                if id(value) in on_host:
+                    tensors[id(value)] = value
+                    own.add(id(value))
         reads.append(own)
     order = {key: place for place, key in enumerate(tensors)}
 

@@ -1,0 +1,141 @@
+"""Gathering: the parameters of a stage, from the replicas that share them out, for as long as the stage runs.
+
+Where a tensor of an offloaded model is copied from the host, that of a sharded one is gathered; when is the same
+(:mod:`roundpipe_fx.runtime.prefetch`). The gathers for the next residency window are started before the current one
+runs, on a process group of their own, so that they wait neither for messages of the pipeline nor for reductions::
+
+    windows          F0      F1      F2      B2      B1      B0
+    gathers     │ 0, 1  │  2    │       │  1    │  0    │
+    dropped                     │  0    │       │       │  2    │  1, 0
+
+Every replica starts the same gathers in the same order: ranks compare :func:`text_of` before a step. Small parameters
+of a window travel as one tensor, each part of which has the rows of one replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from roundpipe_fx.distributed.averaging import SMALL_BYTES
+from roundpipe_fx.distributed.group import Replicas
+from roundpipe_fx.distributed.sharding import ShardedParameter, ShardedParameters
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
+
+__all__ = ["Gathering", "refuse_escapes", "steps_of", "text_of"]
+
+
+def steps_of(
+    instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]], sharded: Collection[int]
+) -> Mapping[int, PrefetchStep]:
+    """What a rank gathers and drops, by position of the instruction before which it does.
+
+    Args:
+        instructions: of the rank.
+        primals: for each microbatch, the inputs.
+        sharded: identities of the parameters that are sharded.
+    """
+    return prefetch_steps_of(instructions, primals, sharded, views=True)
+
+
+def refuse_escapes(
+    instructions: Sequence[Sequence[Instruction]],
+    programs: Sequence[PipelineProgram],
+    primals: Sequence[Sequence[Any]],
+    names: Mapping[int, str],
+) -> None:
+    """Refuse results of stages that are a parameter, or a view of one, whose memory the next stage no longer has.
+
+    Args:
+        instructions: of each rank.
+        programs: of each microbatch.
+        primals: for each microbatch, the inputs.
+        names: of the model's tensors, by identity.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    parameters = {key for own in primals for key in map(id, own) if key in names}
+    parameters -= {id(value) for own in primals for value in own if not isinstance(value, nn.Parameter)}
+
+    def check(batch: int, primal: int | None, what: str) -> None:
+        key = id(primals[batch][primal]) if primal is not None else None
+        if key in parameters and key is not None:
+            raise ValueError(
+                f"{what} the parameter {names[key]!r} or a view of it, and with shard='dp' its memory is there only "
+                "while a stage reads it: use a copy, as parameter.clone(), or compile without shard."
+            )
+
+    for batch, program in enumerate(programs):
+        of_outside = [*program.outputs, *(own.source for own in program.gradients)]
+        for source in of_outside:
+            if source is not None and source.kind in ("primal", "value"):
+                primal = source.index if source.kind == "primal" else program.views.get(source.index)
+                check(batch, primal, "the step returns")
+    for own in (own for of_rank in instructions for own in of_rank):
+        program, batch = programs[own.action.microbatch], own.action.microbatch
+        for _, places in own.sends:
+            for _, number in places:
+                check(batch, program.views.get(number), f"stage {own.action.stage} sends another rank")
+
+
+def text_of(steps: Mapping[int, PrefetchStep], names: Mapping[int, str]) -> str:
+    """The gathers of a run in order, for comparison between replicas."""
+    return "\n".join(
+        " ".join(names[id(value)] for value in (*steps[place].first, *steps[place].ahead)) for place in sorted(steps)
+    )
+
+
+class Gathering:
+    """The gathers of one run on one rank.
+
+    Args:
+        shards: the parameters that are sharded.
+        replicas: the ranks that have their parts.
+        steps: what is gathered and dropped, by position.
+    """
+
+    def __init__(self, shards: ShardedParameters, replicas: Replicas, steps: Mapping[int, PrefetchStep]) -> None:
+        self._shards, self._replicas, self._steps = shards, replicas, steps
+        self._started: list[tuple[Any, torch.Tensor, list[ShardedParameter]]] = []
+        """Operations, what each of them fills, and the small parameters that it is copied to."""
+
+    def before(self, place: int) -> None:
+        """Called before each instruction and after the last one: what the instruction reads is gathered then."""
+        step = self._steps.get(place)
+        if step is None:
+            return
+        for value in step.drops:
+            self._shards.by_traced[id(value)].free()
+        self._start(step.first)
+        self._wait()
+        self._start(step.ahead)
+
+    def _start(self, values: Sequence[torch.Tensor]) -> None:
+        small: dict[torch.dtype, list[ShardedParameter]] = {}
+        for value in values:
+            sharded = self._shards.by_traced[id(value)]
+            if sharded.bytes < SMALL_BYTES:
+                small.setdefault(value.dtype, []).append(sharded)
+            else:
+                whole = sharded.allocate()
+                self._started.append((self._replicas.start_gather(whole, sharded.padded()), whole, []))
+        for parts in small.values():
+            together = torch.cat([part.padded() for part in parts])
+            if together.numel():
+                whole = together.new_empty(len(together) * self._replicas.size)
+                self._started.append((self._replicas.start_gather(whole, together), whole, parts))
+
+    def _wait(self) -> None:
+        while self._started:
+            work, whole, parts = self._started.pop(0)
+            work.wait()
+            by_replica = whole.view(self._replicas.size, -1)
+            start = 0
+            for part in parts:
+                part.allocate().view(part.parts, -1).copy_(by_replica[:, start : start + part.count])
+                start += part.count
