@@ -212,7 +212,53 @@ def _merged(values: list[Any], spec: Any, weights: Sequence[float] | None) -> An
     dim = _dim(spec)
     if dim is None:
         return values[0]
-    return values[0] if len(values) == 1 else torch.cat(values, dim)
+    if len(values) == 1:
+        return values[0]
+    whole = _whole(values, dim)
+    return torch.cat(values, dim) if whole is None else whole
+
+
+def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
+    """The tensor that was split into these parts, which share its storage: outputs that are inputs, or views of them.
+
+    As without microbatches, they take no memory of their own.
+    """
+    first = parts[0]
+    if any(type(part) is not torch.Tensor or part.layout is not torch.strided or part.is_meta for part in parts):
+        return None
+    if any(part.is_conj() or part.is_neg() or part.dtype != first.dtype for part in parts):
+        return None
+    shape, offset = list(first.shape), first.storage_offset()
+    dim, shape[dim] = dim % len(shape), 0
+    counts = [index == dim or size > 1 for index, size in enumerate(first.shape)]  # strides of one row say nothing
+    for part in parts:
+        if part.untyped_storage()._cdata != first.untyped_storage()._cdata or part.storage_offset() != offset:
+            return None
+        if [*part.shape[:dim], *part.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
+            return None
+        if any(
+            own != of_first
+            for own, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
+            if is_read
+        ):
+            return None
+        offset += part.shape[dim] * part.stride(dim)
+        shape[dim] += part.shape[dim]
+    base = first._base
+    if (
+        base is not None
+        and all(part._base is base for part in parts)
+        and (
+            list(base.shape) == shape
+            and base.stride() == first.stride()
+            and base.storage_offset() == first.storage_offset()
+            and base.dtype == first.dtype
+        )
+    ):
+        return base
+    if any(part.requires_grad for part in parts):
+        return None
+    return first.as_strided(shape, first.stride(), first.storage_offset())
 
 
 def weighted_sum(values: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:

@@ -155,3 +155,64 @@ def test_outputs_that_are_not_to_be_merged() -> None:
     with pytest.raises(TypeError, match=r"merge_output=False: merge_output=list gives"):
         merge([torch.ones(2), torch.ones(2)], False)
     assert merge([1, 2], list) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "view", [lambda x: x, lambda x: x.transpose(1, 2), lambda x: x[:, 1:], lambda x: x.unsqueeze(0)]
+)
+@pytest.mark.parametrize("kind", ["plain", "slice", "expanded"])
+def test_views_of_an_input_are_put_together_without_a_copy(view: Any, kind: str) -> None:
+    x = {"plain": rows(5, 3, 4), "slice": rows(9, 3, 4)[2:7], "expanded": rows(1, 3, 4).expand(5, 3, 4)}[kind]
+    dim = 1 if view(x).dim() == 4 else 0
+    merged = merge([view(piece[0][0]) for piece in split_inputs((x,), {}, 2)], dim)
+    assert torch.equal(merged, view(x))
+    assert [own for own, size in zip(merged.stride(), merged.shape, strict=True) if size > 1] == [
+        own for own, size in zip(view(x).stride(), merged.shape, strict=True) if size > 1
+    ]
+    assert merged.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_an_input_is_put_together_to_itself() -> None:
+    x = rows(5, 3).requires_grad_()
+    assert merge([piece[0][0] for piece in split_inputs((x,), {}, 2)]) is x
+
+
+def test_other_tensors_of_one_storage_are_copied() -> None:
+    x = rows(6, 2)
+    for parts in ([x[3:], x[:3]], [x[:2], x[3:]], [x[:3], x[:3]], [x[:3], x[3:].clone()], [x[:3], x[3:].double()]):
+        merged = merge(parts)
+        assert torch.equal(merged, torch.cat(parts))
+        assert merged.untyped_storage()._cdata != x.untyped_storage()._cdata
+
+
+class _AnInputToo(torch.nn.Module):
+    def __init__(self, view: Any) -> None:
+        super().__init__()
+        self.linear, self.view = torch.nn.Linear(4, 1), view
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.view(x)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.transpose(1, 2)])
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_an_input_that_is_returned_takes_no_memory(view: Any, differentiated: bool) -> None:
+    model = _AnInputToo(view)
+    compiled = roundpipe_fx.compile(model, num_microbatches=2, stages=1)
+    x = rows(6, 3, 4).requires_grad_(differentiated)
+    for _ in range(2):
+        model.zero_grad()
+        x.grad = None
+        output, same = compiled(x)
+        assert torch.equal(same, view(x))
+        if not differentiated:
+            assert same.untyped_storage()._cdata == x.untyped_storage()._cdata
+        (output.square().sum() + (same.square().sum() if differentiated else 0)).backward()
+    expected = torch.autograd.grad(
+        model(x)[0].square().sum() + (x.square().sum() if differentiated else 0),
+        [*model.parameters(), *([x] if differentiated else [])],
+    )
+    found = [parameter.grad for parameter in model.parameters()] + ([x.grad] if differentiated else [])
+    for left, right in zip(found, expected, strict=True):
+        assert left is not None
+        torch.testing.assert_close(left, right)
