@@ -239,7 +239,11 @@ class _Memory:
         return np.concatenate(firsts)
 
     def _enter_turn(self, device: int) -> int:
-        """What happens between forwards and backwards; returns the bytes while the loss is computed outside, or 0."""
+        """What happens between forwards and backwards.
+
+        Returns:
+            bytes while outputs are put together and the loss is computed outside; 0 where neither happens.
+        """
         costs, change = self._costs, self._changes[device]
         half_and_half = self._schedule.forwards_before_backwards
         turn = backward_start(self._schedule.orders[device], self._schedule)
@@ -248,7 +252,9 @@ class _Memory:
         if is_callers and (costs.away or half_and_half):
             change[turn] += self._outputs - self._outputs_made_there
         if is_callers and half_and_half:
-            outside = int(np.cumsum(change)[turn]) + self._of_batches(lambda variant: variant.outside_bytes)
+            put_together = self._outputs if self._schedule.microbatches > 1 else 0  # their parts are freed afterwards
+            of_loss = self._of_batches(lambda variant: variant.outside_bytes)
+            outside = int(np.cumsum(change)[turn]) + max(of_loss, put_together)
             change[turn] += self._of_batches(lambda variant: variant.loss_bytes)
         change[turn] += sum(self._brought) if costs.away and is_callers else self._brought[device]
         return outside
