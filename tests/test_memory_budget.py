@@ -62,6 +62,7 @@ def test_golden_models(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", long_but(MODELS, quick={"gpt2"}))
+@pytest.mark.long
 def test_hugging_face_models(name: str) -> None:
     make, make_batch = MODELS[name]
     found = _check(make().train(), make_batch(), [0.0, 0.3])

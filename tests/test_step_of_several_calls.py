@@ -121,6 +121,7 @@ def test_the_second_step_is_within_the_budget(step: Step, make: Callable[[], nn.
     [_siamese, *(pytest.param(step, marks=pytest.mark.long) for step in (_retained, _one_by_one))],
     ids=lambda step: step.__name__,
 )
+@pytest.mark.long
 def test_several_calls_in_tiles_are_within_the_least_budget(step: Step) -> None:
     """Steps of two calls need tiles for the least that an error names, which is less than without; it is kept."""
     reference = _layers(3)
@@ -144,6 +145,7 @@ def test_several_calls_in_tiles_are_within_the_least_budget(step: Step) -> None:
         torch.testing.assert_close(own.grad, theirs.grad, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.long
 def test_a_share_is_one_of_the_whole_step() -> None:
     budgets, recomputed = [], []
     for share in (0.0, 0.5, 0.99):

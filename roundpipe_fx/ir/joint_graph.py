@@ -138,7 +138,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "annotate",
     ),
     Mark.FLOPS: _use("annotate", "recompute_regions segments accumulate_gradients analysis compiler", "annotate"),
-    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler remat"),
+    Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler pipeline remat"),
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",

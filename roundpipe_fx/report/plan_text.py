@@ -128,7 +128,7 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
         parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
         left = f", and {pipeline.sent_values} values ({bytes_text(pipeline.sent_bytes)}) to the host and back"
     return [
-        f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}",
+        f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}; "
         f"pinned on the host: {bytes_text(pipeline.host_bytes)} ({', '.join(parts)})",
     ]
 

@@ -71,6 +71,7 @@ def test_a_model_that_stays_on_the_cpu_has_the_stage_at_hand_on_the_device() -> 
     assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
 
 
+@pytest.mark.long
 def test_a_model_on_the_cpu_is_planned_as_it_would_be_compiled(no_workspaces: None) -> None:
     model = gpt2().train()
     tokens = torch.randint(128, (2, 16))

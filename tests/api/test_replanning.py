@@ -114,6 +114,7 @@ def test_backwards_may_come_after_the_next_plan() -> None:
 
 
 @pytest.mark.parametrize("way", ["forward_backward", "model"])
+@pytest.mark.long
 def test_running_out_of_memory_plans_once_more_with_less(way: str) -> None:
     x, y = batch_of(256)
     model = Scarcely()

@@ -92,6 +92,7 @@ LARGE = ("GPT-2", "Llama", "T5")
         *(pytest.param(name, 0.4, marks=pytest.mark.long) for name in LARGE),
     ],
 )
+@pytest.mark.long
 def test_a_cached_plan_gives_the_same_programs_without_a_search(
     name: str, budget: float, folder: Path, searches: list[object]
 ) -> None:

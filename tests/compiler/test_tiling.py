@@ -380,6 +380,7 @@ def _precise():
 
 
 @pytest.mark.parametrize("name", long_but(CASES, quick=QUICK))
+@pytest.mark.long
 def test_decreasing_budgets(name: str) -> None:
     case = CASES[name]
     inputs = case.inputs()

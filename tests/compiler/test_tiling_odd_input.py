@@ -36,6 +36,7 @@ def test_other_batches_are_replanned() -> None:
         assert is_tiled(compiled)
 
 
+@pytest.mark.long
 def test_rows_of_any_number_are_not_divided() -> None:
     given = batch(64)
     model = Head().double()
@@ -64,6 +65,7 @@ def test_marked_dimensions() -> None:
     assert_close(step(compiled, compiled, given), step(model, model, given), 1e-12)
 
 
+@pytest.mark.long
 def test_labels_that_are_ignored() -> None:
     given = batch()
     some = given["y"].clone()

@@ -121,6 +121,7 @@ def test_several_budgets_in_one_process() -> None:
     assert [is_tiled(one) for one in compiled] == [True, False, True]
 
 
+@pytest.mark.long
 def test_the_text_of_a_plan_runs() -> None:
     given = batch(61)
     compiled = least(Deep().double(), given)

@@ -131,6 +131,7 @@ def _property(examples: int) -> Callable[[], None]:
     return check
 
 
+@pytest.mark.long
 def test_random_modules() -> None:
     _property(8)()
 

@@ -98,6 +98,7 @@ def test_plan_says_for_which_sizes_it_is() -> None:
     assert roundpipe_fx.Plan.from_json(compiled.plan.to_json()).sizes == compiled.plan.sizes
 
 
+@pytest.mark.long
 def test_a_size_that_is_too_large_is_refused_and_others_go_on() -> None:
     compiled = roundpipe_fx.compile(_mlp(), memory_budget=40_000, fullgraph=True)
     for rows in (16, 24):
@@ -121,6 +122,7 @@ def test_two_sizes() -> None:
     assert len(compiled.plan.sizes) == 2
 
 
+@pytest.mark.long
 def test_behind_torch_compile() -> None:
     model = _mlp()
     run = torch.compile(model, backend="roundpipe_fx", options={"memory_budget": 110_000}, fullgraph=True)

@@ -44,6 +44,7 @@ def _recomputed(model: nn.Module, **options: object) -> set[str]:
     return {value.module.split(".")[1] for stage in compiled.plan.stages for value in stage.recomputed if value.module}
 
 
+@pytest.mark.long
 def test_a_region_recomputes_and_the_rest_does_not() -> None:
     assert _recomputed(Regions(1.0)) == set()
     assert _recomputed(Regions(0.0)) == {"1", "2"}

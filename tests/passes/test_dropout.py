@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import expecttest
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -40,6 +41,7 @@ def targets(joint) -> list:
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
     st.integers(0, 5),
 )
+@pytest.mark.long
 def test_bits_are_those_of_the_kernels(probability: float, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(6, 5).to(dtype)

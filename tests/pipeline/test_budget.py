@@ -37,6 +37,7 @@ def test_no_step_allocates_more_than_predicted(schedule: str, checkpoint: str) -
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("budget", [1.0, 0.0])
+@pytest.mark.long
 def test_all_forwards_before_all_backwards(schedule: str, budget: float) -> None:
     x, y = batch_of(64, 32)
     for devices in (["cpu"], CPUS) if budget == 0.0 else (["cpu"],):
@@ -77,6 +78,7 @@ def test_the_lowest_is_no_higher_than_with_checkpoints(schedule: str, devices: l
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zero_bubble"])
+@pytest.mark.long
 def test_at_the_peak_of_checkpoints_a_step_is_no_slower_than_theirs(schedule: str) -> None:
     x, y = batch_of(1024, 32)
     options = {"devices": CPUS, "num_microbatches": 16, "schedule": schedule}
@@ -143,6 +145,7 @@ def test_each_device_recomputes_what_its_microbatches_in_flight_ask_for() -> Non
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.long
 def test_devices_recompute_while_they_wait(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = batch_of(256, 32)
     options = {"devices": CPUS, "num_microbatches": 8, "schedule": schedule, "memory_budget": 0.1}

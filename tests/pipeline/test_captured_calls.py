@@ -25,6 +25,7 @@ class Losses(nn.Module):
         return torch.einsum("bld,ble->bde", y, y) / y.shape[1]
 
 
+@pytest.mark.long
 def test_a_microbatch_that_an_earlier_step_cut_otherwise() -> None:
     model = Losses()
     compiled = roundpipe_fx.compile(

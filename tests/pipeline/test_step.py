@@ -104,6 +104,7 @@ def test_schedules_devices_and_recomputation_change_no_bit(schedule: str) -> Non
 )
 @settings(max_examples=8, deadline=None)
 @pytest.mark.filterwarnings("ignore:roundpipe_fx. a batch of")
+@pytest.mark.long
 def test_microbatches_add_up_to_the_batch(
     rows: int, microbatches: int, schedule: str, checkpoint: str, seed: int
 ) -> None:
@@ -232,6 +233,7 @@ class Mutating(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "roundpipe"])
+@pytest.mark.long
 def test_buffers_are_updated_microbatch_by_microbatch(schedule: str) -> None:
     model, (x, y) = Mutating(), batch_of(8, 8)
     own = copy.deepcopy(model)

@@ -111,6 +111,7 @@ def _run_programs(joint: JointGraph, inputs: list[Any]) -> list[Any]:
 
 @relaxed
 @given(st.data(), operations, st.integers(1, 3))
+@pytest.mark.long
 def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: list, stages: int) -> None:
     torch.manual_seed(0)
     joint = _staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)

@@ -28,6 +28,7 @@ from tests.remat.test_save_policy import RandomModel, _run_programs, operations,
 
 @relaxed
 @given(st.data(), operations, st.integers(1, 3))
+@pytest.mark.long
 def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     data: st.DataObject, chain: list, stages: int
 ) -> None:

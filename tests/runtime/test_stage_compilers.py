@@ -35,6 +35,7 @@ def experts() -> nn.Module:
     ("make", "recompute"),
     [(DropoutMLP, "none"), pytest.param(experts, "full", marks=pytest.mark.long), (Masks, "full")],
 )
+@pytest.mark.long
 def test_inductor_agrees_within_rounding(make: Callable[[], nn.Module], recompute: str) -> None:
     model = make()
     batch = {"x": torch.randn(6, 8)}

@@ -6,6 +6,7 @@ import gc
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,6 +47,7 @@ def test_sizes_assumed_are_those_of_their_graph() -> None:
     assert size_hint(other.shape[0]) == 15
 
 
+@pytest.mark.long
 def test_nothing_is_left_on_the_shape_env_nor_after_it() -> None:
     shape_env = ShapeEnv()
     before = set(vars(shape_env))

@@ -79,6 +79,7 @@ def _same_weights(first: nn.Module, second: nn.Module) -> bool:
     ],
     ids=["float32", "bf16", "checkpointing"],
 )
+@pytest.mark.long
 def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     eager, model = _gpt2(), _gpt2()
     reference = _trainer(eager, tmp_path / "eager", **arguments)

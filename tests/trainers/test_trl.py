@@ -71,6 +71,7 @@ def _inside(model: nn.Module) -> nn.Module:
         pytest.param(_whole, {}, id="whole, checkpointing", marks=pytest.mark.long),
     ],
 )
+@pytest.mark.long
 def test_sft(wrap: Callable[[nn.Module], nn.Module], arguments: dict[str, Any], tmp_path: Path) -> None:
     eager, model = _adapted(), _adapted()
     expected = _trained(eager, tmp_path / "eager", **arguments)

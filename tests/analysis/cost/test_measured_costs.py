@@ -42,6 +42,7 @@ def test_each_signature_is_timed_once_and_kept_on_disk(folder: Path) -> None:
     assert json.loads(_file(folder).read_text())["seconds"] == seconds
 
 
+@pytest.mark.long
 def test_measuring_leaves_the_generators_and_the_bits_alone() -> None:
     for model, x in ((mlp(), torch.randn(8, 16)), (MixtureOfExperts(), torch.randn(6, 8))):
         torch._dynamo.reset()

@@ -220,6 +220,7 @@ class Questions(Model):
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "full"}, {"memory_budget": 0.0}])
+@pytest.mark.long
 def test_host_syncs_inside_a_checkpoint_run_once(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
     compiled = roundpipe_fx.compile(Questions(), fullgraph=True, **options)
@@ -239,6 +240,7 @@ def test_scopes_are_not_kept_whatever_the_budget() -> None:
     assert "randn_like_rng_state" not in kept
 
 
+@pytest.mark.long
 def test_without_gradients() -> None:
     for interface in INTERFACES:
         torch._dynamo.reset()
