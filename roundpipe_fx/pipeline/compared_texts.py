@@ -17,6 +17,8 @@ from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 __all__ = ["batch_text", "gradients_text", "graph_text", "shapes_text"]
 
 _INDEX = re.compile(r"(cuda:|index=)\d+")
+_NAME = re.compile(r"%(\w+)")
+_PLACEHOLDER = re.compile(r"placeholder\[target=\w+\]")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 
@@ -54,10 +56,21 @@ def graph_text(graph: PipelinedGraph) -> str:
 
 
 def _module_text(module: fx.GraphModule) -> str:
-    """A stage's code, without the number of this rank's device."""
-    lines = [f"{node.format_node()} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
+    """A stage's code, without the number of this rank's device, and with numbers for names.
+
+    Which names are free when a node is made may depend on what else the process has compiled.
+    """
+    numbers = {node.name: f"%{number}" for number, node in enumerate(module.graph.nodes)}
+    lines = [f"{_node_text(node, numbers)} {_kind(node.meta.get('val'))}" for node in module.graph.nodes]
     text = _ADDRESS.sub("", _INDEX.sub(r"\1", "\n".join(lines)))
     return hashlib.sha256(text.encode()).hexdigest()[:16] if len(text) > 100_000 else text
+
+
+def _node_text(node: fx.Node, numbers: Mapping[str, str]) -> str:
+    if node.op == "output":
+        return f"return {fx.map_arg(node.args, lambda own: numbers[own.name])}".replace("'", "")
+    text = _PLACEHOLDER.sub("placeholder", node.format_node() or "")
+    return _NAME.sub(lambda found: numbers.get(found[1], found[0]), text)
 
 
 def _kind(value: Any) -> str:
