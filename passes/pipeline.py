@@ -25,20 +25,15 @@ each at level DEBUG.
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.cost import CostModel
-from roundpipe_fx.analysis.remat_schedule import RematSchedule
 from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.analysis.tiling import BodyCosts, TileRegion
+from roundpipe_fx.analysis.tiling import BodyCosts
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.ir.options import Options, StageCompiler
+from roundpipe_fx.ir.options import Options
 from roundpipe_fx.passes.accumulate_gradients import accumulate_gradients
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
@@ -47,6 +42,7 @@ from roundpipe_fx.passes.conjugate_numbers import fold_conjugate_numbers
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
@@ -70,80 +66,9 @@ from roundpipe_fx.passes.strided_gradients import mark_strided_gradients
 from roundpipe_fx.passes.tied_gradients import split_tied_gradients
 from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
-from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Pass", "PassContext", "PassLevel", "default_passes", "passes_table", "stages_as_asked"]
-
-
-class PassLevel(enum.StrEnum):
-    """What a pass works on; levels run in this order."""
-
-    JOINT = "joint graph"
-    SUMMED = "graph to be tiled"
-    TILED = "tiled graph"
-    ANNOTATED = "annotated graph"
-    SEGMENTED = "segmented graph"
-    STAGED = "staged graph"
-    PLANNED = "planned graph"
-    STAGE_MODULE = "stage module"
-    PROGRAM = "program"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PassContext:
-    """What a pass may know besides the graph. Decisions between levels are added to it.
-
-    Attributes:
-        options: the user's.
-        device: the device to compile for.
-        compiler: what runs the stage modules.
-        costs: modelled seconds of operations and transfers on the device.
-        training: whether the graph has a backward.
-        registered_syncs: operators that the user declared to force a host sync.
-        workspaces: bytes that operators and compiled stages have been seen to allocate internally, by name.
-        microbatches: number of microbatches that a batch is split into.
-        tiles: regions that are carried out in tiles, with the number of tiles.
-        updates_whole: whether an input that is updated must be read and updated in one segment.
-        segment_starts: forward positions at which segments begin, if that is known.
-        stage_starts: the first segment of each stage, if that is known.
-        rounds: the segments of RoundPipe's slots, where stages are such.
-        everything_saved: whether the graph is for plans that save everything.
-        schedule: what is recomputed and when, with nodes of this graph; ``None``: nothing.
-        early: whether ``early_recompute`` runs; the planner decides itself what is early.
-        split: whether gradients of parameters are computed in modules of their own.
-        sums: whether stage modules add gradients to those of earlier microbatches.
-        program: ``"forward"`` or ``"backward"``, for passes on programs.
-        overlapped: names of the stage modules that gain by running beside the module that is called before them.
-        dump: folder to which graphs are written after each pass; ``None``: nowhere.
-    """
-
-    options: Options
-    device: torch.device
-    compiler: StageCompiler
-    costs: CostModel
-    training: bool = True
-    registered_syncs: Collection[Any] = ()
-    workspaces: Mapping[str, int] | None = None
-    microbatches: int = 1
-    tiles: Sequence[tuple[TileRegion, int]] = ()
-    updates_whole: bool = False
-    segment_starts: Sequence[int] | None = None
-    stage_starts: Sequence[int] | None = None
-    rounds: RoundPipePartition | None = None
-    everything_saved: bool = False
-    schedule: RematSchedule | None = None
-    early: bool = False
-    split: bool = False
-    sums: bool = False
-    program: str = ""
-    overlapped: Collection[str] = ()
-    dump: Path | None = None
-
-
-def always(_: PassContext) -> bool:
-    """always"""
-    return True
+__all__ = ["default_passes", "passes_table", "stages_as_asked"]
 
 
 def _eager(context: PassContext) -> bool:
@@ -214,29 +139,6 @@ def _sums(context: PassContext) -> bool:
 def _backward_program(context: PassContext) -> bool:
     """the backward's program"""
     return context.program == "backward"
-
-
-@dataclass(frozen=True)
-class Pass:
-    """One entry of the list.
-
-    Attributes:
-        name: unique in the list; the name of its file in ``passes/``.
-        run: gets the graph and the context, and returns the graph: a
-            :class:`roundpipe_fx.ir.joint_graph.JointGraph`, or for stage modules and programs the very
-            ``torch.fx.Graph`` that it got, rewritten in place.
-        level: the level that it works at.
-        when: whether it runs; the first line of its docstring says so in the table.
-        about: a short description.
-        needs: names of passes that must run before it.
-    """
-
-    name: str
-    run: Callable[[Any, PassContext], Any]
-    level: PassLevel = field(default=PassLevel.JOINT, kw_only=True)
-    when: Callable[[PassContext], bool] = field(default=always, kw_only=True)
-    about: str = field(default="", kw_only=True)
-    needs: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 def default_passes() -> list[Pass]:

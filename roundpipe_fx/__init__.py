@@ -27,7 +27,8 @@ from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.frontend.graph_breaks import GraphBreakWarning
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.region import memory_budget
-from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel, default_passes
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.passes.pipeline import default_passes
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.report.host_syncs import count_host_syncs
 from roundpipe_fx.report.peak_memory import measure_peak

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
 from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
-from roundpipe_fx.passes.pipeline import Pass, PassContext
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.tiles import tile_regions
 

@@ -16,7 +16,7 @@ from roundpipe_fx.api.compiled_module import COMPILED, CompiledModule, compiled_
 from roundpipe_fx.budget import parse_host_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
-from roundpipe_fx.passes.pipeline import Pass
+from roundpipe_fx.passes.entry import Pass
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.schedules import Schedule

@@ -36,7 +36,7 @@ from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
 from roundpipe_fx.ir.segment import backward_stages
 from roundpipe_fx.passes.cse import common_subexpressions
-from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence

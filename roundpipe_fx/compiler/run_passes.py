@@ -20,7 +20,8 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import graph_text, joint_text
 from roundpipe_fx.ir.verifier import snapshot, verify, verify_graph
-from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel, default_passes
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.passes.pipeline import default_passes
 from roundpipe_fx.torch_private import PassedThrough
 
 __all__ = ["InvalidPassesError", "dump_folder", "edited_passes", "run_passes"]

@@ -14,7 +14,7 @@ from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
-from roundpipe_fx.passes.pipeline import Pass, PassContext, PassLevel
+from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 
 __all__ = ["Setting"]
 

@@ -22,7 +22,8 @@ from roundpipe_fx.budget import available_memory
 from roundpipe_fx.compiler.lower import asked_budget
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
-from roundpipe_fx.passes.pipeline import PassLevel, stages_as_asked
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.passes.pipeline import stages_as_asked
 from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
