@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.torch_private import InputSize, assume_sizes, bounds_of_data, input_sizes
+from roundpipe_fx.torch_private import InputSize, assume_sizes, input_sizes
 
 __all__ = ["lower_for_sizes", "steps_above"]
 
@@ -52,15 +52,16 @@ def lower_for_sizes(
     factor = 1 + _STEP / max(len(sizes), 1)
     most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
     exact = {size.symbol: size.largest or size.at_hand for size in sizes}
-    # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
-    bounds = {**assumed, **bounds_of_data(joint.module, assumed)}
-    attempts = [{**assumed, **most}, {**assumed, **exact}, {**bounds, **exact}]
+    attempts = [({**assumed, **most}, False), ({**assumed, **exact}, False)]
+    if assumed:
+        # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
+        attempts.append(({**assumed, **exact}, True))
     attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
     refused: list[InfeasibleBudgetError] = []
-    for attempt in attempts:
-        own = joint.copy() if attempt is not attempts[-1] else joint
+    for attempt, at_most in attempts:
+        own = joint.copy() if (attempt, at_most) != attempts[-1] else joint
         try:
-            assume_sizes(own.module, attempt)
+            assume_sizes(own.module, attempt, at_most=at_most)
             lowered = lower(own)
             break
         except InfeasibleBudgetError as error:

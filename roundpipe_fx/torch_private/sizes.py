@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,6 @@ __all__ = [
     "InputSize",
     "assume_sizes",
     "assumed_sizes",
-    "bounds_of_data",
     "data_dependent_symbol",
     "input_sizes",
     "note_count",
@@ -63,11 +62,13 @@ class _KnownSizes:
 
     Attributes:
         assumed: values to plan with, by symbol.
+        at_most: whether upper bounds of data-dependent sizes, where they are known, are planned with instead.
         counted: by data-dependent symbol, the shape of what it counts elements of: numbers, and expressions rather
             than SymInts, which would keep the ShapeEnv alive.
     """
 
     assumed: Mapping[str, int] = field(default_factory=dict)
+    at_most: bool = False
     counted: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
@@ -96,7 +97,9 @@ def _number(shape_env: Any, size: Any) -> int:
     for symbol in expression.free_symbols:
         assumed, backed = known.assumed.get(str(symbol)), _backed_hint(shape_env, symbol)
         most = _most(shape_env, symbol, known) if backed is None else None
-        if assumed is not None:
+        if most is not None and known.at_most:
+            values[symbol] = most
+        elif assumed is not None:
             values[symbol] = assumed if most is None else min(assumed, most)  # with headroom, it may exceed the bound
         else:
             values[symbol] = backed if backed is not None else most or _UNKNOWN_SIZE
@@ -176,32 +179,33 @@ def _counted_shape(node: fx.Node) -> Sequence[Any] | None:
     return None
 
 
-def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int]) -> None:
-    """Set the values that :func:`size_hint` returns for sizes of a graph, by symbol."""
+def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int], *, at_most: bool = False) -> None:
+    """Set the values that :func:`size_hint` returns for sizes of a graph.
+
+    Args:
+        joint: the graph.
+        sizes: values by symbol.
+        at_most: whether data-dependent sizes are to have their upper bounds instead, where these are known. Some become
+            known only as passes run (the mask that a `nonzero` counts).
+    """
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
-            _known_sizes.setdefault(shape_env, _KnownSizes()).assumed = dict(sizes)
+            known = _known_sizes.setdefault(shape_env, _KnownSizes())
+            known.assumed, known.at_most = dict(sizes), at_most
             return
 
 
 def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
-    """The values set by :func:`assume_sizes` for a graph."""
+    """The values that :func:`size_hint` returns for the sizes that were given to :func:`assume_sizes`."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
-            return dict(_known_sizes.get(shape_env, _NOTHING_KNOWN).assumed)
-    return {}
-
-
-def bounds_of_data(joint: fx.GraphModule, symbols: Collection[str]) -> dict[str, int]:
-    """Upper bounds of data-dependent sizes, by symbol; sizes without a bound are absent."""
-    for node in joint.graph.nodes:
-        shape_env = shape_env_of(node.meta.get("val"))
-        if shape_env is not None:
-            known = {str(symbol): symbol for symbol in shape_env.var_to_range}
-            found = {name: _upper_bound(shape_env, known[name]) for name in symbols if name in known}
-            return {name: bound for name, bound in found.items() if bound is not None}
+            symbols = {str(symbol): symbol for symbol in shape_env.var_to_range}
+            assumed = _known_sizes.get(shape_env, _NOTHING_KNOWN).assumed
+            return {
+                name: _number(shape_env, symbols[name]) if name in symbols else size for name, size in assumed.items()
+            }
     return {}
 
 

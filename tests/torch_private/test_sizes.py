@@ -47,6 +47,19 @@ def test_sizes_assumed_are_those_of_their_graph() -> None:
     assert size_hint(other.shape[0]) == 15
 
 
+def test_a_bound_that_becomes_known_later_is_planned_with() -> None:
+    shape_env = ShapeEnv()
+    count, unbounded = shape_env.create_unbacked_symint(), shape_env.create_unbacked_symint()
+    graph = _graph_of(count)
+    assume_sizes(graph, {str(count): 4, str(unbounded): 5}, at_most=True)
+    assert size_hint(count) == 4
+    note_count(count, [7, 3])  # as a pass does that makes a mask's `nonzero` explicit
+    assert (size_hint(count), size_hint(unbounded)) == (21, 5)
+    assert assumed_sizes(graph) == {str(count): 21, str(unbounded): 5}
+    assume_sizes(graph, {str(count): 4})
+    assert size_hint(count) == 4
+
+
 @pytest.mark.long
 def test_nothing_is_left_on_the_shape_env_nor_after_it() -> None:
     shape_env = ShapeEnv()
