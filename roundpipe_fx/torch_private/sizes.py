@@ -197,14 +197,15 @@ def assume_sizes(joint: fx.GraphModule, sizes: Mapping[str, int], *, at_most: bo
 
 
 def assumed_sizes(joint: fx.GraphModule) -> dict[str, int]:
-    """The values that :func:`size_hint` returns for the sizes that were given to :func:`assume_sizes`."""
+    """The values set by :func:`assume_sizes` for a graph, or the upper bounds that are planned with instead."""
     for node in joint.graph.nodes:
         shape_env = shape_env_of(node.meta.get("val"))
         if shape_env is not None:
-            symbols = {str(symbol): symbol for symbol in shape_env.var_to_range}
-            assumed = _known_sizes.get(shape_env, _NOTHING_KNOWN).assumed
+            known = _known_sizes.get(shape_env, _NOTHING_KNOWN)
+            symbols = {str(symbol): symbol for symbol in shape_env.var_to_range} if known.at_most else {}
             return {
-                name: _number(shape_env, symbols[name]) if name in symbols else size for name, size in assumed.items()
+                name: _number(shape_env, symbols[name]) if name in symbols else size
+                for name, size in known.assumed.items()
             }
     return {}
 
