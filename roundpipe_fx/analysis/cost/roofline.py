@@ -2,13 +2,13 @@
 
 Deterministic on purpose — the same graph always gets the same cost, so plans and golden files are stable. Williams,
 Waterman, Patterson, "Roofline: an insightful visual performance model", 2009. Flop counts are PyTorch's own
-(``torch.utils.flop_counter``). Random numbers are added: the CPU's generator draws sequentially, whatever the number of
-threads (measured by ``benchmarks/drawing.py``).
+(``torch.utils.flop_counter``), except for causal attention, all of whose scores it counts. Random numbers are added:
+the CPU's generator draws sequentially, whatever the number of threads (measured by ``benchmarks/drawing.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,7 +143,27 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     if formula is None:
         return 0
     args, kwargs, out = tree_map(_shape, (args, kwargs, result))
-    return int(formula(*args, **kwargs, out_val=out))
+    return int(formula(*args, **kwargs, out_val=out) * _share_of_scores(target, args, kwargs))
+
+
+def _share_of_scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """The share of attention's scores that are computed: kernels skip what a causal mask hides, PyTorch counts it.
+
+    Args:
+        target: any operator.
+        args: its arguments, shapes instead of tensors.
+        kwargs: likewise.
+    """
+    if not isinstance(target, torch._ops.OpOverload):
+        return 1.0
+    named = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | kwargs
+    if not named.get("is_causal"):
+        return 1.0
+    queries, keys = named["query"][-2], named["key"][-2]
+    if not queries * keys:
+        return 1.0
+    seen = min(queries, keys)  # query i, from 0, sees keys 0 to i
+    return (seen * (seen + 1) / 2 + (queries - seen) * keys) / (queries * keys)
 
 
 def numbers_drawn(target: Any, result: Any) -> int:

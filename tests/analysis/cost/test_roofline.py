@@ -1,0 +1,45 @@
+"""Flop counts are PyTorch's, but for what kernels of attention skip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from roundpipe_fx.analysis.cost.roofline import flops_of_call
+from tests.capturing import capture_joint
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 7), (7, 4), (1, 5)])
+def test_causal_attention_counts_the_scores_that_its_mask_leaves(queries: int, keys: int) -> None:
+    query, key = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
+    whole, causal = (
+        flops_of_call(operator.default, (query, key, key), {"is_causal": causal}, operator(query, key, key))
+        for operator in [aten._scaled_dot_product_flash_attention_for_cpu]
+        for causal in (False, True)
+    )
+    left = int(torch.ones(queries, keys).tril().sum())
+    assert whole and causal == whole * left // (queries * keys)
+
+
+def test_other_operators_count_as_pytorch_counts_them() -> None:
+    x, weight = torch.randn(5, 7), torch.randn(7, 3)
+    with FlopCounterMode(display=False) as counter:
+        torch.mm(x, weight)
+    assert flops_of_call(aten.mm.default, (x, weight), {}, x @ weight) == counter.get_total_flops()
+
+
+def test_the_backward_of_causal_attention_counts_less_too() -> None:
+    def flops(causal: bool) -> int:
+        x = torch.randn(1, 2, 16, 8, requires_grad=True)
+        joint = capture_joint(lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=causal).sum(), x)
+        return sum(
+            flops_of_call(node.target, node.args, node.kwargs, node.meta.get("val"))
+            for node in joint.computed()
+            if "attention" in str(node.target) and "backward" in str(node.target)
+        )
+
+    assert flops(True) == flops(False) * 17 // 32
