@@ -21,12 +21,15 @@ __all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
 
 
 def _planned(asked: argparse.Namespace, named: Named, rows: int) -> Plan:
+    pipelined = asked.offloaded or asked.devices > 1
+    microbatches = asked.num_microbatches or (2 * asked.devices if pipelined else None)
     return planning.plan(
         named.model,
         memory_budget=asked.memory_budget,
         device=asked.device,
+        devices=asked.devices,
         offloaded=asked.offloaded,
-        num_microbatches=asked.num_microbatches,
+        num_microbatches=None if microbatches is None else min(rows, microbatches),  # each has a row at least
         **named.make_batch(rows, asked.sequence),
     )
 

@@ -108,6 +108,14 @@ def test_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         assert stopped.value.code == 2 and error.startswith("roundpipe-fx: ") and error.count("\n") == 1
 
 
+def test_a_plan_for_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "plan", _MLP, "--batch", "4", "--device", "H100", "--devices", "2")
+    assert isinstance(found, dict)
+    assert (found["pipeline"]["microbatches"], len(found["pipeline"]["peak_bytes"])) == (4, 2)
+    found = _json(capsys, "plan", _MLP, "--batch", "3", "--device", "H100", "--devices", "2")
+    assert isinstance(found, dict) and found["pipeline"]["microbatches"] == 3  # each has a row at least
+
+
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
     assert "RTX 4090" in capsys.readouterr().out
