@@ -21,7 +21,7 @@ from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import fakes_on
 
-__all__ = ["plan"]
+__all__ = ["device_name", "plan"]
 
 _SHARE = 0.9
 
@@ -82,7 +82,7 @@ def plan(
         TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
     _check_names(model, kwargs)
-    name = _device_name(device)
+    name = device_name(device)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
@@ -168,7 +168,12 @@ def _check_weights(weights: int, total: int, devices: int, name: str) -> None:
     )
 
 
-def _device_name(device: str | None) -> str:
+def device_name(device: str | None) -> str:
+    """The name of the device to plan for: the one given, or this machine's.
+
+    Raises:
+        ValueError: it is unknown.
+    """
     if device is None:
         reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")

@@ -84,6 +84,10 @@ def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
 
 def fit(asked: argparse.Namespace) -> tuple[str, Any]:
     """The largest batch that fits."""
+    if isinstance(asked.memory_budget, float):
+        raise CommandError("--memory-budget is a share, which every batch fits: give bytes, such as 6GiB")
+    if asked.memory_budget is None and not DEVICES[planning.device_name(asked.device)].memory:
+        raise CommandError("the memory of the CPU has no limit here: give --device or --memory-budget, such as 6GiB")
     named = named_model(asked.model, asked.dtype)
 
     def note(rows: int, found: Plan | None) -> None:
