@@ -1,6 +1,7 @@
 """Progress of work that may take more than two seconds: on a terminal or in a notebook, never in a file.
 
-A notebook shows tqdm's widgets, or text if the package ``ipywidgets`` is not installed.
+A notebook shows tqdm's widgets, or text if the package ``ipywidgets`` is not installed. Text is one line there: what
+is done inside of something that is shown is not shown.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore", TqdmExperimentalWarning)
     warnings.simplefilter("ignore", TqdmWarning)  # of a notebook without widgets
     from tqdm.auto import tqdm
+    from tqdm.notebook import tqdm as tqdm_of_widgets
 
 from roundpipe_fx.notebook import is_notebook
 
@@ -67,7 +69,10 @@ def working(what: str) -> Iterator[None]:
 
 def _disabled() -> bool | None:
     """For tqdm: ``None`` is wherever the output is no terminal, and a notebook's is none."""
-    return False if is_notebook() else None
+    if not is_notebook():
+        return None
+    # A line below another one is reached by moving the cursor, which the output of a cell cannot.
+    return not issubclass(tqdm, tqdm_of_widgets) and len(tqdm._instances) > 0
 
 
 def _tell(line: Any, over: threading.Event) -> None:

@@ -58,6 +58,22 @@ def test_progress_is_shown_although_the_output_is_no_terminal(
     assert "roundpipe_fx: slow" in screen.getvalue() and "roundpipe_fx: something, 00:00" in screen.getvalue()
 
 
+def test_text_stays_in_one_line(shell: types.SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DELAY", 0.05)
+    monkeypatch.setattr(module, "tqdm", tqdm)
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", screen)
+    with working("all of it"):
+        for _ in progress(range(3), "a part"):
+            time.sleep(0.15)
+    for _ in tqdm(range(2), "the user's", file=screen, mininterval=0):
+        for _ in progress(range(3), "a part"):
+            time.sleep(0.1)
+    told = screen.getvalue()
+    assert "all of it, 00:00" in told and "the user's" in told and "a part" not in told
+    assert "\x1b" not in told and "\n" not in told.rstrip("\n")
+
+
 def test_lines_are_those_of_cells(shell: types.SimpleNamespace) -> None:
     text = "import torch\ndef forward(self, x):\n    return (torch.tanh(x) * 2).sin()\n"
     linecache.cache[CELL] = (len(text), None, text.splitlines(keepends=True), CELL)

@@ -21,7 +21,7 @@ from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.torch_private import fakes_on
 
-__all__ = ["plan"]
+__all__ = ["device_name", "plan"]
 
 _SHARE = 0.9
 
@@ -31,6 +31,7 @@ def plan(
     *args: Any,
     memory_budget: int | float | str | None = None,
     device: str | None = None,
+    devices: int = 1,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     offloaded: bool = False,
     num_microbatches: int | None = None,
@@ -51,17 +52,23 @@ def plan(
     kernel that the CPU has not (attention with dropout), a plan may ask for more than that device needs. The workspaces
     of kernels are measured when a model is compiled on its device, and are not part of a plan from here.
 
+    With several devices the step is pipelined as with ``roundpipe_fx.compile(model, mesh=...)``: each device is a
+    process, which has the parameters of its own stages.
+
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; only shapes and dtypes of tensors matter.
         memory_budget: as for :func:`roundpipe_fx.compile`. ``None``: 90 % of the device's memory less the model's
-            parameters and buffers, unless it is offloaded; no limit for ``"cpu"``.
+            parameters and buffers, unless it is offloaded; with several devices less those of its own stages, on the
+            device that has most of them. No limit for ``"cpu"``.
         device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: this machine's
             GPU if its name is among them, else the CPU.
+        devices: how many such devices the step is pipelined over.
         stages: as for :func:`roundpipe_fx.compile`.
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
-            ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
-        num_microbatches: as for :func:`roundpipe_fx.compile`; by default 2 if the model is offloaded.
+            ``roundpipe_fx.compile(model, devices=["cuda:0"])``; all devices are then of one process.
+        num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
+            several or the model is offloaded.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
         **kwargs: more inputs.
 
@@ -75,20 +82,18 @@ def plan(
         TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
     _check_names(model, kwargs)
-    name = _device_name(device)
+    name = device_name(device)
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
-    weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     budget = options.memory_budget
+    over_processes = devices > 1 and not offloaded
     if budget is None:
-        total = DEVICES[name].memory
-        budget = int(_SHARE * total) - (0 if offloaded else weights) if total else 1.0
-        if budget <= 0:
-            raise InfeasibleBudgetError(
-                f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {name}'s "
-                f"memory is {bytes_text(int(_SHARE * total))}. A model that stays on the CPU has the current stage "
-                "there, not all of it: offloaded=True here, compile(model, devices=['cuda:0']) there.",
-                weights,
-            )
+        total = int(_SHARE * (DEVICES[name].memory or 0))
+        weights = 0 if offloaded else sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        if total:
+            _check_weights(weights, total, devices, name)
+        budget = (total if over_processes else total - weights) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
@@ -96,17 +101,31 @@ def plan(
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
-    if offloaded or num_microbatches is not None:
-        count = 2 if num_microbatches is None else num_microbatches
-        parsed = parse_pipelining(None, count, None, None, options.stages, None, options.memory_budget)
+    if offloaded or devices > 1 or num_microbatches is not None:
+        count = 2 * devices if num_microbatches is None else num_microbatches
+        parsed = parse_pipelining(
+            ["cpu"] * devices if devices > 1 else None, count, None, None, options.stages, None, options.memory_budget
+        )
         assert parsed is not None
-        pipelining = dataclasses.replace(parsed, offloaded=offloaded, host_budget=parse_host_budget(host_budget))
+        pipelining = dataclasses.replace(
+            parsed,
+            # Offloaded, devices are of one process: those beside the first get copies of inputs, as others there do.
+            devices=tuple(
+                torch.device("cpu", number) if number and offloaded else own
+                for number, own in enumerate(parsed.devices)
+            ),
+            offloaded=offloaded,
+            over_processes=over_processes,
+            host_budget=parse_host_budget(host_budget),
+            elsewhere=True,
+            budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
+        )
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     return planned.trace(*args, **kwargs)
 
 
-_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches", "host_budget")
+_OPTIONS = ("memory_budget", "device", "devices", "stages", "offloaded", "num_microbatches", "host_budget")
 
 
 def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
@@ -126,7 +145,35 @@ def _check_names(model: nn.Module, inputs: Collection[str]) -> None:
             )
 
 
-def _device_name(device: str | None) -> str:
+def _check_weights(weights: int, total: int, devices: int, name: str) -> None:
+    """Refuse weights that fill the devices, however they are divided.
+
+    Args:
+        weights: bytes of the parameters and buffers on devices.
+        total: bytes of a device that may be used.
+        devices: how many there are.
+        name: of a device.
+
+    Raises:
+        InfeasibleBudgetError: they do.
+    """
+    if weights < total * devices:
+        return
+    each = f"{devices} times {name}" if devices > 1 else name
+    raise InfeasibleBudgetError(
+        f"the model's parameters and buffers alone take {bytes_text(weights)}, and {_SHARE:.0%} of {each}'s memory is "
+        f"{bytes_text(total * devices)}. A model that stays on the CPU has the current stage there, not all of it: "
+        "offloaded=True here, compile(model, devices=['cuda:0']) there. Or use more devices.",
+        weights,
+    )
+
+
+def device_name(device: str | None) -> str:
+    """The name of the device to plan for: the one given, or this machine's.
+
+    Raises:
+        ValueError: it is unknown.
+    """
     if device is None:
         reported = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         return next((name for name in DEVICES if name != "cpu" and name in reported), "cpu")

@@ -21,12 +21,15 @@ __all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
 
 
 def _planned(asked: argparse.Namespace, named: Named, rows: int) -> Plan:
+    pipelined = asked.offloaded or asked.devices > 1
+    microbatches = asked.num_microbatches or (2 * asked.devices if pipelined else None)
     return planning.plan(
         named.model,
         memory_budget=asked.memory_budget,
         device=asked.device,
+        devices=asked.devices,
         offloaded=asked.offloaded,
-        num_microbatches=asked.num_microbatches,
+        num_microbatches=None if microbatches is None else min(rows, microbatches),  # each has a row at least
         **named.make_batch(rows, asked.sequence),
     )
 
@@ -81,6 +84,10 @@ def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
 
 def fit(asked: argparse.Namespace) -> tuple[str, Any]:
     """The largest batch that fits."""
+    if isinstance(asked.memory_budget, float):
+        raise CommandError("--memory-budget is a share, which every batch fits: give bytes, such as 6GiB")
+    if asked.memory_budget is None and not DEVICES[planning.device_name(asked.device)].memory:
+        raise CommandError("the memory of the CPU has no limit here: give --device or --memory-budget, such as 6GiB")
     named = named_model(asked.model, asked.dtype)
 
     def note(rows: int, found: Plan | None) -> None:

@@ -106,6 +106,9 @@ def _add_model(parser: argparse.ArgumentParser, help: str = _MODEL) -> None:
         "--sequence", type=_positive, default=128, metavar="TOKENS", help="length of a row; default 128"
     )
     parser.add_argument("--device", help="name of a device, see the command devices; default: this machine's")
+    parser.add_argument(
+        "--devices", type=_positive, default=1, metavar="N", help="number of devices to pipeline over; default 1"
+    )
     parser.add_argument("--memory-budget", type=_budget, metavar="BYTES", help="such as 6GiB, or a share in [0, 1]")
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
     parser.add_argument("--offloaded", action="store_true", help="the model stays on the host")

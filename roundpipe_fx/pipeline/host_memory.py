@@ -72,7 +72,7 @@ def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | N
     Returns:
         the bytes; ``None``: no limit, since the step is planned for another machine.
     """
-    if pipelining.host_budget is not None or not pipelining.devices:
+    if pipelining.host_budget is not None or pipelining.elsewhere:
         return pipelining.host_budget
     costs = pipeline.main.costs
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}

@@ -57,7 +57,9 @@ class Pipelining:
         replicas: how many such pipelines there are, with batches of their own.
         sharded: whether replicas share out parameters.
         host_budget: bytes that an offloaded model's step may pin on the host; ``None``: a share of what is available
-            there, or no limit where there are no devices.
+            there, or no limit if the step is planned for elsewhere.
+        elsewhere: whether the step is planned for a machine that is not this one.
+        budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages.
     """
 
     devices: tuple[torch.device, ...]
@@ -70,6 +72,8 @@ class Pipelining:
     replicas: int = 1
     sharded: bool = False
     host_budget: int | None = None
+    elsewhere: bool = False
+    budget_has_weights: bool = False
 
     @property
     def workers(self) -> int:

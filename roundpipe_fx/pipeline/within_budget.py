@@ -37,6 +37,7 @@ from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
+from roundpipe_fx.schedules.memory import weights_of_devices
 
 __all__ = ["within_budget"]
 
@@ -68,6 +69,8 @@ def within_budget(
     most = most_kept(blocks, save_options) if blocks.graph.regions else everything_kept(blocks)
     first = attempts.with_choice(most.schedule.choice)
     allowed = budget if isinstance(budget, int) else None
+    if allowed is not None and pipelining.budget_has_weights:
+        budget = allowed = _beside_weights(allowed, first, pipelining)
     limit = int((first.peak if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
@@ -106,6 +109,30 @@ def within_budget(
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return chosen_among(tried, best, max(limit, best.peak), allowed)
+
+
+def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int:
+    """The bytes that a budget leaves beside the weights of the device that has most of them.
+
+    Every device is given the same: it is what ``memory_budget`` means where the step runs, on all ranks.
+
+    Args:
+        budget: bytes of a device, for its weights and its steps.
+        attempt: any; all run the same stages on the same devices.
+        pipelining: the user's.
+
+    Raises:
+        InfeasibleBudgetError: nothing is left.
+    """
+    weights = max(weights_of_devices(attempt.timing.schedule, attempt.pipeline.main.costs))
+    if weights < budget:
+        return budget - weights
+    raise InfeasibleBudgetError(
+        f"the parameters and buffers of the stages of one of {pipelining.workers} devices alone take "
+        f"{bytes_text(weights)}, and {bytes_text(budget)} of its memory are for them and a step. Use more devices, "
+        "stages that divide the weights more evenly, or offloaded=True.",
+        weights,
+    )
 
 
 def _within_host(fitting: Sequence[Attempt], budget: int | None) -> list[Attempt]:

@@ -42,7 +42,7 @@ from roundpipe_fx.schedules.schedule import Schedule
 from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start
 from roundpipe_fx.schedules.vector_clocks import vector_clocks
 
-__all__ = ["peaks_of"]
+__all__ = ["peaks_of", "weights_of_devices"]
 
 _MOST_EXACT = 100_000
 """Above this many actions the arrival of values is taken from the simulated times."""
@@ -90,6 +90,21 @@ def peaks_of(
     memory.enter_offloads(offloads)
     found = (memory.peak(device, own) for device, own in enumerate(windows))
     return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
+
+
+def weights_of_devices(schedule: Schedule, costs: StepCosts) -> list[int]:
+    """For each device, the bytes of the parameters and buffers that its actions read.
+
+    Args:
+        schedule: the actions of each device.
+        costs: of the stage actions.
+    """
+    sizes: list[dict[int, int]] = []
+    for device in range(schedule.devices):
+        steps = {(action.kind, action.stage) for action in schedule.actions(device)}
+        read = [costs.copied_bytes.get(step, {}).items() for step in steps]
+        sizes.append({tensor: size for of_step in read for tensor, size in of_step if tensor in costs.parameters})
+    return [sum(own.values()) for own in sizes]
 
 
 class _Memory:

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 import roundpipe_fx
+from roundpipe_fx.analysis.cost import DEVICES
 from tests.golden_models import TiedTransformer
 from tests.hugging_face import gpt2
 
@@ -69,6 +70,48 @@ def test_a_model_that_stays_on_the_cpu_has_the_stage_at_hand_on_the_device() -> 
     # With a model on the device its parameters come on top of what a step allocates, gradients included.
     assert offloaded.pipeline.peak_bytes[0] < 0.7 * (there.pipeline.peak_bytes[0] + weights)
     assert offloaded.pipeline.peak_bytes[0] <= offloaded.budget
+
+
+def _uneven(width: int) -> torch.nn.Module:
+    """Two layers, of which the second has three times the weights of the first."""
+    with torch.device("meta"):
+        return torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, 3 * width))
+
+
+def test_a_device_of_several_has_the_weights_of_its_own_stages() -> None:
+    width = 40_000  # 6.4 GB and 19.2 GB in float32: not both on one RTX 4090
+    model, x = _uneven(width), torch.empty(4, width)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match="Or use more devices"):
+        roundpipe_fx.plan(model, x, device="RTX 4090")
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match=r"needs at least"):  # gradients are of that size too
+        roundpipe_fx.plan(model, x, device="RTX 4090", devices=2, stages=["1"])
+    heaviest = sum(parameter.nbytes for parameter in model[1].parameters())
+    plan = roundpipe_fx.plan(model, x, device="H100", devices=2, stages=["1"])
+    memory = DEVICES["H100"].memory
+    assert memory is not None and plan.budget is not None
+    assert 0 <= int(0.9 * memory) - heaviest - plan.budget < 1024  # sizes are rounded up, as CUDA's allocator does
+    assert plan.pipeline.microbatches == 4 and len(plan.pipeline.peak_bytes) == 2
+    same = roundpipe_fx.plan(model, x, device="H100", devices=2, stages=["1"], memory_budget=plan.budget)
+    assert (same.pipeline, same.peak_bytes) == (plan.pipeline, plan.peak_bytes)
+
+
+def test_weights_of_one_of_several_devices_that_do_not_fit() -> None:
+    model = _uneven(46_000)
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError, match=r"one of 2 devices alone take 23\.6 GiB, and 21"):
+        roundpipe_fx.plan(model, torch.empty(4, 46_000), device="RTX 4090", devices=2, stages=["1"])
+
+
+def test_an_offloaded_model_on_several_devices_is_dispatched_by_roundpipe() -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    plan = roundpipe_fx.plan(model, torch.empty(8, 64), device="RTX 4090", devices=2, offloaded=True)
+    assert (plan.pipeline.schedule, plan.pipeline.microbatches) == ("roundpipe", 4)
+    assert len(plan.pipeline.peak_bytes) == 2 and plan.pipeline.brought_bytes > 0
+
+
+@pytest.mark.parametrize("devices", [0, True, ["cuda:0"]])
+def test_devices_are_a_number(devices: Any) -> None:
+    with pytest.raises(ValueError, match=r"devices=.*a number of devices"):
+        roundpipe_fx.plan(TiedTransformer(), torch.ones(2, 4).long(), device="cpu", devices=devices)
 
 
 @pytest.mark.long

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,8 @@ def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["plan", "./nowhere"], "no such folder"),
         (["plan", _MLP, "--device", "RTX 409"], "Did you mean"),
         (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
+        (["fit", _MLP, "--device", "cpu"], "has no limit"),
+        (["fit", _MLP, "--memory-budget", "0.5"], "is a share"),
         (["show", "nowhere.json"], "roundpipe-fx: nowhere.json: No such file"),
         (["show", __file__], "not a roundpipe_fx plan"),
     ],
@@ -108,6 +112,14 @@ def test_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
         assert stopped.value.code == 2 and error.startswith("roundpipe-fx: ") and error.count("\n") == 1
 
 
+def test_a_plan_for_several_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    found = _json(capsys, "plan", _MLP, "--batch", "4", "--device", "H100", "--devices", "2")
+    assert isinstance(found, dict)
+    assert (found["pipeline"]["microbatches"], len(found["pipeline"]["peak_bytes"])) == (4, 2)
+    found = _json(capsys, "plan", _MLP, "--batch", "3", "--device", "H100", "--devices", "2")
+    assert isinstance(found, dict) and found["pipeline"]["microbatches"] == 3  # each has a row at least
+
+
 def test_devices(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["devices"]) == 0
     assert "RTX 4090" in capsys.readouterr().out
@@ -123,19 +135,44 @@ def test_a_configuration_is_planned_without_weights(tmp_path: Path) -> None:
     assert {p.dtype for p in named_model(str(tmp_path), "float32").model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100])
-def test_the_largest_batch_is_found(stored: Path, most: int) -> None:
-    plan = Plan.from_json(stored.read_text())
+_BUDGET = 10**6
+
+
+def _searched(stored: Path, most: int, needed: Callable[[int], int]) -> list[int]:
+    """The rows that are tried until it is found how many fit."""
+    plan = dataclasses.replace(Plan.from_json(stored.read_text()), budget=_BUDGET)
     tried: list[int] = []
 
     def planned(rows: int) -> Plan:
         tried.append(rows)
         if rows > most:
-            raise InfeasibleBudgetError("too many", rows)
-        return plan
+            raise InfeasibleBudgetError("too many", needed(rows))
+        peak = dataclasses.replace(plan.peak, bytes=min(_BUDGET, needed(rows)))
+        return dataclasses.replace(plan, peak=peak)
 
-    assert largest_batch(planned) == (most, plan)
-    assert len(tried) <= 2 * most.bit_length() + 1 and len(set(tried)) == len(tried)
+    rows, found = largest_batch(planned)
+    assert rows == most and found.peak_bytes == min(_BUDGET, needed(most))
+    assert len(set(tried)) == len(tried)
+    return tried
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 7, 8, 9, 100, 1000])
+def test_the_largest_batch_is_found_whatever_refusals_say(stored: Path, most: int) -> None:
+    _searched(stored, most, lambda rows: 1)
+    _searched(stored, most, lambda rows: rows)
+    assert len(_searched(stored, most, lambda rows: _BUDGET * rows)) <= 48
+
+
+@pytest.mark.parametrize("most", [1, 2, 9, 100, 1000])
+@pytest.mark.parametrize("fixed", [0, _BUDGET // 3])
+def test_few_plans_are_made_where_bytes_grow_with_rows(stored: Path, most: int, fixed: int) -> None:
+    each = (_BUDGET - fixed) // most
+    tried = _searched(stored, most, lambda rows: fixed + each * rows)
+    assert len(tried) <= 7
+
+
+def test_what_always_fits_is_not_searched(stored: Path) -> None:
+    assert len(_searched(stored, 2**16, lambda rows: 1)) <= 10
 
 
 def test_not_even_one_row_fits() -> None:
