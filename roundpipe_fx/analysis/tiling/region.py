@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.tiling.growth import Described, Growth, Rows, elements
+from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -225,4 +226,4 @@ def _candidates(node: fx.Node) -> Iterator[Rows]:
     for count in range(1, _MOST_DIMS + 1):
         for first in range(len(shape) - count + 1):
             if math.prod(shape[first : first + count]) > 1:
-                yield first, count
+                yield tuple(range(first, first + count))
