@@ -185,7 +185,7 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
-    found = proportional(backward, waiting[0])
+    found = proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in own for user in node.users)]
     return waiting[0] if found is not None and results and all(node in found for node in results) else None
 
