@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
+from roundpipe_fx.analysis.cost import CostModel, annotate_added
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_tensor
 
@@ -69,13 +69,8 @@ def split_mean_losses(
         if Mark.PHASE not in node.meta:
             waits = any(s in late or s.meta.get(Mark.PHASE) is Phase.BACKWARD for s in input_nodes(node))
             node.meta[Mark.PHASE] = Phase.BACKWARD if waits else Phase.FORWARD
-            if device is not None and eager:
-                note_real_values(node, device)
-            annotate_node(node, costs)
             added.append(node)
-    if device is not None:
-        for node, size in workspaces_of(added, device, fused=not eager).items():
-            node.meta[Mark.WORKSPACE] = size
+    annotate_added(added, costs, device, eager)
     return joint
 
 

@@ -58,6 +58,7 @@ from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.resolved_random_branches import release_resolved_random_branches
 from roundpipe_fx.passes.rng import replay_rng
 from roundpipe_fx.passes.rounds import cut_rounds
+from roundpipe_fx.passes.row_slices import slice_narrow_values
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.passes.split_backward import split_backward
 from roundpipe_fx.passes.stages import cut_stages, positions_of_names, stages_at_positions, stages_of_starts
@@ -263,11 +264,20 @@ _PASSES = (
         needs=("annotate",),
     ),
     Pass(
+        "row_slices",
+        lambda joint, context: slice_narrow_values(
+            joint, context.costs, context.device if _device_present(context) else None, _eager(context)
+        ),
+        level=PassLevel.SUMMED,
+        about="narrow values are sliced instead of the wide ones that are made of them row by row",
+        needs=("annotate",),
+    ),
+    Pass(
         "tiles",
         lambda joint, context: tile_regions(joint, context.tiles, _body_costs(context)),
         level=PassLevel.TILED,
         about="regions of operations become loops over tiles of rows",
-        needs=("annotate", "mean_losses"),
+        needs=("annotate", "mean_losses", "row_slices"),
     ),
     Pass(
         "segments",

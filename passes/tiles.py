@@ -179,7 +179,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
     loop, cost = loops.of(divided, tiles, f"tiles_of_{name}")
     operands = []
     for operand in divided.operands:
-        if operand in region.where and region.where[operand][1] > 1:
+        if operand in region.where and len(region.where[operand]) > 1:
             shape = flat_shape(operand.meta["val"].shape, region.where[operand])
             operand = insert_call(last, aten.view.default, operand, shape)
             _mark(operand, phase, costs)
@@ -207,7 +207,7 @@ def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, 
         _mark(item, phase, costs)
         if reasons and phase is Phase.FORWARD:
             item.meta[Mark.MUST_RECOMPUTE] = reasons[0]
-        if result in region.where and region.where[result][1] > 1:
+        if result in region.where and len(region.where[result]) > 1:
             item = insert_call(last, aten.view.default, item, list(result.meta["val"].shape))
             _mark(item, phase, costs)
         values.append(item)

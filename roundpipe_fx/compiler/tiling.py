@@ -268,17 +268,23 @@ class _Kinds:
     def binding(self, needs: Needs, done: Collection[_Kind]) -> _Kind | None:
         """The kind that holds most of what binds, but for some; ``None``: none holds any."""
         values = [self._named[name] for name, _ in needs.live if name in self._named]
-        operation = needs.operation.node if needs.operation is not None else None
-        if operation is not None and operation.name in self._named:
-            own = self._named[operation.name]
-            values += [own, *own.all_input_nodes]
+        running = self._running(needs)
+        values += [value for own in running for value in (own, *own.all_input_nodes)]
         # No region has values that are much wider than its widest.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = _by_kind(self._regions.as_wide_as(width))
-            held = _held(needs, {kind: regions for kind, regions in kinds.items() if kind not in done})
+            held = _held(needs, running, {kind: regions for kind, regions in kinds.items() if kind not in done})
             if held:
                 return max(held, key=held.__getitem__)
         return None
+
+    def _running(self, needs: Needs) -> list[fx.Node]:
+        """The operation during which bytes are needed; of a slice that is no longer there, what it was between."""
+        if needs.operation is None:
+            return []
+        node = needs.operation.node
+        beside = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
+        return [self._named[own.name] for own in beside if own.name in self._named]
 
     def more_tiles(self, kind: _Kind, tiles: int | None, needs: Needs, limit: int) -> int:
         """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
@@ -297,7 +303,7 @@ class _Kinds:
         return _by_kind(self._regions.found)[kind]
 
 
-def _held(needs: Needs, kinds: Mapping[_Kind, Sequence[TileRegion]]) -> dict[_Kind, int]:
+def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[_Kind, Sequence[TileRegion]]) -> dict[_Kind, int]:
     """Bytes that regions hold of what binds, by kind; the kind of the operation that runs there holds some."""
     kind_of = {node.name: kind for kind, regions in kinds.items() for region in regions for node in region.members}
     held: dict[_Kind, int] = {}
@@ -305,9 +311,9 @@ def _held(needs: Needs, kinds: Mapping[_Kind, Sequence[TileRegion]]) -> dict[_Ki
         if name in kind_of:
             held[kind_of[name]] = held.get(kind_of[name], 0) + size
     if needs.operation is not None:
-        node = needs.operation.node
         loops = {name: kind for kind, regions in kinds.items() for name in _loops(regions)}
-        own = loops.get(_loop_of(node), kind_of.get(node.name))
+        found = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
+        own = next((kind for kind in found if kind is not None), None)
         if own is not None:
             held[own] = held.get(own, 0) + max(needs.operation.workspace, 1)
     return held

@@ -119,7 +119,7 @@ def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
 
 
 ADDING_NODES = frozenset(
-    {"mean_losses", "tiles", "apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"}
+    {"mean_losses", "row_slices", "tiles", "apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"}
 )
 """Passes that add nodes to an annotated graph, with the marks of what these stand for."""
 
@@ -130,14 +130,16 @@ MARK_USES: Mapping[str, MarkUse] = {
         "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler",
         "annotate",
     ),
-    Mark.BYTES: _use("annotate", "early_recompute accumulate_gradients analysis compiler", "annotate"),
-    Mark.WORKSPACE: _use("workspaces", "rng accumulate_gradients analysis codegen compiler"),
+    Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
+    Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler"),
     Mark.SECONDS: _use(
-        "annotate fuse_costs",
+        "annotate fuse_costs row_slices",
         "fuse_costs segments accumulate_gradients analysis compiler",
         "annotate",
     ),
-    Mark.FLOPS: _use("annotate", "recompute_regions segments accumulate_gradients analysis compiler", "annotate"),
+    Mark.FLOPS: _use(
+        "annotate row_slices", "recompute_regions segments accumulate_gradients analysis compiler", "annotate"
+    ),
     Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler pipeline remat"),
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
     Mark.SEGMENT: _use(

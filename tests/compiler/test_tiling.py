@@ -289,7 +289,13 @@ CASES: dict[str, Case] = {
     # losses of logits
     "cross entropy": head(F.cross_entropy),
     "of sequences": head(lambda h, y: F.cross_entropy(h.view(-1, WORDS), y.view(-1)), sequences),
-    "of transposed sequences": head(lambda h, y: F.cross_entropy(h.transpose(1, 2), y), sequences, tiled=False),
+    "of transposed sequences": head(lambda h, y: F.cross_entropy(h.transpose(1, 2), y), sequences),
+    "of all but the last of each sequence": head(
+        lambda h, y: F.cross_entropy(h[:, :-1].reshape(-1, WORDS), y[:, 1:].reshape(-1)), sequences
+    ),
+    "of all but the first, transposed, soft cap": head(
+        lambda h, y: F.cross_entropy((9 * torch.tanh(h / 9)).transpose(1, 2)[..., 1:], y[:, :-1]), sequences
+    ),
     "a sum": head(lambda h, y: F.cross_entropy(h, y, reduction="sum")),
     "of each row": head(lambda h, y: each(h, y).mean()),
     "of weighted rows": head(lambda h, y: (each(h, y) * torch.arange(64.0)).sum() / 64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from roundpipe_fx.analysis.cost.added import annotate_added
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
@@ -24,6 +25,7 @@ __all__ = [
     "CostModel",
     "MeasuredCosts",
     "Roofline",
+    "annotate_added",
     "annotate_node",
     "cost_model",
     "depends_on_data",

@@ -17,8 +17,8 @@ from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_value
 from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.analysis.tiling.growth import Rows, labels_of_rows
 from roundpipe_fx.analysis.tiling.region import TileRegion
+from roundpipe_fx.analysis.tiling.rows import Rows, labels_of_rows
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
@@ -121,12 +121,11 @@ def sources_of(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 
 
 def flat_shape(shape: Sequence[Any], rows: Rows) -> list[Any]:
-    """A shape with the dimensions of its rows as one."""
-    first, count = rows
+    """A shape with the dimensions of its rows, which are adjacent, as one."""
     size: Any = 1
-    for own in shape[first : first + count]:
-        size = size * own
-    return [*shape[:first], size, *shape[first + count :]]
+    for place in rows:
+        size = size * shape[place]
+    return [*shape[: rows[0]], size, *shape[rows[-1] + 1 :]]
 
 
 def is_flat(value: Any, rows: Rows) -> bool:
@@ -237,7 +236,7 @@ def _dense(value: torch.Tensor) -> tuple[int, ...]:
 
 
 def _flat(value: Any, rows: Rows) -> Any:
-    if rows[1] == 1:
+    if len(rows) == 1:
         return value
     with value.fake_mode:
         try:
@@ -261,7 +260,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         if node in sums
     }
     for operand in divided.operands:
-        if operand in region.where and region.where[operand][1] > 1:
+        if operand in region.where and len(region.where[operand]) > 1:
             shape = _unflat(operand, region, rows)
             values[operand] = call(operand, aten.view.default, values[operand], shape)
     values.update({read: values[given] for read, given in divided.instead.items() if given in values})
@@ -285,7 +284,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         if node in sums:
             continue
         part = values[node]
-        if region.where[node][1] > 1:
+        if len(region.where[node]) > 1:
             part = call(node, aten.reshape.default, part, flat_shape(part.meta["val"].shape, region.where[node]))
         parts.append(part)
     graph.output(tuple(parts))
@@ -337,9 +336,9 @@ def _of_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
 
 
 def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:
-    first, count = region.where[operand]
+    places = region.where[operand]
     shape = list(operand.meta["val"].shape)
-    return [*shape[:first], *[1] * (count - 1), rows, *shape[first + count :]]
+    return [*shape[: places[0]], *[1] * (len(places) - 1), rows, *shape[places[-1] + 1 :]]
 
 
 def _copied(value: Any, dtype: torch.dtype) -> Any:

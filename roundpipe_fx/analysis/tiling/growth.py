@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.dimensions import Dimensions, dimensions_of, operand_nodes
-from roundpipe_fx.ir.collectives import is_collective
-from roundpipe_fx.ir.joint_graph import Mark, Phase, has_side_effect, is_seeded, is_tensor, is_view
+from roundpipe_fx.analysis.tiling.rows import (
+    Described,
+    Rows,
+    described,
+    elements,
+    is_adjacent,
+    labels_where,
+    may_be_divided,
+    rows_among,
+)
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view
 
-__all__ = ["Described", "Growth", "Rows", "elements", "labels_of_rows"]
+__all__ = ["Growth"]
 
 _AS_WIDE = 0.6
 """Values with at least this share of the widest value's elements belong to a region."""
@@ -22,68 +30,6 @@ _NARROW = 0.55
 """Each value that a region reads or returns by rows has at most this share of the widest value's elements."""
 _MOST_MEMBERS = 400
 """What is larger is no run of operations between narrow values, but most of a model."""
-
-_Labels = tuple[tuple[int, ...], ...]
-Described = tuple[frozenset[int], list[tuple["fx.Node | None", _Labels]]]
-"""How an operation divides: its mixed labels, and what it reads and makes with their labels."""
-
-Rows = tuple[int, int]
-"""Where a value's rows are: the first of the dimensions that they are the product of, and their number."""
-
-
-def labels_of_rows(node: fx.Node, dimensions: Dimensions, where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
-    """The labels of a member's rows; none for one that is the same for each tile."""
-    return _labels_of_rows(_pairs(node, dimensions), where)
-
-
-def _labels_of_rows(pairs: Iterable[tuple[fx.Node | None, _Labels]], where: Mapping[fx.Node, Rows]) -> tuple[int, ...]:
-    return next((_of_rows(labels, where[value]) for value, labels in pairs if value is not None and value in where), ())
-
-
-def _pairs(node: fx.Node, dimensions: Dimensions) -> list[tuple[fx.Node | None, _Labels]]:
-    return [
-        *zip(operand_nodes(node), dimensions.operands, strict=True),
-        *zip(_results(node, dimensions), dimensions.results, strict=True),
-    ]
-
-
-def _described(node: fx.Node) -> Described | None:
-    dimensions = dimensions_of(node)
-    return None if dimensions is None else (dimensions.mixed, _pairs(node, dimensions))
-
-
-def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
-    """The values of a node's results; ``None`` where nobody reads one."""
-    if is_tensor(node):
-        return [node]
-    items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
-    value = node.meta["val"]
-    places = [place for place, item in enumerate(value) if isinstance(item, torch.Tensor)]
-    found = [items.get(place) for place in places]
-    # What is nested deeper is not told apart.
-    return found if len(found) == len(dimensions.results) else [None] * len(dimensions.results)
-
-
-def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
-    first, count = rows
-    return tuple(label for dim in labels[first : first + count] for label in dim)
-
-
-def _place(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
-    """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
-    touched = [dim for dim, own in enumerate(labels) if set(own) & set(wanted)]
-    if not touched:
-        return False
-    first, count = touched[0], touched[-1] - touched[0] + 1
-    return (first, count) if _of_rows(labels, (first, count)) == wanted else None
-
-
-def elements(node: fx.Node) -> int:
-    """Number of elements of a tensor whose sizes are known; else 0."""
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not all(isinstance(size, int) for size in value.shape):
-        return 0
-    return int(value.numel())
 
 
 @dataclass(kw_only=True)
@@ -123,8 +69,7 @@ class Growth:
     def grow(self, returned: set[fx.Node]) -> bool:
         """Grow as far as operations work on each row alone; whether that is a region."""
         shape = self.widest.meta["val"].shape
-        first, count = self.start
-        self.rows = math.prod(shape[first : first + count])
+        self.rows = math.prod(shape[place] for place in self.start)
         self.where[self.widest] = self.start
         refused: set[fx.Node] = set()
         waiting = [self.widest]
@@ -145,23 +90,23 @@ class Growth:
 
     def _join(self, node: fx.Node) -> bool:
         """Take a node in if it works on each row alone; says where the rows of what it reads and makes are."""
-        if not _may_join(node) or node in self.taken:
+        if not may_be_divided(node) or node in self.taken:
             return False
         if len(self.members) >= _MOST_MEMBERS:
             return False
         if node not in self.described:
-            self.described[node] = _described(node)
-        described = self.described[node]
-        if described is None:
+            self.described[node] = described(node)
+        known = self.described[node]
+        if known is None:
             return False
-        mixed, pairs = described
-        wanted = _labels_of_rows(pairs, self.where)
+        mixed, pairs = known
+        wanted = labels_where(pairs, self.where)
         if not wanted or set(wanted) & mixed:
             return False
         places: dict[fx.Node, Rows] = {}
         undivided: set[fx.Node] = set()
         for value, labels in pairs:
-            place = _place(labels, wanted)
+            place = rows_among(labels, wanted)
             if value is None:
                 continue
             if place is None or (place is False and (value in self.where or self._is_halfway(value, node))):
@@ -227,9 +172,9 @@ class Growth:
         yield from value.users
 
     def _values(self, node: fx.Node) -> Iterator[fx.Node]:
-        described = self.described[node]
-        assert described is not None
-        for value, _ in described[1]:
+        known = self.described[node]
+        assert known is not None
+        for value, _ in known[1]:
             if value is not None and value in self.where:
                 yield value
 
@@ -242,7 +187,10 @@ class Growth:
         return self.sizes[value]
 
     def _value(self, returned: set[fx.Node]) -> None:
-        """How many bytes need no longer exist at once; nothing if what is read or returned by rows is wide too."""
+        """How many bytes need no longer exist at once.
+
+        Nothing if what is read or returned by rows is wide too, or tiles of it are not one part of a dimension.
+        """
         self.sums = any(
             node.meta[Mark.PHASE] is Phase.FORWARD and node not in self.where and self._elements(node) > 1
             for node in self.members - self.whole
@@ -264,7 +212,7 @@ class Growth:
         floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
         # What the caller is given exists in any case.
         given = {v for v in floats if v in returned or v.op == "placeholder"}
-        if any(v not in given for v in floats):
+        if any(v not in given for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0
             return
         self.saved = float(sum(size for node, size in wide.items() if node not in given)) - sum(
@@ -274,18 +222,10 @@ class Growth:
 
 def _is_scaling(node: fx.Node) -> bool:
     """Whether a node makes a single number of others."""
-    return is_tensor(node) and _may_join(node) and all(elements(value) == 1 for value in (node, *node.all_input_nodes))
-
-
-def _may_join(node: fx.Node) -> bool:
     return (
-        node.op == "call_function"
-        and isinstance(node.target, torch._ops.OpOverload)
-        and not is_seeded(node)
-        and not has_side_effect(node)
-        and Mark.MUST_SAVE not in node.meta
-        and "unbacked_bindings" not in node.meta
-        and not is_collective(node.target)
+        is_tensor(node)
+        and may_be_divided(node)
+        and all(elements(value) == 1 for value in (node, *node.all_input_nodes))
     )
 
 

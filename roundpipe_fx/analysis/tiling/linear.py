@@ -7,7 +7,7 @@ that were one, and multiplied by it in the backward (as Liger's fused loss does)
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -75,19 +75,19 @@ _CHOICES = frozenset({aten.where})
 _SCATTERS = frozenset({aten.scatter, aten.scatter_add})
 
 
-def proportional(nodes: Iterable[fx.Node], scalar: fx.Node) -> frozenset[fx.Node] | None:
-    """The values among those of ``nodes`` that are proportional to a scalar.
+def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset[fx.Node] | None:
+    """The values among those of ``nodes`` that are proportional to others: multiplied by what all of these are.
 
     Args:
         nodes: in graph order.
-        scalar: what they may depend on.
+        to: what they may depend on.
 
     Returns:
         those that are; the others do not depend on it. ``None`` if one depends on it in another way, or nobody knows.
     """
-    found: dict[fx.Node, bool] = {scalar: True}
+    found: dict[fx.Node, bool] = dict.fromkeys(to, True)
     for node in nodes:
-        if node is scalar:
+        if node in found:
             continue
         kind = _kind(node, found)
         if kind is None:

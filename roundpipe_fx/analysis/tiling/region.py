@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.tiling.growth import Described, Growth, Rows, elements
+from roundpipe_fx.analysis.tiling.growth import Growth
 from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.rows import Described, Rows, elements
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,
@@ -184,7 +185,7 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
-    found = proportional(backward, waiting[0])
+    found = proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in own for user in node.users)]
     return waiting[0] if found is not None and results and all(node in found for node in results) else None
 
@@ -225,4 +226,4 @@ def _candidates(node: fx.Node) -> Iterator[Rows]:
     for count in range(1, _MOST_DIMS + 1):
         for first in range(len(shape) - count + 1):
             if math.prod(shape[first : first + count]) > 1:
-                yield first, count
+                yield tuple(range(first, first + count))

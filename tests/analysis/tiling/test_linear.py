@@ -121,4 +121,4 @@ def test_values_that_depend_in_two_ways_are_unknown() -> None:
     graph = fx.Graph()
     scalar = graph.placeholder("scalar")
     square = graph.call_function(aten.mul.Tensor, (scalar, scalar))
-    assert proportional([square], scalar) is None
+    assert proportional([square], [scalar]) is None

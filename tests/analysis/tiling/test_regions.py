@@ -18,7 +18,7 @@ def names(region: TileRegion) -> set[str]:
     return {node.name for node in region.members}
 
 
-def places(region: TileRegion) -> Mapping[str, tuple[int, int]]:
+def places(region: TileRegion) -> Mapping[str, tuple[int, ...]]:
     return {node.name: rows for node, rows in region.where.items()}
 
 
@@ -49,7 +49,7 @@ def test_from_one_narrow_value_to_another() -> None:
     (region,) = regions(forward(UP, TANH, DOWN, result="mm_1"))
     assert names(region) == {"mm", "tanh", "mm_1"}
     assert region.rows == 64
-    assert places(region) == dict.fromkeys(["primals_1", "mm", "tanh", "mm_1"], (0, 1))
+    assert places(region) == dict.fromkeys(["primals_1", "mm", "tanh", "mm_1"], (0,))
 
 
 def test_a_wide_value_that_is_read_elsewhere_is_in_no_region() -> None:
@@ -107,6 +107,39 @@ def test_two_places_of_rows_are_none() -> None:
         assert not {"mm", "t_1"} <= names(region) or places(region)["mm"] != places(region)["t_1"]
 
 
+TRANSPOSED = """
+def joint(
+    primals_1: float32[64, 4],
+    primals_2: float32[4, 128],  # parameter
+    tangents_1: float32[4, {wide}, 16],
+):
+    # forward
+    mm: float32[64, 128] = aten.mm.default(primals_1, primals_2)
+    view: float32[4, 16, 128] = aten.view.default(mm, [4, 16, 128])
+    across: float32[4, 128, 16].strides(2048, 1, 128) = aten.transpose.int(view, 1, 2)
+    tanh: float32[4, 128, 16].strides(2048, 1, 128) = aten.tanh.default(across)
+    {last}
+    # backward
+    back: float32[4, {wide}, 16] = aten.neg.default(tangents_1)
+    return (last,), (None, None)
+"""
+
+
+def test_other_dimensions_may_be_between_those_of_rows() -> None:
+    """Where a loss is of logits ``[B, V, T]``."""
+    largest = "last: float32[4, 1, 16] = aten.amax.default(tanh, [1], True)"
+    (region,) = regions(TRANSPOSED.format(wide=1, last=largest))
+    assert names(region) == {"mm", "view", "across", "tanh", "last"}
+    assert {places(region)[name] for name in ("across", "tanh")} == {(0, 2)}
+    assert places(region)["last"] == (0, 1, 2)
+
+
+def test_no_other_dimensions_are_between_those_of_rows_that_are_returned() -> None:
+    """A tile is one part of one dimension."""
+    some = "last: float32[4, 2, 16].strides(2048, 1, 128) = aten.slice.Tensor(tanh, 1, 0, 2)"
+    assert not any("mm" in names(region) for region in regions(TRANSPOSED.format(wide=2, last=some)))
+
+
 @pytest.mark.parametrize(
     "between",
     [
@@ -121,7 +154,7 @@ def test_what_draws_or_mixes_rows_is_none_of_a_region(between: str) -> None:
     lines = [UP, between, f"mm_1: float32[64, 4] = aten.mm.default({name}, primals_3)"]
     for region in regions(forward(*lines, result="mm_1")):
         node = next(node for node in region.widest.graph.nodes if node.name == name)
-        assert node not in region.members or region.where.get(node) == (1, 1)
+        assert node not in region.members or region.where.get(node) == (1,)
         assert name != "bernoulli" or node not in region.members
 
 

@@ -1,0 +1,36 @@
+"""Operations that are added to an annotated graph, or changed in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.cost.of_node import annotate_node
+from roundpipe_fx.analysis.cost.real_layout import note_real_values
+from roundpipe_fx.analysis.cost.workspace import workspaces_of
+from roundpipe_fx.ir.joint_graph import Mark
+
+__all__ = ["annotate_added"]
+
+
+def annotate_added(nodes: Iterable[fx.Node], costs: CostModel, device: torch.device | None, eager: bool) -> None:
+    """Annotate operations as those that have been there, and note how their results lie in memory.
+
+    Args:
+        nodes: in graph order.
+        costs: of operations.
+        device: where they run; ``None``: that is not at hand.
+        eager: whether they run as they are.
+    """
+    added = list(nodes)
+    for node in added:
+        if device is not None and eager:
+            note_real_values(node, device)
+        node.meta.pop(Mark.WORKSPACE, None)
+        annotate_node(node, costs)
+    if device is not None:
+        for node, size in workspaces_of(added, device, fused=not eager).items():
+            node.meta[Mark.WORKSPACE] = size

@@ -1,0 +1,343 @@
+"""Slices of rows of wide values: which operations need no other rows.
+
+A loss of ``logits[:, :-1]`` reads no logits of last tokens, so their makers can leave these out, back to the narrow
+value that they are made of. The backward of a slice puts zeros where rows were left out; readers that are proportional
+to it make zeros of them, or add them to sums, and can leave them out too.
+
+Else no tile region would form around a slice: its rows are not those of what it slices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
+from roundpipe_fx.analysis.tiling.linear import proportional
+from roundpipe_fx.analysis.tiling.rows import (
+    Described,
+    Rows,
+    described,
+    elements,
+    labels_of_rows,
+    labels_where,
+    may_be_divided,
+    rows_among,
+)
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
+
+__all__ = ["RowSlice", "row_slice_of"]
+
+aten = torch.ops.aten
+
+_NARROW = 0.55
+"""What is sliced instead has at most this share of the elements of what was sliced."""
+_MOST_MEMBERS = 100
+"""A slice that more operations could leave rows out for is not of a wide value between narrow ones."""
+_MOST_DIMS = 3
+"""So many dimensions at most make up the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSlice:
+    """A slice, and what can leave out the rows that it leaves out.
+
+    Attributes:
+        node: the slice.
+        dim: the dimension that it slices.
+        gradients: its backward, which puts zeros where rows were left out.
+        members: the operations, in graph order.
+        narrow: what they read whole, and is to be sliced for them.
+        padded: what is made of zeros there, and others read.
+        where: by value, where its rows are.
+        axis: how many rows are before a row's place along the sliced dimension, how many places there are, and how many
+            rows are behind.
+        kept: number of places that are not left out.
+    """
+
+    node: fx.Node
+    dim: int
+    gradients: tuple[fx.Node, ...]
+    members: tuple[fx.Node, ...]
+    narrow: tuple[fx.Node, ...]
+    padded: tuple[fx.Node, ...]
+    where: Mapping[fx.Node, Rows]
+    axis: tuple[int, int, int]
+    kept: int
+
+    def split(self, value: fx.Node) -> tuple[int, int, int]:
+        """The dimension of a value that is to be sliced, as it divides: its place, and what is before and behind."""
+        rows = self.where[value]
+        shape = value.meta["val"].shape
+        found = _axis_in([shape[place] for place in rows], self.axis)
+        assert found is not None
+        number, before, behind = found
+        return rows[number], before, behind
+
+    def arguments(self, member: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """A member's arguments on the rows that are kept; tensors are the member's."""
+        if member.target is operator.getitem:
+            return member.args, member.kwargs
+        dimensions = dimensions_of(member)
+        assert dimensions is not None
+        labels = labels_of_rows(member, dimensions, self.where)
+        found = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
+        assert found is not None
+        number, before, behind = found
+        return arguments_on_tile(member, dimensions, {labels[number]: before * self.kept * behind})
+
+
+def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
+    """A slice of a wide value that narrow ones can be sliced instead of; ``None``: the node is none.
+
+    Args:
+        joint: an annotated graph; not changed.
+        node: of its forward.
+    """
+    if not _is_slice(node):
+        return None
+    known: dict[fx.Node, Described | None] = {}
+    dim = _dim_of(node)
+    assert isinstance(node.args[0], fx.Node)
+    searches = (_Search(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim))
+    found = next((found for search in searches if (found := search.run()) is not None), None)
+    return found if found is not None and _is_kept_in_order(node) else None
+
+
+def _is_slice(node: fx.Node) -> bool:
+    """Whether a node slices a computed value that nothing else of the forward reads."""
+    if node.target is not aten.slice.Tensor or not isinstance(node.args[0], fx.Node):
+        return False
+    source = node.args[0]
+    if node.kwargs or any(isinstance(argument, fx.Node) for argument in node.args[1:]):
+        return False
+    size, part = elements(source), elements(node)
+    alone = all(user is node or user.meta.get(Mark.PHASE) is Phase.BACKWARD for user in source.users)
+    return 0 < part < size and alone and source.op == "call_function"
+
+
+def _dim_of(node: fx.Node) -> int:
+    assert isinstance(node.args[0], fx.Node)
+    dim = node.args[1] if len(node.args) > 1 else 0
+    assert isinstance(dim, int)
+    return dim % int(node.args[0].meta["val"].dim())
+
+
+def _is_kept_in_order(node: fx.Node) -> bool:
+    """Whether nothing depends on how a slice lies in memory, or decides something by it."""
+    waiting, seen = [node], {node}
+    while waiting:
+        value = waiting.pop()
+        for user in value.users:
+            if user in seen or user.meta.get(Mark.PHASE) is not Phase.FORWARD:
+                continue
+            seen.add(user)
+            if user.target is aten.as_strided.default or Mark.MUST_SAVE in user.meta:
+                return False
+            # What a comparison finds must not depend on how a matrix product is rounded.
+            if is_tensor(user) and not user.meta["val"].is_floating_point():
+                return False
+            waiting.append(user)
+    return True
+
+
+def _candidates(rank: int, dim: int) -> Iterator[Rows]:
+    """Where rows may be, of which the places along a dimension are part."""
+    for count in range(1, min(rank, _MOST_DIMS + 1)):
+        yield from (rows for rows in itertools.combinations(range(rank), count) if dim in rows)
+
+
+def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, int] | None:
+    """Which of some sizes, whose product are the rows, has the sliced dimension, and what else is in it.
+
+    Args:
+        sizes: from the outermost on.
+        axis: rows before, along and behind the sliced dimension.
+
+    Returns:
+        its number, and how many rows are before and behind within it; ``None``: no size has all of it.
+    """
+    outer, length, inner = axis
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    for number, size in enumerate(sizes):
+        if size != 1 and outer % size == 0:
+            outer //= size
+            continue
+        if size == 1:
+            continue
+        behind = math.prod(sizes[number + 1 :])
+        if size % (outer * length) or inner % behind or size // (outer * length) != inner // behind:
+            return None
+        return number, outer, inner // behind
+    return None
+
+
+class _Search:
+    """What can leave out rows with one slice, given where rows are.
+
+    Args:
+        joint: the graph.
+        node: the slice.
+        dim: what it slices.
+        rows: where rows of what it slices are.
+        known: how operations divide, as far as anybody has asked.
+    """
+
+    def __init__(
+        self, joint: JointGraph, node: fx.Node, dim: int, rows: Rows, known: dict[fx.Node, Described | None]
+    ) -> None:
+        assert isinstance(node.args[0], fx.Node)
+        self.joint, self.node, self.dim, self.known = joint, node, dim, known
+        self.source = node.args[0]
+        shape = self.source.meta["val"].shape
+        before = math.prod(shape[place] for place in rows if place < dim)
+        behind = math.prod(shape[place] for place in rows if place > dim)
+        self.axis = before, int(shape[dim]), behind
+        self.kept = int(node.meta["val"].shape[dim])
+        self.where: dict[fx.Node, Rows] = {self.source: rows}
+        self.members: set[fx.Node] = set()
+        self.narrow: dict[fx.Node, None] = {}
+        self.padded: dict[fx.Node, None] = {}
+        self.gradients: list[fx.Node] = []
+
+    def run(self) -> RowSlice | None:
+        """What leaves out rows; ``None``: some of it could not."""
+        if not self._makers():
+            return None
+        self.gradients = [other for other in self.joint.in_phase(Phase.BACKWARD) if self._is_gradient(other)]
+        self.where.update(dict.fromkeys(self.gradients, self.where[self.source]))
+        if not (self._readers() and self._is_closed()):
+            return None
+        ordered = [node for node in self.joint.graph.nodes if node in self.members]
+        backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
+        found = proportional(backward, self.gradients)
+        if found is None or not all(node in found for node in backward):
+            return None
+        return RowSlice(
+            node=self.node,
+            dim=self.dim,
+            gradients=tuple(self.gradients),
+            members=tuple(ordered),
+            narrow=tuple(self.narrow),
+            padded=tuple(self.padded),
+            where=self.where,
+            axis=self.axis,
+            kept=self.kept,
+        )
+
+    def _is_gradient(self, other: fx.Node) -> bool:
+        """Whether a node is the backward of the slice."""
+        if other.target is not aten.slice_backward.default or len(other.args) != 6:
+            return False
+        _, sizes, dim, *place = other.args
+        given = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
+        numbers = {graph_node.meta.get("seq_nr") for graph_node in (self.node, other)}
+        return (
+            list(sizes) == list(self.source.meta["val"].shape)  # type: ignore[arg-type]
+            and dim % len(sizes) == self.dim  # type: ignore[operator,arg-type]
+            and place == given
+            and len(numbers) == 1
+        )
+
+    def _makers(self) -> bool:
+        """Take in what makes the slice, back to narrow values."""
+        waiting = [self.source]
+        while waiting:
+            value = waiting.pop()
+            maker = value.args[0] if value.target is operator.getitem else value
+            assert isinstance(maker, fx.Node)
+            if maker in self.members:
+                continue
+            if maker.meta.get(Mark.PHASE) is not Phase.FORWARD or not self._take(maker, sums=False):
+                return False
+            waiting += [other for other in maker.all_input_nodes if other in self.where and other not in self.narrow]
+        return True
+
+    def _readers(self) -> bool:
+        """Take in what reads the backward of the slice, up to narrow values and sums over rows."""
+        waiting = list(self.gradients)
+        while waiting:
+            for user in list(waiting.pop().users):
+                if user in self.members:
+                    continue
+                if user.meta.get(Mark.PHASE) is not Phase.BACKWARD or not self._take(user, sums=True):
+                    return False
+                for value in [user, *user.users] if not is_tensor(user) else [user]:
+                    if value not in self.where or not is_tensor(value):
+                        continue
+                    if self._is_narrow(value):
+                        self.padded[value] = None
+                    else:
+                        waiting.append(value)
+        return True
+
+    def _take(self, node: fx.Node, sums: bool) -> bool:
+        """Take in an operation that works on each row alone; says where rows are of what it reads and makes."""
+        if not may_be_divided(node) or len(self.members) >= _MOST_MEMBERS:
+            return False
+        if node not in self.known:
+            self.known[node] = described(node)
+        own = self.known[node]
+        if own is None:
+            return False
+        mixed, pairs = own
+        wanted = labels_where(pairs, self.where)
+        dimensions = dimensions_of(node)
+        if not wanted or set(wanted) & mixed or dimensions is None:
+            return False
+        if _axis_in([dimensions.sizes[label] for label in wanted], self.axis) is None:
+            return False
+        items = {user for user in node.users if user.target is operator.getitem} if not is_tensor(node) else set()
+        for value, labels in pairs:
+            place = rows_among(labels, wanted)
+            if value is None:
+                continue
+            is_made = value is node or value in items
+            if place is None or (place is False and (value in self.where or (is_made and not sums))):
+                return False
+            if place is False:
+                continue
+            assert isinstance(place, tuple)
+            if self.where.setdefault(value, place) != place:
+                return False
+            if is_made:
+                continue
+            shape = value.meta["val"].shape
+            if self._is_narrow(value) and value not in self.members:
+                if _axis_in([shape[dim] for dim in place], self.axis) is None:
+                    return False
+                self.narrow[value] = None
+        self.members |= {node, *items}
+        return True
+
+    def _is_narrow(self, value: fx.Node) -> bool:
+        return elements(value) <= _NARROW * elements(self.source)
+
+    def _is_closed(self) -> bool:
+        """Whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
+        given = {self.node, *self.members}
+        if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
+            return False
+        for member in self.members:
+            for source in member.all_input_nodes:
+                if source in self.where and source not in (*self.members, *self.gradients, *self.narrow):
+                    return False
+            sums = is_tensor(member) and member not in self.where
+            if member not in self.padded and not sums and not all(user in given for user in member.users):
+                return False
+        places = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
+        return all(_axis_in(sizes, self.axis) is not None for sizes in places.values()) and not any(
+            is_view(value) for value in self.padded
+        )
+
+
+_DEFAULTS: tuple[tuple[int, Any], ...] = ((2, None), (3, None), (4, 1))
+"""Places of a slice's start, end and step, with what they are if they are not given."""
