@@ -32,6 +32,7 @@ from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
+from roundpipe_fx.runtime.stage_updates import check_optimizer
 
 __all__ = ["CompiledState"]
 
@@ -149,6 +150,7 @@ class CompiledState:
             compile_state=compile_state,
             splitting=self.splitting,
             deferred_batch_norm=self.deferred_batch_norm,
+            optimized=self.optimizer,
             processes=self.processes,
         )
 
@@ -191,8 +193,12 @@ class CompiledState:
         labels: Any,
         loss_fn: Callable[..., Any] | None,
         return_outputs: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronize: bool = True,
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
+        if optimizer is not None:
+            check_optimizer(optimizer)
         if self._pipeline is None:
             raise RuntimeError(
                 "forward_backward needs a model that is compiled for microbatches: "
@@ -203,7 +209,10 @@ class CompiledState:
 
         def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
             assert self._pipeline is not None  # recreated when it is replanned
-            return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
+            within = optimizer if hand_over else None
+            return self._pipeline.forward_backward(
+                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize
+            )
 
         parallel = data_parallel_around(model, self)
         if parallel is None:
@@ -215,6 +224,8 @@ class CompiledState:
             self._instead = None
         loss = found[0] if return_outputs else found
         loss.backward()
+        if optimizer is not None:
+            self.optimizer.step(optimizer, is_async=False)
         return (loss.detach(), found[1]) if return_outputs else loss.detach()
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -261,7 +272,8 @@ class CompiledState:
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
         with self._telling():
-            return replanning(run, self.compile, self.learned, devices, budgeted, self.processes)
+            updates = self.optimizer.updates
+            return replanning(run, self.compile, self.learned, devices, budgeted, self.processes, updates.repeatable)
 
     def _telling(self) -> AbstractContextManager[None]:
         """Tell of the first call, which takes long, since the model is traced and planned in it."""
