@@ -122,7 +122,7 @@ class CompiledModule(nn.Module):
         Where the graph breaks only the part before the first break is compiled. No buffer and no generator changes.
 
         A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
-        a call does, with all forwards before all backwards.
+        a call does, with all forwards before all backwards. With ``optimizer`` its host memory is counted.
 
         Args:
             *args: as for a call of the model; their values are not read.
@@ -322,8 +322,9 @@ class CompiledModule(nn.Module):
 
         Raises:
             RuntimeError: a parameter has a gradient, and the optimizer was never given its copy.
+            HostMemoryError: an optimizer is given that an offloaded model's host has no memory for.
         """
-        self._state_of_roundpipe_fx.optimizer.step(step_fn, is_async, *args, **kwargs)
+        self._state_of_roundpipe_fx.step(step_fn, is_async, *args, **kwargs)
 
     def synchronize(self) -> None:
         """Wait for updates that run asynchronously, and copy the optimizer's parameters into the model.

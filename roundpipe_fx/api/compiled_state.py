@@ -26,11 +26,13 @@ from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
+from roundpipe_fx.pipeline.graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
@@ -97,6 +99,8 @@ class CompiledState:
         self.processes = process_pipeline(
             original, mesh, options, pipelining, splitting, fullgraph, dynamic, optim_dtype
         )
+        self._optimizer_memory = pipelining.optimizer if pipelining is not None else NO_OPTIMIZER
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._called = False
         self._unused: Unused | None = None
         self._kept_cuts: dict[bool, Any] = {}
@@ -122,7 +126,8 @@ class CompiledState:
         if self._unused is not None:
             self._unused()
         evict_unused()
-        compile_state = StepCompileState(kept=self._kept_cuts)
+        compile_state = StepCompileState(kept=self._kept_cuts, optimizer=self._optimizer_memory)
+        self._compile_state = compile_state
         backend = make_backend(
             self.options,
             self.plans.append,
@@ -198,7 +203,7 @@ class CompiledState:
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
         if optimizer is not None:
-            check_optimizer(optimizer)
+            self._know(optimizer)
         if self._pipeline is None:
             raise RuntimeError(
                 "forward_backward needs a model that is compiled for microbatches: "
@@ -228,8 +233,37 @@ class CompiledState:
             self.optimizer.step(optimizer, is_async=False)
         return (loss.detach(), found[1]) if return_outputs else loss.detach()
 
+    def step(
+        self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """See :meth:`roundpipe_fx.CompiledModule.step`."""
+        if isinstance(step_fn, torch.optim.Optimizer):
+            self._know(step_fn)
+        self.optimizer.step(step_fn, is_async, *args, **kwargs)
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and
+        those that were made before it was known.
+
+        Raises:
+            HostMemoryError: the host has no memory for it.
+        """
+        check_optimizer(optimizer)
+        if self.pipelining is None or self._optimizers.get(optimizer) == len(optimizer.state):
+            return
+        optimizers = [*{**self._optimizers, optimizer: 0}]
+        memory = sum_of(self.optimizer.memory_of(own) for own in optimizers)
+        pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
+        plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
+        self._optimizers[optimizer] = len(optimizer.state)
+        self._optimizer_memory = self._compile_state.optimizer = memory
+        self.plans[:] = plans
+
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
+        if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
+            kwargs = dict(kwargs)
+            self._know(kwargs.pop("optimizer"))
         with parameters_gathered(model), self._telling():
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)

@@ -19,6 +19,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_bu
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, optimizer_memory
 from roundpipe_fx.torch_private import fakes_on
 
 __all__ = ["plan"]
@@ -35,6 +36,7 @@ def plan(
     offloaded: bool = False,
     num_microbatches: int | None = None,
     host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step for a device without running it and without allocating its memory.
@@ -63,6 +65,9 @@ def plan(
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default 2 if the model is offloaded.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
+        optimizer: one whose host memory is counted if the model is offloaded, made from the model's parameters or from
+            copies of them, which are counted too. Like them it needs no memory here:
+            ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
         **kwargs: more inputs.
 
     Returns:
@@ -100,13 +105,21 @@ def plan(
         count = 2 if num_microbatches is None else num_microbatches
         parsed = parse_pipelining(None, count, None, None, options.stages, None, options.memory_budget)
         assert parsed is not None
-        pipelining = dataclasses.replace(parsed, offloaded=offloaded, host_budget=parse_host_budget(host_budget))
+        memory = NO_OPTIMIZER
+        if optimizer is not None:
+            memory = optimizer_memory(optimizer, {id(parameter) for parameter in model.parameters()})
+        pipelining = dataclasses.replace(
+            parsed,
+            offloaded=offloaded,
+            host_budget=parse_host_budget(host_budget),
+            optimizer=memory,
+        )
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     return planned.trace(*args, **kwargs)
 
 
-_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches", "host_budget")
+_OPTIONS = ("memory_budget", "device", "stages", "offloaded", "num_microbatches", "host_budget", "optimizer")
 
 
 def _check_names(model: nn.Module, inputs: Collection[str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from roundpipe_fx.runtime.optimizer_memory import OptimizerMemory, optimizer_memory
 from roundpipe_fx.runtime.stage_updates import StageUpdates
 from roundpipe_fx.runtime.streams import on_stream
 
@@ -111,6 +112,10 @@ class OptimizerParameters:
                 if parameter is target and id(parameter) in names:
                     raise RuntimeError(_NO_COPY.format(names[id(parameter)], "is the optimizer's"))
         return {id(parameter): (parameter, target) for parameter, target in pairs if target.requires_grad}
+
+    def memory_of(self, optimizer: torch.optim.Optimizer) -> OptimizerMemory:
+        """The host memory of an optimizer of these parameters."""
+        return optimizer_memory(optimizer, {id(parameter) for parameter in self._model.parameters()})
 
     def step(
         self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any

@@ -25,7 +25,14 @@ from torch import nn
 
 from roundpipe_fx import torch_private
 
-__all__ = ["StageUpdates", "StepUpdates", "check_optimizer", "updates_by_parameter"]
+__all__ = [
+    "StageUpdates",
+    "StepUpdates",
+    "check_optimizer",
+    "is_by_parameter",
+    "settings_of_group",
+    "updates_by_parameter",
+]
 
 _BY_PARAMETER = (
     torch.optim.ASGD,
@@ -59,9 +66,14 @@ def check_optimizer(optimizer: Any) -> None:
         )
 
 
+def is_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer treats every parameter by itself."""
+    return type(optimizer) in _BY_PARAMETER
+
+
 def updates_by_parameter(optimizer: torch.optim.Optimizer) -> bool:
     """Whether several steps for some parameters each are a step for all of them."""
-    return type(optimizer) in _BY_PARAMETER and not torch_private.step_is_watched(optimizer)
+    return is_by_parameter(optimizer) and not torch_private.step_is_watched(optimizer)
 
 
 @dataclass(kw_only=True)
@@ -248,7 +260,7 @@ class StepUpdates:
         self.jobs: list[_Job] = []
         self._updates = updates
         self._optimizer = optimizer
-        self._settings = [_settings_of(group) for group in optimizer.param_groups]
+        self._settings = [settings_of_group(group) for group in optimizer.param_groups]
         self._groups = {id(own): index for index, group in enumerate(optimizer.param_groups) for own in group["params"]}
         self._targets = targets
         self._before = {key: parameter.grad for key, (parameter, _) in targets.items()}
@@ -337,8 +349,12 @@ class StepUpdates:
             for own in updates:
                 own.sum()
             if self.failure is None and not self._stopped:
-                self._apply(updates)
-                self.applied += len(updates)
+                # Copies one by one, so that the gradient of only one exists beside that of its parameter.
+                themselves = [own for own in updates if own.target is own.parameter]
+                copied = [[own] for own in updates if own.target is not own.parameter]
+                for together in ([themselves] if themselves else []) + copied:
+                    self._apply(together)
+                    self.applied += len(together)
                 return
         except BaseException as error:  # handed to the caller's thread
             self.failure = self.failure or error
@@ -376,7 +392,7 @@ class StepUpdates:
                     own.memory.copy_(shadow)
 
 
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A group's hyperparameters as they are now."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value

@@ -268,6 +268,7 @@ def test_an_update_that_fails_leaves_the_gradients_that_were_not_applied(
     for _ in range(2):
         after.forward_backward(**batch)
         after.step(expected)
+    compiled.trace(**batch, optimizer=optimizer)
     with monkeypatch.context() as patch:
         _Fails(patch, 2, error)
         with pytest.raises(type(error)) as raised:
@@ -289,6 +290,7 @@ def test_a_step_tells_of_the_update_before_that_has_failed(monkeypatch: pytest.M
     batch, model = _batch(), Blocks(depth=4)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=2, stages=4)
     optimizer = torch.optim.AdamW(model.parameters())
+    compiled.trace(**batch, optimizer=optimizer)
     _Fails(monkeypatch, 2, MemoryError("no room for the state"))
     with pytest.raises(MemoryError, match="no room for the state"):
         for _ in range(2):
@@ -362,6 +364,7 @@ def test_updates_begin_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> N
             assert updated.wait(10)
             return False
 
+    compiled.trace(**batch, optimizer=optimizer)
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
     monkeypatch.setitem(globals(), "_failures", Asked())
     compiled.forward_backward(**batch, optimizer=optimizer)
@@ -390,6 +393,7 @@ def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPa
                 second_action.set()
         wait_for(self, keys)
 
+    compiled.trace(**batch, optimizer=optimizer)
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
     monkeypatch.setattr(stage_updates.StageUpdates, "wait_for", waiting)
     compiled.forward_backward(**batch, optimizer=optimizer, synchronize=False)
@@ -418,6 +422,7 @@ def test_an_interrupt_while_updates_run_after_the_backward_loses_nothing(monkeyp
         finished.wait(10)
         step(self)
 
+    compiled.trace(**batch, optimizer=optimizer)
     with monkeypatch.context() as patch:
         patch.setattr(stage_updates.StepUpdates, "finish", finishing)
         patch.setattr(torch.optim.SGD, "step", stepping)
@@ -426,3 +431,73 @@ def test_an_interrupt_while_updates_run_after_the_backward_loses_nothing(monkeyp
     assert any(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     _assert_trained_alike((model, reference), (optimizer, expected))
+
+
+@pytest.mark.usefixtures("on_the_host")
+def test_the_plan_counts_the_optimizer_on_the_host_and_refuses_what_it_has_no_memory_for() -> None:
+    batch, model = _batch(), Blocks(depth=2).bfloat16()
+    batch["x"] = batch["x"].bfloat16()
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+
+    def compiled_with(host_budget: int | None) -> tuple[roundpipe_fx.CompiledModule, torch.optim.Optimizer]:
+        compiled = roundpipe_fx.compile(
+            copy.deepcopy(model),
+            devices=["cpu"],
+            num_microbatches=2,
+            optim_dtype=torch.float32,
+            host_budget=host_budget,
+        )
+        return compiled, torch.optim.AdamW(compiled.optim_parameters(), amsgrad=True)
+
+    compiled, optimizer = compiled_with(None)
+    compiled.forward_backward(**batch)
+    without = compiled.plan.host_bytes
+    compiled.forward_backward(**batch, optimizer=optimizer)
+    copies = [*compiled.optim_parameters()]
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    expected = sum(value.nbytes for value in (*copies, *states)) + max(value.nbytes for value in copies)
+    plan = compiled.plan
+    assert plan.host_bytes - without == plan.pipeline.host_optimizer_bytes == expected == 8 * weights + 4 * 16 * 32
+    assert "; optimizer " in str(plan)
+    steps = sum(state["step"].nbytes for state in optimizer.state.values())
+    compiled.forward_backward(**batch, optimizer=optimizer)  # what has been allocated is counted as it is
+    assert compiled.plan.host_bytes == plan.host_bytes + steps
+
+    other, unknown = compiled_with(plan.host_bytes - 1)
+    for refused in (
+        lambda: other.forward_backward(**batch, optimizer=unknown),
+        lambda: other.trace(**batch, optimizer=unknown),
+        lambda: (other.forward_backward(**batch), other.step(unknown)),
+    ):
+        with pytest.raises(roundpipe_fx.HostMemoryError, match="for the optimizer's state and copies") as raised:
+            refused()
+        assert raised.value.needed == plan.host_bytes and not unknown.state
+    enough, known = compiled_with(plan.host_bytes)
+    assert enough.trace(**batch, optimizer=known).host_bytes == plan.host_bytes
+    enough.forward_backward(**batch, optimizer=known)
+
+
+def test_a_plan_without_memory_counts_an_optimizer_without_memory() -> None:
+    with torch.device("meta"):
+        model = Blocks(depth=2)
+        copies = [nn.Parameter(parameter.double()) for parameter in model.parameters()]
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+
+    def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
+        given = {"device": "RTX 4090", "offloaded": True, "memory_budget": 1.0, "num_microbatches": 1}
+        summed = _Summed(model)
+        return roundpipe_fx.plan(summed, torch.empty(4, 16), optimizer=optimizer, **given).host_bytes
+
+    without = host_bytes(None)
+    assert host_bytes(torch.optim.AdamW(model.parameters(), fused=True)) == without + 2 * weights
+    assert host_bytes(torch.optim.SGD(model.parameters())) == without
+    assert host_bytes(torch.optim.SGD(copies, momentum=0.9)) == without + 4 * weights + 8 * 16 * 32
+
+
+class _Summed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).sum()
