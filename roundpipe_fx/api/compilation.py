@@ -287,7 +287,10 @@ def compile_graph(
     compile_state = compile_state or StepCompileState()
     if pipelining is not None:
         pipelining = dataclasses.replace(
-            pipelining, offloaded=compile_state.offloaded, loss_reduction=compile_state.loss_reduction
+            pipelining,
+            offloaded=compile_state.offloaded,
+            loss_reduction=compile_state.loss_reduction,
+            optimizer=compile_state.optimizer,
         )
     compilation = _Compilation(
         options=options,

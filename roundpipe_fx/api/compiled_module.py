@@ -42,6 +42,8 @@ class CompiledModule(nn.Module):
         labels: Any = None,
         loss_fn: Callable[..., Any] | None = None,
         return_outputs: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronize: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run forward and backward of all microbatches, as scheduled, and add to the parameters' ``.grad``.
@@ -50,6 +52,14 @@ class CompiledModule(nn.Module):
 
             loss = model.forward_backward(x, labels=y, loss_fn=loss_fn)
             optimizer.step()
+
+        ::
+
+            loss = model.forward_backward(x, labels=y, loss_fn=loss_fn, optimizer=optimizer)
+
+        The second form has the same results: the optimizer's step is part of it. On the host, where parameters of an
+        offloaded model are, a stage's update begins when its last gradient has arrived, beside the backward of earlier
+        stages.
 
         If DistributedDataParallel wraps the model (``ddp.module.forward_backward``), the step goes through DDP, which
         averages gradients as in a backward, except inside ``ddp.no_sync()``.
@@ -60,6 +70,14 @@ class CompiledModule(nn.Module):
             loss_fn: ``(output, labels) -> loss``, without labels ``(output) -> loss``: a tensor with one element.
                 Without it, the loss is the model's output, its attribute ``.loss``, or its first item.
             return_outputs: whether to return the model's outputs too, merged and detached.
+            optimizer: made from :meth:`optim_parameters`; it steps with the gradients of this step, added to those in
+                ``.grad``, and clears them: ``.grad`` is ``None`` afterwards. What needs all gradients before any
+                update, as clipping by their norm or a ``GradScaler`` does, goes between ``forward_backward`` without it
+                and :meth:`step`. Optimizers of ``torch.optim`` that treat every parameter by itself begin within the
+                backward, for parameters on the CPU without hooks; any other update follows the backward.
+            synchronize: whether to wait for all updates. If not, the next step or call waits for each stage's
+                parameters before it reads them; whoever else reads them, or writes to them, must first call
+                :meth:`synchronize`. ``state_dict`` of the model and of the optimizer do.
             **kwargs: for the model; split into microbatches. RoundPipe's ``input_args=``, ``input_kwargs=`` and
                 ``label=`` are taken as there, unless the model's own ``forward`` takes them.
 
@@ -70,13 +88,14 @@ class CompiledModule(nn.Module):
         Raises:
             ValueError: batch sizes differ, or the loss is not one number that can be differentiated, or
                 ``fully_shard`` shards the model.
+            TypeError: ``optimizer`` is none, or its step requires a closure.
             RuntimeError: the model was compiled without ``devices``, ``num_microbatches``, ``schedule`` and
                 ``checkpoint``; or autograd is off; or DistributedDataParallel wraps a module of which the model is a
                 part, and would not average; or the model that it wraps has hooks itself.
         """
         state = self._state_of_roundpipe_fx
         args, kwargs, labels = in_our_names(state.original.forward, args, kwargs, labels)
-        return state.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs)
+        return state.forward_backward(self, args, kwargs, labels, loss_fn, return_outputs, optimizer, synchronize)
 
     @property
     def plan(self) -> Plan:
@@ -103,7 +122,7 @@ class CompiledModule(nn.Module):
         Where the graph breaks only the part before the first break is compiled. No buffer and no generator changes.
 
         A pipelined model is planned as :meth:`forward_backward` runs it if ``labels`` or ``loss_fn`` are given, else as
-        a call does, with all forwards before all backwards.
+        a call does, with all forwards before all backwards. With ``optimizer`` its host memory is counted.
 
         Args:
             *args: as for a call of the model; their values are not read.
@@ -276,18 +295,25 @@ class CompiledModule(nn.Module):
         """
         return (parameter for _, parameter in self.optim_named_parameters())
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool = False, *args: Any, **kwargs: Any) -> None:
+    def step(
+        self,
+        step_fn: Callable[..., Any] | torch.optim.Optimizer,
+        is_async: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         """Run a step of an optimizer that was made from :meth:`optim_parameters`.
 
         ::
 
+            model.step(optimizer)  # or what it stands for:
             model.step(lambda: (optimizer.step(), optimizer.zero_grad()))
 
         The model's gradients are moved to the optimizer's parameters (added to existing ones), ``step_fn`` is called,
         and the results are copied back into the model. Without ``optim_dtype``, ``step_fn`` is only called.
 
         Args:
-            step_fn: called with the arguments that follow.
+            step_fn: called with the arguments that follow; or an optimizer.
             is_async: call it in a thread of its own and return at once. The model then has the parameters of one step
                 before, until the next ``step`` or :meth:`synchronize`, which also raise what ``step_fn`` raised.
                 In RoundPipe this is the default.
@@ -296,12 +322,22 @@ class CompiledModule(nn.Module):
 
         Raises:
             RuntimeError: a parameter has a gradient, and the optimizer was never given its copy.
+            HostMemoryError: an optimizer is given that an offloaded model's host has no memory for.
         """
-        self._state_of_roundpipe_fx.optimizer.step(step_fn, is_async, *args, **kwargs)
+        self._state_of_roundpipe_fx.step(step_fn, is_async, *args, **kwargs)
 
     def synchronize(self) -> None:
-        """Wait for a step that runs asynchronously, and copy the optimizer's parameters into the model."""
+        """Wait for updates that run asynchronously, and copy the optimizer's parameters into the model.
+
+        Raises:
+            BaseException: what an update has raised, once; gradients that it has not applied are in ``.grad``.
+        """
         self._state_of_roundpipe_fx.optimizer.synchronize()
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """As the model's own: ``to``, ``half``, ``cuda``. It waits for updates."""
+        self._state_of_roundpipe_fx.optimizer.updates.synchronize()
+        return super()._apply(fn, recurse)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own. With ``optim_dtype`` the optimizer's parameters go with it, as metadata.
@@ -343,6 +379,7 @@ class CompiledModule(nn.Module):
         if processes is not None:
             strict = args[0] if args else kwargs.get("strict", True)
             return over_processes.load_own_state(processes, state_dict, strict)
+        self._state_of_roundpipe_fx.optimizer.updates.synchronize()
         loaded = super().load_state_dict(state_dict, *args, **kwargs)
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
         self._state_of_roundpipe_fx.optimizer.load(saved)

@@ -26,12 +26,15 @@ from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
+from roundpipe_fx.pipeline.graph import with_optimizer
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
+from roundpipe_fx.runtime.stage_updates import check_optimizer
 
 __all__ = ["CompiledState"]
 
@@ -96,6 +99,8 @@ class CompiledState:
         self.processes = process_pipeline(
             original, mesh, options, pipelining, splitting, fullgraph, dynamic, optim_dtype
         )
+        self._optimizer_memory = pipelining.optimizer if pipelining is not None else NO_OPTIMIZER
+        self._optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self._called = False
         self._unused: Unused | None = None
         self._kept_cuts: dict[bool, Any] = {}
@@ -121,7 +126,8 @@ class CompiledState:
         if self._unused is not None:
             self._unused()
         evict_unused()
-        compile_state = StepCompileState(kept=self._kept_cuts)
+        compile_state = StepCompileState(kept=self._kept_cuts, optimizer=self._optimizer_memory)
+        self._compile_state = compile_state
         backend = make_backend(
             self.options,
             self.plans.append,
@@ -149,6 +155,7 @@ class CompiledState:
             compile_state=compile_state,
             splitting=self.splitting,
             deferred_batch_norm=self.deferred_batch_norm,
+            optimized=self.optimizer,
             processes=self.processes,
         )
 
@@ -191,8 +198,12 @@ class CompiledState:
         labels: Any,
         loss_fn: Callable[..., Any] | None,
         return_outputs: bool,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronize: bool = True,
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`; ``model`` is the compiled model."""
+        if optimizer is not None:
+            self._know(optimizer)
         if self._pipeline is None:
             raise RuntimeError(
                 "forward_backward needs a model that is compiled for microbatches: "
@@ -203,7 +214,10 @@ class CompiledState:
 
         def step(args: tuple[Any, ...], kwargs: dict[str, Any], hand_over: bool) -> Any:
             assert self._pipeline is not None  # recreated when it is replanned
-            return self._pipeline.forward_backward(args, kwargs, labels, loss_fn, return_outputs, hand_over)
+            within = optimizer if hand_over else None
+            return self._pipeline.forward_backward(
+                args, kwargs, labels, loss_fn, return_outputs, hand_over, within, synchronize
+            )
 
         parallel = data_parallel_around(model, self)
         if parallel is None:
@@ -215,10 +229,41 @@ class CompiledState:
             self._instead = None
         loss = found[0] if return_outputs else found
         loss.backward()
+        if optimizer is not None:
+            self.optimizer.step(optimizer, is_async=False)
         return (loss.detach(), found[1]) if return_outputs else loss.detach()
+
+    def step(
+        self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """See :meth:`roundpipe_fx.CompiledModule.step`."""
+        if isinstance(step_fn, torch.optim.Optimizer):
+            self._know(step_fn)
+        self.optimizer.step(step_fn, is_async, *args, **kwargs)
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check an optimizer, and count it in plans of an offloaded model's steps: those that are made from now on, and
+        those that were made before it was known.
+
+        Raises:
+            HostMemoryError: the host has no memory for it.
+        """
+        check_optimizer(optimizer)
+        if self.pipelining is None or self._optimizers.get(optimizer) == len(optimizer.state):
+            return
+        optimizers = [*{**self._optimizers, optimizer: 0}]
+        memory = sum_of(self.optimizer.memory_of(own) for own in optimizers)
+        pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
+        plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
+        self._optimizers[optimizer] = len(optimizer.state)
+        self._optimizer_memory = self._compile_state.optimizer = memory
+        self.plans[:] = plans
 
     def trace(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """See :meth:`roundpipe_fx.CompiledModule.trace`; ``model`` is the compiled model."""
+        if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
+            kwargs = dict(kwargs)
+            self._know(kwargs.pop("optimizer"))
         with parameters_gathered(model), self._telling():
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)
@@ -261,7 +306,8 @@ class CompiledState:
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
         with self._telling():
-            return replanning(run, self.compile, self.learned, devices, budgeted, self.processes)
+            updates = self.optimizer.updates
+            return replanning(run, self.compile, self.learned, devices, budgeted, self.processes, updates.repeatable)
 
     def _telling(self) -> AbstractContextManager[None]:
         """Tell of the first call, which takes long, since the model is traced and planned in it."""

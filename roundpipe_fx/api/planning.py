@@ -19,6 +19,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_bu
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, optimizer_memory
 from roundpipe_fx.torch_private import fakes_on
 
 __all__ = ["device_name", "plan"]
@@ -36,6 +37,7 @@ def plan(
     offloaded: bool = False,
     num_microbatches: int | None = None,
     host_budget: int | str | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
 ) -> Plan:
     """Plan a training step for a device without running it and without allocating its memory.
@@ -70,6 +72,9 @@ def plan(
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
             several or the model is offloaded.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
+        optimizer: one whose host memory is counted if the model is offloaded, made from the model's parameters or from
+            copies of them, which are counted too. Like them it needs no memory here:
+            ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
         **kwargs: more inputs.
 
     Returns:
@@ -107,6 +112,9 @@ def plan(
             ["cpu"] * devices if devices > 1 else None, count, None, None, options.stages, None, options.memory_budget
         )
         assert parsed is not None
+        memory = NO_OPTIMIZER
+        if optimizer is not None:
+            memory = optimizer_memory(optimizer, {id(parameter) for parameter in model.parameters()})
         pipelining = dataclasses.replace(
             parsed,
             # Offloaded, devices are of one process: those beside the first get copies of inputs, as others there do.
@@ -117,6 +125,7 @@ def plan(
             offloaded=offloaded,
             over_processes=over_processes,
             host_budget=parse_host_budget(host_budget),
+            optimizer=memory,
             elsewhere=True,
             budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
         )
@@ -125,7 +134,7 @@ def plan(
     return planned.trace(*args, **kwargs)
 
 
-_OPTIONS = ("memory_budget", "device", "devices", "stages", "offloaded", "num_microbatches", "host_budget")
+_OPTIONS = ("memory_budget", "device", "devices", "stages", "offloaded", "num_microbatches", "host_budget", "optimizer")
 
 
 def _check_names(model: nn.Module, inputs: Collection[str]) -> None:

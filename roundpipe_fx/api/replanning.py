@@ -41,6 +41,7 @@ def replanning(
     devices: Sequence[torch.device],
     budgeted: bool,
     processes: ProcessPipeline | None = None,
+    repeatable: Callable[[], bool] = lambda: True,
 ) -> Any:
     """Run a step; recompile it first if its plan is stale, and once more if memory runs out.
 
@@ -52,6 +53,7 @@ def replanning(
         budgeted: whether the step has a memory budget, which can be made smaller.
         processes: the ranks that plan alike; what their steps have shown is put together. A rank that runs out of
             memory fails, and all others with it.
+        repeatable: whether a step that has run out of memory may run again: no optimizer has updated parameters in it.
 
     Raises:
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
@@ -78,6 +80,8 @@ def replanning(
     try:
         return _fitted(run, compile_anew, learned)
     except torch.OutOfMemoryError as error:
+        if not repeatable():
+            raise
         # Outside the handler the error's traceback no longer holds what the step had allocated.
         failure = error.with_traceback(None)
     restore()

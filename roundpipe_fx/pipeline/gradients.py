@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.pipeline.microbatch import SplitTensor
 
-__all__ = ["Receiver", "gather", "hand_to_autograd", "loss_with_gradients", "receivers_of"]
+__all__ = ["Receiver", "gather", "hand_to_autograd", "has_hooks", "loss_with_gradients", "receivers_of"]
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,19 @@ def hand_to_autograd(
         if gradient is None:
             continue
         value = receiver.tensor
-        listens = value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None)
         own = key in unshared and gradient.stride() == value.stride()
-        if value.is_leaf and value.grad is None and not listens and own:
+        if value.is_leaf and value.grad is None and not has_hooks(value) and own:
             value.grad = gradient
         else:
             edges.append(receiver.edge)
             rest.append(gradient)
     if edges:
         torch.autograd.backward(edges, rest)
+
+
+def has_hooks(value: torch.Tensor) -> bool:
+    """Whether functions of the user's are called with a tensor's gradient."""
+    return bool(value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None))
 
 
 def loss_with_gradients(

@@ -16,7 +16,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
-from roundpipe_fx.pipeline.host_memory import host_memory_of
+from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.report.plan import Plan
@@ -65,7 +65,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
     pipeline = graph.pipeline
     timing = pipeline.predict(pipelining.microbatches)
     order = with_transfers(timing.schedule, pipeline.main.steps.graph)
-    host = host_memory_of(pipeline, timing)
+    host = host_memory_of(pipeline, timing, pipelining)
     planned = PlannedPipeline(
         schedule=pipeline.structure.name,
         devices=tuple(map(str, pipelining.devices)) or ("the model's",),
@@ -82,6 +82,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         host_weight_bytes=host.weights,
         host_gradient_bytes=host.gradients,
         host_value_bytes=host.values,
+        host_optimizer_bytes=host.optimizer,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,
@@ -92,6 +93,26 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         timing=timing,
         measured=graph.measured,
     )
+
+
+def with_optimizer(plan: Plan, pipelining: Pipelining) -> Plan:
+    """A plan that was made before the optimizer was known; it is counted now.
+
+    Args:
+        plan: the plan.
+        pipelining: the user's, with the optimizer.
+
+    Raises:
+        HostMemoryError: the host has no memory for it.
+    """
+    own = plan.pipeline
+    if own is None or not plan.training or not own.host_bytes:
+        return plan
+    memory = pipelining.optimizer
+    needed = HostMemory(own.host_weight_bytes, own.host_gradient_bytes, own.host_value_bytes, memory.bytes)
+    if memory.bytes > memory.allocated:
+        check_host_memory(needed, host_budget_beside(own.host_weight_bytes, pipelining))
+    return dataclasses.replace(plan, pipeline=dataclasses.replace(own, host_optimizer_bytes=memory.bytes))
 
 
 class Seen(NamedTuple):

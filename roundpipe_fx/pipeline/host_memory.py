@@ -1,7 +1,9 @@
-"""Host memory of an offloaded model's step: its weights, their gradients, and the values that leave its devices.
+"""Host memory of an offloaded model's step: its weights, their gradients, the values that leave its devices, and what
+its optimizer has.
 
-All of them lie in pinned memory, so that copies overlap with the devices' work; the allocator of pinned memory rounds
-each tensor up to a power of two, which is counted. What the optimizer holds is not: it is there between steps as well.
+All but the last lie in pinned memory, so that copies overlap with the devices' work; the allocator of pinned memory
+rounds each tensor up to a power of two, which is counted. The optimizer is counted where it is known when a step is
+planned or begins.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.schedules import Timing
 from roundpipe_fx.schedules.offloads import buffer_bytes, power_of_two
 
-__all__ = ["HostMemory", "check_host_memory", "host_budget_of", "host_memory_of"]
+__all__ = ["HostMemory", "check_host_memory", "host_budget_beside", "host_budget_of", "host_memory_of"]
 
 _SHARE = 0.8
 """Of the memory that the host has available, if no budget is given."""
@@ -30,24 +32,27 @@ class HostMemory:
         weights: parameters and buffers.
         gradients: the parameters' gradients, each part of one that is computed in several residency windows for itself.
         values: buffers for values that leave the devices.
+        optimizer: state of the optimizer, and copies of parameters that it steps in their place.
     """
 
     weights: int = 0
     gradients: int = 0
     values: int = 0
+    optimizer: int = 0
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weights + self.gradients + self.values
+        return self.weights + self.gradients + self.values + self.optimizer
 
 
-def host_memory_of(pipeline: LoweredPipeline, timing: Timing) -> HostMemory:
+def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> HostMemory:
     """The host memory that a step needs; nothing if the model is not offloaded.
 
     Args:
         pipeline: the lowered pipeline.
         timing: of its schedule.
+        pipelining: the user's.
     """
     costs, setting = pipeline.main.costs, pipeline.main.lowered.setting
     if costs.on_host is None:
@@ -59,11 +64,12 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing) -> HostMemory:
     if pinned:
         weights, gradients = ([power_of_two(size) for size in of] for of in (weights, gradients))
     lengths = [len(order) for order in timing.schedule.orders]
-    return HostMemory(sum(weights), sum(gradients), buffer_bytes(timing.offloads, lengths, pinned))
+    values = buffer_bytes(timing.offloads, lengths, pinned)
+    return HostMemory(sum(weights), sum(gradients), values, pipelining.optimizer.bytes)
 
 
 def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | None:
-    """Bytes that a step may pin: as asked, or 80 % of what is available and the weights, which are there already.
+    """Bytes that a step may take: as asked, or 80 % of what is available and what is there already.
 
     Args:
         pipeline: any lowered pipeline of the model.
@@ -72,12 +78,17 @@ def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | N
     Returns:
         the bytes; ``None``: no limit, since the step is planned for another machine.
     """
-    if pipelining.host_budget is not None or pipelining.elsewhere:
-        return pipelining.host_budget
     costs = pipeline.main.costs
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
-    there = sum(size for number, size in sizes.items() if number in (costs.on_host or ()))
-    return int(_SHARE * psutil.virtual_memory().available) + there
+    weights = sum(size for number, size in sizes.items() if number in (costs.on_host or ()))
+    return host_budget_beside(weights, pipelining)
+
+
+def host_budget_beside(weights: int, pipelining: Pipelining) -> int | None:
+    """As :func:`host_budget_of`, for a model with so many bytes of weights."""
+    if pipelining.host_budget is not None or pipelining.elsewhere:
+        return pipelining.host_budget
+    return int(_SHARE * psutil.virtual_memory().available) + weights + pipelining.optimizer.allocated
 
 
 def check_host_memory(needed: HostMemory, budget: int | None) -> None:
@@ -92,12 +103,15 @@ def check_host_memory(needed: HostMemory, budget: int | None) -> None:
     """
     if budget is None or needed.total <= budget:
         return
-    values = f" and {bytes_text(needed.values)} for values that leave the devices" if needed.values else ""
+    parts = [f"{bytes_text(needed.weights)} for weights", f"{bytes_text(needed.gradients)} for gradients"]
+    if needed.values:
+        parts.append(f"{bytes_text(needed.values)} for values that leave the devices")
+    if needed.optimizer:
+        parts.append(f"{bytes_text(needed.optimizer)} for the optimizer's state and copies of parameters")
     less = "a larger memory_budget, so that fewer values leave, " if needed.values else ""
     raise HostMemoryError(
-        f"a step needs {needed.total} bytes ({bytes_text(needed.total)}) of pinned memory on the host: "
-        f"{bytes_text(needed.weights)} for weights, {bytes_text(needed.gradients)} for gradients{values}; the "
-        f"host_budget is {budget} bytes ({bytes_text(budget)}). Give {less}a smaller batch, or a host_budget of at "
-        "least that if the host has it.",
+        f"a step needs {needed.total} bytes ({bytes_text(needed.total)}) of memory on the host: "
+        f"{', '.join(parts[:-1])} and {parts[-1]}; the host_budget is {budget} bytes ({bytes_text(budget)}). Give "
+        f"{less}a smaller batch, or a host_budget of at least that if the host has it.",
         needed.total,
     )

@@ -99,7 +99,7 @@ def lower_pipeline(
         setting.costs.save()
     if pipelining.offloaded:
         timing = best.predict(pipelining.microbatches)
-        check_host_memory(host_memory_of(best, timing), host_budget_of(best, pipelining))
+        check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
     log.info("%s", best.main.lowered.plan)
     return best
 

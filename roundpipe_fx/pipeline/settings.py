@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
 from roundpipe_fx.schedules import Schedule
 
 __all__ = ["CHECKPOINTS", "LOSS_REDUCTIONS", "SCHEDULES", "Pipelining", "StepCompileState", "parse_pipelining"]
@@ -26,6 +27,7 @@ class StepCompileState:
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
         loss_reduction: how the microbatches' losses become the batch's in this step.
+        optimizer: host memory of the optimizer, if it is known.
         pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
         kept: how graphs are cut since microbatches of one step were cut differently (a ``Structure``), by whether
             gradients are computed.
@@ -35,6 +37,7 @@ class StepCompileState:
     forwards_before_backwards: bool = False
     offloaded: bool = False
     loss_reduction: str = "mean"
+    optimizer: OptimizerMemory = NO_OPTIMIZER
     pinned: Any = None
     kept: dict[bool, Any] = field(default_factory=dict)
 
@@ -56,8 +59,9 @@ class Pipelining:
         over_processes: whether each device is a process with the parameters of its own stages.
         replicas: how many such pipelines there are, with batches of their own.
         sharded: whether replicas share out parameters.
-        host_budget: bytes that an offloaded model's step may pin on the host; ``None``: a share of what is available
+        host_budget: bytes that an offloaded model's step may take on the host; ``None``: a share of what is available
             there, or no limit if the step is planned for elsewhere.
+        optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.
         budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages.
     """
@@ -72,6 +76,7 @@ class Pipelining:
     replicas: int = 1
     sharded: bool = False
     host_budget: int | None = None
+    optimizer: OptimizerMemory = NO_OPTIMIZER
     elsewhere: bool = False
     budget_has_weights: bool = False
 

@@ -9,7 +9,6 @@ this happens after the whole step, so a step that fails leaves no gradients behi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -43,10 +42,13 @@ from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
+from roundpipe_fx.pipeline.updating import updating
 from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
-from roundpipe_fx.runtime.pipeline_run import Finished, Span, run_pipeline
+from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeline
 from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
+from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
@@ -104,6 +106,7 @@ class Pipeline:
         compile_state: StepCompileState,
         splitting: Splitting,
         deferred_batch_norm: bool,
+        optimized: OptimizerParameters,
         processes: ProcessPipeline | None = None,
     ) -> None:
         self.settings = settings
@@ -111,6 +114,7 @@ class Pipeline:
         self._model = model
         self._compile_state = compile_state
         self._splitting = splitting
+        self._optimized = optimized
         self._deferred = deferred_batch_norm
         self._compile_function = compile_function
         self.compiled = self._compiled()
@@ -131,6 +135,8 @@ class Pipeline:
         loss_fn: Callable[..., Any] | None,
         return_outputs: bool,
         hand_over: bool = True,
+        optimizer: torch.optim.Optimizer | None = None,
+        synchronize: bool = True,
     ) -> Any:
         """See :meth:`roundpipe_fx.CompiledModule.forward_backward`.
 
@@ -142,6 +148,8 @@ class Pipeline:
             return_outputs: whether to return the model's outputs too.
             hand_over: whether gradients are passed to parameters and inputs now, or when the returned loss is
                 differentiated.
+            optimizer: steps within this step.
+            synchronize: whether to wait for its updates.
         """
         if not torch.is_grad_enabled():
             raise RuntimeError(
@@ -157,16 +165,18 @@ class Pipeline:
             losses = [loss_output(graph, loss_fn) for graph in captured.graphs]
             of_each = zip(captured.graphs, losses, captured.primals, weights, strict=True)
             tangents = [gradients_of_loss(*of_one) for of_one in of_each]
-            finished = self._run(captured, tangents, None, [])
-            gather(finished.gradients, splits)
-            total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
-            ready = receivers, captured.primals, finished.outputs, finished.gradients
-            if not hand_over:  # to the inputs as they were before the step updated them
-                total = loss_with_gradients(total, *ready)
-            outputs = self._answer(captured, finished.outputs)
-            if self._processes is not None and captured.averaged:
-                self._processes.replication.replace_unsynchronized()
-            hand_to_autograd(*ready)
+            within = self._updating(captured, optimizer, synchronize)
+            with within as updates:
+                finished = self._run(captured, tangents, None, [], updates)
+                gather(finished.gradients, splits)
+                total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
+                ready = receivers, captured.primals, finished.outputs, finished.gradients
+                if not hand_over:  # to the inputs as they were before the step updated them
+                    total = loss_with_gradients(total, *ready)
+                outputs = self._answer(captured, finished.outputs)
+                if self._processes is not None and captured.averaged:
+                    self._processes.replication.replace_unsynchronized()
+                hand_to_autograd(*ready)
         if not return_outputs:
             return self._returned(total)
         merged = merge([tree_map(detached, output) for _, output in outputs], self._splitting.outputs, weights)
@@ -180,6 +190,7 @@ class Pipeline:
             try:
                 captured, splits, weights = self._captured(make, (args, kwargs), forwards_before_backwards=True)
             except NothingCompiled as uncomputed:
+                self._optimized.updates.synchronize()
                 calls, _, weights = make()
                 outputs = [uncomputed.output, *(call() for call in calls[1:])]
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
@@ -373,6 +384,7 @@ class Pipeline:
         tangents: Sequence[Sequence[Any]],
         kinds: tuple[ActionKind, ...] | None,
         given: Sequence[dict[int, Any]],
+        updating: StepUpdates | None = None,
     ) -> Finished:
         scheduled = self._scheduled(captured, kinds)
         home = self._home(captured)
@@ -398,12 +410,22 @@ class Pipeline:
                 given,
                 on_host,
                 offloads=scheduled.offloads if on_host else (),
+                updates=self._optimized.updates,
+                updating=updating,
             )
         random_streams.finish(home, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
-        captured.graphs[0].measured[:] = [_joined(before, finished.spans)]
+        captured.graphs[0].measured[:] = [joined_spans(before, finished.spans)]
         return finished
+
+    def _updating(
+        self, captured: CapturedCalls, optimizer: torch.optim.Optimizer | None, synchronize: bool
+    ) -> contextlib.AbstractContextManager[StepUpdates | None]:
+        updatable: Collection[int] | None = None if self._offloaded is None else self._offloaded.tensors.keys()
+        if self._processes is not None:
+            updatable = ()  # their gradients are put together after the step
+        return updating(self._optimized, optimizer, synchronize, captured, updatable)
 
     def _instructions(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> list[list[Instruction]]:
         return self._scheduled(captured, kinds).instructions
@@ -467,13 +489,3 @@ def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
 
 def _shares(first: torch.Tensor, second: torch.Tensor) -> bool:
     return first.untyped_storage()._cdata == second.untyped_storage()._cdata
-
-
-def _joined(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
-    """The spans of a forward and of its backward, which ran later, as those of one step."""
-    if not before:
-        return after
-    return [
-        [*first, *(dataclasses.replace(span, base=first[0].base) if first else span for span in then)]
-        for first, then in zip(before, after, strict=True)
-    ]

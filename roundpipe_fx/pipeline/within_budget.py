@@ -99,7 +99,7 @@ def within_budget(
         limit = min(attempt.peak for attempt in tried)
     fitting = [attempt for attempt in tried if attempt.peak <= limit]
     if pipelining.offloaded:
-        fitting = _within_host(fitting, host_budget_of(first.pipeline, pipelining))
+        fitting = _within_host(fitting, pipelining, host_budget_of(first.pipeline, pipelining))
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None and least.peak > allowed:
@@ -135,9 +135,9 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
     )
 
 
-def _within_host(fitting: Sequence[Attempt], budget: int | None) -> list[Attempt]:
+def _within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int | None) -> list[Attempt]:
     """The attempts that the host has the memory for; if there is none, the one that needs least of it."""
-    needed = [host_memory_of(attempt.pipeline, attempt.timing).total for attempt in fitting]
+    needed = [host_memory_of(attempt.pipeline, attempt.timing, pipelining).total for attempt in fitting]
     if budget is None or not fitting:
         return list(fitting)
     within = [attempt for attempt, own in zip(fitting, needed, strict=True) if own <= budget]

@@ -116,8 +116,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned memory that an offloaded model's step needs on the host: its weights, their gradients, and
-        the values that leave the devices; 0 for other models."""
+        """Bytes that an offloaded model's step needs on the host: in pinned memory its weights, their gradients, and
+        the values that leave the devices; where the optimizer is known, its state and copies of parameters. 0 for other
+        models."""
         return self.pipeline.host_bytes if self.pipeline is not None else 0
 
     @property

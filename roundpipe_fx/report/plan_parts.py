@@ -120,6 +120,8 @@ class PlannedPipeline:
         host_weight_bytes: bytes of an offloaded model's weights on the host.
         host_gradient_bytes: bytes of their gradients on the host.
         host_value_bytes: bytes of the buffers on the host for values that leave the devices.
+        host_optimizer_bytes: bytes on the host of the optimizer's state and of copies of parameters that it steps,
+            where the optimizer is known.
     """
 
     schedule: str
@@ -137,8 +139,10 @@ class PlannedPipeline:
     host_weight_bytes: int = 0
     host_gradient_bytes: int = 0
     host_value_bytes: int = 0
+    host_optimizer_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes that an offloaded model's step needs on the host: weights, gradients, and values from the devices."""
-        return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes
+        """Bytes that an offloaded model's step needs on the host: weights, gradients, values from the devices, and what
+        the optimizer has, where it is known."""
+        return self.host_weight_bytes + self.host_gradient_bytes + self.host_value_bytes + self.host_optimizer_bytes

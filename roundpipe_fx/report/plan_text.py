@@ -127,9 +127,13 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
     if pipeline.sent_values:
         parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
         left = f", and {pipeline.sent_values} values ({bytes_text(pipeline.sent_bytes)}) to the host and back"
+    optimizer = ""
+    if pipeline.host_optimizer_bytes:
+        optimizer = f"; optimizer {bytes_text(pipeline.host_optimizer_bytes)}"
     return [
         f"the model is on the host: a step copies {bytes_text(pipeline.brought_bytes)} of it to the devices{left}; "
-        f"pinned on the host: {bytes_text(pipeline.host_bytes)} ({', '.join(parts)})",
+        f"pinned on the host: {bytes_text(pipeline.host_bytes - pipeline.host_optimizer_bytes)} "
+        f"({', '.join(parts)}){optimizer}",
     ]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -84,6 +84,10 @@ class DeviceStreams(Protocol):
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Start copying gradients to the host, where they may be read after :meth:`synchronize_copies`."""
+
+    def gradients_arrive(self) -> Callable[[], None]:
+        """A function that makes the host wait for the gradients that :meth:`offload_gradients` was given last, and for
+        all that was issued before."""
 
     def synchronize_copies(self) -> None:
         """Wait until all copies from and to the host have finished."""
@@ -160,6 +164,10 @@ class HostDeviceStreams:
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of gradients."""
         return [gradient.clone() for gradient in gradients]
+
+    def gradients_arrive(self) -> Callable[[], None]:
+        """Nothing to wait for."""
+        return lambda: None
 
     def synchronize_copies(self) -> None:
         """Nothing to wait for."""
@@ -334,6 +342,11 @@ class AcceleratorDeviceStreams:
         self._left = self.outgoing.record_event()
         self._leaving.extend(gradients)
         return copies
+
+    def gradients_arrive(self) -> Callable[[], None]:
+        """Waits for the event behind the copies, which are behind all that the compute stream was given."""
+        event: torch.Event = self._left
+        return event.synchronize
 
     def synchronize_copies(self) -> None:
         """Called in the caller's thread after a step: the host waits for both copy streams."""

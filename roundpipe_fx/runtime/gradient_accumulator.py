@@ -54,6 +54,10 @@ class GradientAccumulator:
         self._own.discard(owner)
         return self.tensors.pop(owner), own
 
+    def parts_of(self, owner: int) -> list[tuple[torch.Tensor, bool]]:
+        """As :meth:`release`, in a list, which is empty if there is no gradient."""
+        return [self.release(owner)] if owner in self.tensors else []
+
     def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
         """Remove and return the accumulated gradients of some owners."""
         found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}

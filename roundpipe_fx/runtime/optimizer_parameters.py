@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import nn
 
+from roundpipe_fx.runtime.optimizer_memory import OptimizerMemory, optimizer_memory
+from roundpipe_fx.runtime.stage_updates import StageUpdates
 from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["OptimizerCtx", "OptimizerParameters", "in_optimizer_context"]
@@ -62,6 +64,9 @@ class OptimizerParameters:
         model: the model.
         dtype: dtype of the copies. ``None``: no copies; the optimizer works on the model's own parameters.
 
+    Attributes:
+        updates: updates of parameters that are on their way.
+
     Raises:
         TypeError: ``dtype`` is not a floating-point dtype.
     """
@@ -70,6 +75,7 @@ class OptimizerParameters:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise TypeError(f"optim_dtype must be a floating-point dtype like torch.float32, or None, not {dtype!r}.")
         self.dtype = dtype
+        self.updates = StageUpdates()
         self._model = model
         self._copies: dict[str, nn.Parameter] = {}
         self._worker: ThreadPoolExecutor | None = None
@@ -90,11 +96,34 @@ class OptimizerParameters:
             self._copies[name] = nn.Parameter(parameter.detach().to(self.dtype, copy=True))
         return self._copies[name]
 
-    def step(self, step_fn: Callable[..., Any], is_async: bool, *args: Any, **kwargs: Any) -> None:
+    def targets(self, optimizer: torch.optim.Optimizer) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """The parameters that an optimizer steps, as the model's parameter and what the optimizer has in its place, by
+        identity of the model's.
+
+        Raises:
+            RuntimeError: the optimizer has parameters of the model of which there are copies for it.
+        """
+        named = dict(self._model.named_parameters())
+        own = {id(copy): named[name] for name, copy in self._copies.items()}
+        pairs = [(own.get(id(one), one), one) for group in optimizer.param_groups for one in group["params"]]
+        if self.dtype is not None:
+            names = {id(parameter): name for name, parameter in named.items()}
+            for parameter, target in pairs:
+                if parameter is target and id(parameter) in names:
+                    raise RuntimeError(_NO_COPY.format(names[id(parameter)], "is the optimizer's"))
+        return {id(parameter): (parameter, target) for parameter, target in pairs if target.requires_grad}
+
+    def memory_of(self, optimizer: torch.optim.Optimizer) -> OptimizerMemory:
+        """The host memory of an optimizer of these parameters."""
+        return optimizer_memory(optimizer, {id(parameter) for parameter in self._model.parameters()})
+
+    def step(
+        self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any
+    ) -> None:
         """Move gradients to the optimizer parameters, run ``step_fn``, and copy the results back.
 
         Args:
-            step_fn: steps the optimizer.
+            step_fn: steps the optimizer; or the optimizer, which then steps and clears its gradients.
             is_async: whether ``step_fn`` runs in another thread. Its results are then copied back at the next step.
             *args: passed to ``step_fn``.
             **kwargs: passed to ``step_fn``.
@@ -103,6 +132,8 @@ class OptimizerParameters:
             RuntimeError: a parameter has a gradient, but its optimizer parameter was never requested.
         """
         self._wait()
+        if isinstance(step_fn, torch.optim.Optimizer):
+            step_fn = _stepping(step_fn)
         if self.dtype is None:
             step_fn(*args, **kwargs)
             return
@@ -135,18 +166,17 @@ class OptimizerParameters:
         self._copy_back()
 
     def _wait(self) -> None:
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        self.updates.synchronize()
+        if self._pending is not None:
+            wait([self._pending])  # an interrupt here leaves it pending
+            pending, self._pending = self._pending, None
             pending.result()
 
     def _move_gradients(self) -> None:
         parameters = dict(self._model.named_parameters())
         for name, parameter in parameters.items():
             if parameter.grad is not None and name not in self._copies:
-                raise RuntimeError(
-                    f"parameter {name!r} has a gradient, but no optimizer was given its copy: create the optimizer "
-                    "from optim_parameters(), or inside OptimizerCtx(), after requires_grad is set."
-                )
+                raise RuntimeError(_NO_COPY.format(name, "has a gradient"))
         for name, copy in self._copies.items():
             parameter = parameters[name]
             if parameter.grad is None:
@@ -176,3 +206,17 @@ class OptimizerParameters:
         for name, parameter in self._model.named_parameters():
             if name in saved or name in self._copies:
                 self._copy(name, parameter).copy_(saved.get(name, parameter))
+
+
+_NO_COPY = (
+    "parameter {!r} {}, but no optimizer was given its copy: create the optimizer from optim_parameters(), or inside "
+    "OptimizerCtx(), after requires_grad is set."
+)
+
+
+def _stepping(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

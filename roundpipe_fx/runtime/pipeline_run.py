@@ -7,6 +7,7 @@ unchanged.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -16,19 +17,21 @@ from typing import Any
 import torch
 
 from roundpipe_fx.runtime.buffer_versions import BufferVersions
+from roundpipe_fx.runtime.complete_gradients import CompleteGradients
 from roundpipe_fx.runtime.device_streams import DeviceStreams
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.mailbox import Mailboxes, Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, Source, last_uses
 from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
 from roundpipe_fx.runtime.random_streams import RandomStream, drawing
+from roundpipe_fx.runtime.stage_updates import StageUpdates, StepUpdates
 from roundpipe_fx.runtime.transport import Transport
 from roundpipe_fx.runtime.value_offloading import OffloadSteps, ValueOffloading
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import Action
 from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
 
-__all__ = ["Finished", "Span", "run_pipeline"]
+__all__ = ["Finished", "Span", "joined_spans", "run_pipeline"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,16 @@ class Span:
             return self.start - self.base, self.end - self.base
         self.end.synchronize()
         return self.base.elapsed_time(self.start) * 1e-3, self.base.elapsed_time(self.end) * 1e-3
+
+
+def joined_spans(before: list[list[Span]], after: list[list[Span]]) -> list[list[Span]]:
+    """The spans of a forward and of its backward, which ran later, as those of one step."""
+    if not before:
+        return after
+    return [
+        [*first, *(dataclasses.replace(span, base=first[0].base) if first else span for span in then)]
+        for first, then in zip(before, after, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ def run_pipeline(
     on_host: Collection[int] = (),
     transport: Transport | None = None,
     offloads: Sequence[Mapping[int, OffloadSteps]] = (),
+    updates: StageUpdates | None = None,
+    updating: StepUpdates | None = None,
 ) -> Finished:
     """Run instructions and wait until they are done.
 
@@ -99,9 +114,11 @@ def run_pipeline(
             during residency windows, and gradients are copied to the host.
         transport: carries messages between devices; ``None``: the devices are these workers.
         offloads: for each device, which values leave for the host and come back; empty: none.
+        updates: updates of an earlier step that may still run. Who reads a parameter waits for its update.
+        updating: the updates of this step, which begin once gradients are complete; ``None``: it has none.
 
     Returns:
-        outputs, gradients, values for a later run, and times.
+        outputs, gradients that were not applied, values for a later run, and times.
 
     Raises:
         BaseException: raised by a stage, with its traceback. No gradient has been handed out then.
@@ -117,6 +134,8 @@ def run_pipeline(
         on_host=on_host,
         transport=transport or Mailboxes(workers.all_device_streams),
         offloads=offloads,
+        updates=updates,
+        updating=updating,
     )
     for device_streams in workers.all_device_streams:
         device_streams.prepare(run.caller_device, workers.devices)
@@ -161,6 +180,8 @@ class _PipelineRun:
         on_host: Collection[int],
         transport: Transport,
         offloads: Sequence[Mapping[int, OffloadSteps]],
+        updates: StageUpdates | None,
+        updating: StepUpdates | None,
     ) -> None:
         self._all_device_streams = workers.all_device_streams
         self._instructions = instructions
@@ -196,7 +217,9 @@ class _PipelineRun:
             prefetch_steps_of(own, primals, on_host) for own in instructions if on_host
         ]
         self._offloads = offloads
-        self._at_host: list[list[tuple[int, torch.Tensor]]] = [[] for _ in workers.all_device_streams]
+        self._at_host: list[dict[int, list[torch.Tensor]]] = [{} for _ in workers.all_device_streams]
+        self._updates = updates
+        self._complete = CompleteGradients(instructions, programs, primals, updating) if updating is not None else None
         self._spans: list[list[Span]] = [[] for _ in workers.all_device_streams]
         self._began = time.perf_counter()
         self._running = len(workers.all_device_streams)
@@ -263,7 +286,7 @@ class _PipelineRun:
                 raise Stopped
             offloading.leave(place)
             if place in prefetch_steps:
-                self._prefetch(device, device_streams, prefetch_steps[place])
+                self._prefetch(device, device_streams, prefetch_steps[place], place)
             offloading.reload(place)
             self.transport.before(device, place)
             batch = instruction.action.microbatch
@@ -272,6 +295,8 @@ class _PipelineRun:
             for step in instruction.receives:
                 own.update(self.transport.receive(device, step, batch))
             code = instruction.code
+            if self._updates is not None:
+                self._updates.wait_for(id(self._primals[batch][number]) for number in code.reads)
             if self._inherits:
                 _inherit(device_streams, own, code.inputs)
             # A dying value leaves the dictionary, so that the argument list, which the stage clears, holds the last
@@ -299,15 +324,28 @@ class _PipelineRun:
             del arguments, results  # before peers are woken, whose planned memory assumes that these are freed
             self.transport.send(device, instruction, messages)
             self.transport.accumulated(device, place, self._sums[device])
+            if self._complete is not None and not self._on_host:
+                self._complete.passed(device, place + 1, self._sums[device].parts_of, lambda: _there)
         self.transport.before(device, len(instructions))
         if prefetch_steps:
-            self._prefetch(device, device_streams, prefetch_steps[len(instructions)])
+            self._prefetch(device, device_streams, prefetch_steps[len(instructions)], len(instructions))
 
-    def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep) -> None:
+    def _prefetch(self, device: int, device_streams: DeviceStreams, prefetch_step: PrefetchStep, place: int) -> None:
         """Between two residency windows: offload gradients, free copies of host tensors and prefetch others."""
         left = self._sums[device].remove(self._on_host)
-        self._at_host[device] += zip(left, device_streams.offload_gradients([*left.values()]), strict=True)
+        at_host = self._at_host[device]
+        for owner, part in zip(left, device_streams.offload_gradients([*left.values()]), strict=True):
+            at_host.setdefault(owner, []).append(part)
         del left
+        if self._complete is not None:
+            self._complete.passed(
+                device,
+                place,
+                lambda owner: [(part, True) for part in at_host.pop(owner, [])],
+                device_streams.gradients_arrive,
+            )
+        if self._updates is not None:
+            self._updates.wait_for(id(value) for value in (*prefetch_step.first, *prefetch_step.ahead))
         if prefetch_step.first:
             device_streams.exchange((), prefetch_step.first)
         device_streams.exchange(prefetch_step.drops, prefetch_step.ahead)
@@ -357,8 +395,9 @@ class _PipelineRun:
         total = GradientAccumulator()
         for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
             sums.move(total, device_streams.to_caller)
-        for owner, part in (found for parts in self._at_host for found in parts):
-            total.add(owner, part, own=True)
+        for owner, parts in (found for at_host in self._at_host for found in at_host.items()):
+            for part in parts:
+                total.add(owner, part, own=True)
         gradients = total.tensors
         for key, value in self._left_gradients:
             value = value.cpu() if key in self._on_host else self._all_device_streams[0].to_caller(value)
@@ -414,6 +453,10 @@ class _Left:
     """
 
     value: Any
+
+
+def _there() -> None:
+    """Waits for gradients that are on the host."""
 
 
 def _caller_device_of(primals: Sequence[Sequence[Any]], workers: Workers) -> torch.device:

@@ -78,6 +78,7 @@ from roundpipe_fx.torch_private.modes import (
     set_dispatch_mode_flags,
     without_modes,
 )
+from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
 from roundpipe_fx.torch_private.process_groups import default_store, group_timeout
 from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
@@ -158,6 +159,7 @@ __all__ = [
     "mutated_inputs",
     "note_count",
     "note_counts",
+    "note_optimizer_step",
     "number_hint",
     "parts_sharded_alone",
     "passed_through",
@@ -176,6 +178,7 @@ __all__ = [
     "size_binding",
     "size_hint",
     "spell_out_lstm",
+    "step_is_watched",
     "top_saved_tensor_hooks",
     "traced_forward_call",
     "traces",

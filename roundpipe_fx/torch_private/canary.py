@@ -110,6 +110,8 @@ SPELLED: Mapping[str, tuple[str, ...]] = {
         "self.mesh_info",
     ),
     "torch.distributed.fsdp._fully_shard._fsdp_state": ("_fsdp_param_group",),
+    "torch.optim.lr_scheduler": ("_opt_called", "_wrapped_by_lr_sched"),
+    "torch.optim.optimizer": ("self._optimizer_step_post_hooks", "self._optimizer_step_pre_hooks"),
     "torch._functorch._aot_autograd.runtime_wrappers": ("class CompiledFunction(torch.autograd.Function)",),
     "torch._inductor.compile_fx": ("original_output_strides", "user_visible_output_idxs"),
 }

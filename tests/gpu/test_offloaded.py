@@ -329,6 +329,36 @@ def test_a_failing_step_leaves_the_model_where_it_is_and_the_next_one_works() ->
         torch.testing.assert_close(own.grad, other.grad)
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "synchronize"),
+    [("tied_transformer", None, False), ("unet", torch.float64, True), ("encoder_decoder", torch.float64, False)],
+)
+def test_an_optimizer_on_the_host_within_the_step(name: str, dtype: torch.dtype | None, synchronize: bool) -> None:
+    make, make_batch, _ = GOLDEN[name]
+    torch.manual_seed(0)
+    model = make()
+    batch = {key: torch.cat([value] * 2) for key, value in make_batch().items()}
+    for devices in _devices():
+        trained = []
+        for within in (True, False):
+            own = copy.deepcopy(model)
+            compiled = roundpipe_fx.compile(
+                own, devices=devices, num_microbatches=2, stage_compiler="eager", optim_dtype=dtype
+            )
+            optimizer = torch.optim.AdamW(compiled.optim_parameters(), 0.01, fused=dtype is None)
+            torch.manual_seed(0)
+            for _ in range(4):
+                if within:
+                    compiled.forward_backward(**batch, optimizer=optimizer, synchronize=synchronize)
+                else:
+                    compiled.forward_backward(**batch)
+                    compiled.step(optimizer)
+            compiled.synchronize()
+            trained.append([*own.parameters(), *compiled.optim_parameters()])
+        for left, right in zip(*trained, strict=True):
+            assert torch.equal(left, right) and left.grad is right.grad is None
+
+
 def test_half_of_a_model_elsewhere_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1).cuda())
     compiled = roundpipe_fx.compile(model, devices=["cuda:0"], num_microbatches=1)

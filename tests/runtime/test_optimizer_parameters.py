@@ -10,6 +10,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx import OptimizerCtx
+from roundpipe_fx.runtime import optimizer_parameters
 
 
 def make(optim_dtype: torch.dtype | None = torch.float32) -> roundpipe_fx.CompiledModule:
@@ -142,6 +143,51 @@ def test_asynchronous_steps_are_one_step_behind() -> None:
     with pytest.raises(KeyError, match="broken"):
         model.synchronize()
     model.synchronize()  # it was told once
+
+
+def test_an_optimizer_steps_and_clears_its_gradients() -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-3)
+    for step in range(3):
+        backward(model, step)
+        model.step(optimizer, is_async=step == 1)
+        model.synchronize()
+    assert_equal(model.parameters(), reference(3)[0])
+    assert all(p.grad is None for p in (*model.parameters(), *model.optim_parameters()))
+
+
+def test_an_interrupt_while_waiting_for_an_asynchronous_step_leaves_it_pending(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-3)
+    backward(model)
+    go = threading.Event()
+    model.step(lambda: (go.wait(10), optimizer.step()), is_async=True)
+    with monkeypatch.context() as patch:
+
+        def interrupted(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(optimizer_parameters, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.synchronize()
+    go.set()
+    model.synchronize()
+    assert_equal(model.parameters(), reference(1)[0])
+
+
+def test_an_asynchronous_step_that_is_interrupted_keeps_its_gradients_for_the_next() -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.optim_parameters(), lr=1e-3)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    backward(model, 0)
+    model.step(interrupted, is_async=True)
+    with pytest.raises(KeyboardInterrupt):
+        model.step(optimizer)
+    model.step(optimizer)
+    assert_equal(model.parameters(), reference(1)[0])
 
 
 def test_state_dict_round_trips_keep_both() -> None:

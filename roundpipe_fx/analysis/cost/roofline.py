@@ -156,7 +156,9 @@ def _share_of_scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     """
     if not isinstance(target, torch._ops.OpOverload):
         return 1.0
-    named = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | kwargs
+    named = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | dict(
+        kwargs
+    )
     if not named.get("is_causal"):
         return 1.0
     queries, keys = named["query"][-2], named["key"][-2]

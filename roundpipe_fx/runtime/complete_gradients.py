@@ -1,0 +1,127 @@
+"""Complete gradients: finds the moment of a step at which a parameter can be updated.
+
+That is when its last gradient has been added up and nothing of the step reads it any more: neither an action of any
+device, nor one that reads a view of its memory. Updates of offloaded parameters also wait until gradients have been
+copied to the host; a copy of the parameter to the device precedes what has computed the gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.runtime.stage_updates import StepUpdates
+
+__all__ = ["CompleteGradients", "updatable_in_step"]
+
+Parts = list[tuple[torch.Tensor, bool]]
+
+
+def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]) -> Collection[int]:
+    """Identities of the primals that may be updated before a step ends.
+
+    Not those whose memory outlives their last reader: because the step returns or updates it, or because another primal
+    shares it. And not those whose gradient no action computes, since it is an input itself.
+
+    Args:
+        programs: program of each microbatch.
+        primals: for each microbatch, the inputs of the forward.
+    """
+    found: set[int] = set()
+    outside: set[int] = set()
+    tensors: dict[int, torch.Tensor] = {}
+    for program, own in zip(programs, primals, strict=True):
+        tensors.update({id(value): value for value in own if isinstance(value, torch.Tensor)})
+        for gradient in program.gradients:
+            if gradient.source is not None:
+                (found if gradient.source.kind == "value" else outside).add(id(own[gradient.primal]))
+        outside.update(id(own[number]) for number in program.mutations.values())
+        for source in program.outputs:
+            if source is not None and source.kind == "primal":
+                outside.add(id(own[source.index]))
+            elif source is not None and source.index in program.views:
+                outside.add(id(own[program.views[source.index]]))
+    sharing = Counter(value.untyped_storage()._cdata for value in tensors.values())
+    outside.update(key for key, value in tensors.items() if sharing[value.untyped_storage()._cdata] > 1)
+    return found - outside
+
+
+class CompleteGradients:
+    """Tells the optimizer of a step which gradients are complete.
+
+    Args:
+        instructions: instructions of each device.
+        programs: program of each microbatch.
+        primals: for each microbatch, the inputs of the forward.
+        updates: the optimizer's updates.
+    """
+
+    def __init__(
+        self,
+        instructions: Sequence[Sequence[Instruction]],
+        programs: Sequence[PipelineProgram],
+        primals: Sequence[Sequence[Any]],
+        updates: StepUpdates,
+    ) -> None:
+        self._updates = updates
+        self._lock = threading.Lock()
+        self._parts: dict[int, list[Parts]] = {key: [[] for _ in instructions] for key in updates.keys}
+        self._waits: dict[int, list[Callable[[], None]]] = {key: [] for key in updates.keys}
+        self._devices: Counter[int] = Counter()
+        self._last: list[list[tuple[int, int]]] = []
+        for own in instructions:
+            last: dict[int, int] = {}
+            for place, instruction in enumerate(own):
+                batch = instruction.action.microbatch
+                for key in _touched(instruction, programs[batch], primals[batch]):
+                    if key in updates.keys:
+                        last[key] = place
+            self._devices.update(last.keys())
+            self._last.append(sorted(((place, key) for key, place in last.items()), key=lambda own: -own[0]))
+
+    def passed(
+        self, device: int, place: int, take: Callable[[int], Parts], wait: Callable[[], Callable[[], None]]
+    ) -> None:
+        """Tell of what a device has done; called by its worker.
+
+        Args:
+            device: number of the device.
+            place: position of its next instruction.
+            take: removes and returns what it has of a gradient, by identity of the primal.
+            wait: returns a function that waits until that has arrived on the host.
+        """
+        last, keys = self._last[device], []
+        while last and last[-1][0] < place:
+            keys.append(last.pop()[1])
+        if not keys:
+            return
+        arrived = wait()
+        complete = []
+        with self._lock:
+            for key in keys:
+                self._parts[key][device] = take(key)
+                self._waits[key].append(arrived)
+                self._devices[key] -= 1
+                if not self._devices[key]:
+                    complete.append(key)
+        if complete:
+            waits = {id(own): own for key in complete for own in self._waits[key]}
+            # In the order of the devices, as without an optimizer: sums have the same bits.
+            gradients = {key: [part for parts in self._parts.pop(key) for part in parts] for key in complete}
+            self._updates.submit(gradients, [*waits.values()])
+
+
+def _touched(instruction: Instruction, program: PipelineProgram, primals: Sequence[Any]) -> Iterator[int]:
+    """Identities of the primals that an action reads, or whose gradient it adds to."""
+    code = instruction.code
+    for number in (*code.reads, *code.views):
+        yield id(primals[number])
+    added = [number for _, number in (*instruction.gradients, *instruction.sums)]
+    added += [source.index for source in code.inputs if source.kind == "sum"]
+    for number in added:
+        yield id(primals[program.gradients[number].primal])

@@ -1,0 +1,80 @@
+"""Host memory of an optimizer: its state, and copies of parameters that it steps in their place.
+
+State is allocated at the first step. Before that its size is that of the state which an optimizer of the same class and
+with the same hyperparameters makes for a parameter of a few elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from roundpipe_fx.runtime.stage_updates import is_by_parameter, settings_of_group, updates_by_parameter
+
+__all__ = ["NO_OPTIMIZER", "OptimizerMemory", "optimizer_memory", "sum_of"]
+
+_ELEMENTS = 7
+"""Of the parameter from which states are extrapolated; no scalar that is part of a state has so many."""
+
+
+class OptimizerMemory(NamedTuple):
+    """Bytes of an optimizer on the host.
+
+    Attributes:
+        bytes: of its state and of copies of parameters, and their gradients, once it has stepped.
+        allocated: how many of these are allocated already.
+    """
+
+    bytes: int
+    allocated: int
+
+
+NO_OPTIMIZER = OptimizerMemory(0, 0)
+
+
+def sum_of(parts: Iterable[OptimizerMemory]) -> OptimizerMemory:
+    """The host memory of several optimizers."""
+    parts = [*parts]
+    return OptimizerMemory(sum(own.bytes for own in parts), sum(own.allocated for own in parts))
+
+
+def optimizer_memory(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> OptimizerMemory:
+    """The host memory of an optimizer.
+
+    The state of a class that is not one of ``torch.optim``'s is known only after its first step.
+
+    Args:
+        optimizer: the optimizer.
+        parameters: identities of the model's parameters; others that it has on the host are copies.
+    """
+    total = allocated = 0
+    known = is_by_parameter(optimizer)
+    copies = largest = 0
+    for group in optimizer.param_groups:
+        per_element: dict[torch.dtype, int] = {}
+        for one in (one for one in group["params"] if one.requires_grad and one.device.type in ("cpu", "meta")):
+            if id(one) not in parameters:
+                copies, largest = copies + one.nbytes, max(largest, one.nbytes)
+                allocated += one.nbytes
+            if optimizer.state.get(one):
+                there = sum(value.nbytes for value in optimizer.state[one].values() if isinstance(value, torch.Tensor))
+                total, allocated = total + there, allocated + there
+            elif known:
+                if one.dtype not in per_element:
+                    per_element[one.dtype] = _state_per_element(optimizer, group, one.dtype)
+                total += per_element[one.dtype] * one.numel()
+    # Gradients of copies exist one at a time, or all together.
+    return OptimizerMemory(total + copies + (largest if updates_by_parameter(optimizer) else copies), allocated)
+
+
+def _state_per_element(optimizer: torch.optim.Optimizer, group: dict[str, object], dtype: torch.dtype) -> int:
+    """Bytes of state for each element of a parameter that has had none."""
+    one = nn.Parameter(torch.zeros(_ELEMENTS, dtype=dtype, device="cpu"))
+    one.grad = torch.zeros_like(one)
+    sample = type(optimizer)([{**settings_of_group(group), "params": [one]}])  # type: ignore[call-arg]
+    sample.step()
+    values = [value for value in sample.state[one].values() if isinstance(value, torch.Tensor)]
+    return sum(value.element_size() for value in values if value.numel() == _ELEMENTS)
