@@ -63,7 +63,7 @@ def largest_batch(
     return search.best
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Search:
     """What is known after some probes.
 
