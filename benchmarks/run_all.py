@@ -18,6 +18,7 @@ BENCHMARKS = (
     "pipeline",
     "pipeline_memory",
     "offloaded",
+    "host_optimizer",
     "processes",
     "tiling",
 )
