@@ -9,6 +9,7 @@ What is tried so depends on the budget. The least budget that an error names has
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ _GAIN = 0.999
 
 _Kind: TypeAlias = tuple[Any, ...]
 """The same for regions that do the same on the same shapes."""
+_Tiles: TypeAlias = frozenset[tuple[_Kind, int]]
+"""Kinds with their number of tiles."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,18 +114,20 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
     """
     kinds = _Kinds(joint, steps)
     try:
-        return _planned(joint, tiling, budget, steps, kinds)
+        return _planned(tiling, budget, steps, kinds)
     except UnmetError as error:
         unmet = error
+    assert unmet.chosen is not None
+    asked = unmet.chosen.limit
     while True:
         # For another budget, other tiles are tried.
         try:
-            _planned(joint, tiling, math.ceil(unmet.needs.bytes / steps.share), steps, kinds)
+            _planned(tiling, math.ceil(unmet.needs.bytes / steps.share), steps, kinds)
             break
         except UnmetError as error:
             unmet = error
     assert unmet.chosen is not None
-    refused = refusal(unmet.chosen, unmet.needs.bytes, budget)
+    refused = refusal(dataclasses.replace(unmet.chosen, limit=asked), unmet.needs.bytes, budget)
     refused.wants_sizes = tiling != "never" and bool(input_sizes(joint.module))
     raise refused
 
@@ -145,7 +150,7 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
         ]
 
 
-def _planned(joint: JointGraph, tiling: str | None, budget: int | float, steps: TilingSteps, kinds: _Kinds) -> Lowered:
+def _planned(tiling: str | None, budget: int | float, steps: TilingSteps, kinds: _Kinds) -> Lowered:
     """A plan within the budget.
 
     Raises:
@@ -153,42 +158,42 @@ def _planned(joint: JointGraph, tiling: str | None, budget: int | float, steps: 
     """
     limit = int(budget * steps.share) if isinstance(budget, int) and tiling != "never" else None
     try:
-        untiled = steps.planned(joint, budget, limit)
+        untiled = kinds.planned({}, budget, limit)
     except UnmetError as error:
         if limit is None:
             raise
-        return _in_tiles_either_way(kinds, error, int(budget), limit, steps)
+        return _in_tiles_either_way(kinds, error, int(budget), limit)
     if tiling != "auto" or not isinstance(untiled.chosen, Chosen) or not untiled.recompute_seconds:
         return untiled
     unmet = UnmetError(Needs.of_plan(untiled.chosen, untiled.plan.peak_bytes), untiled.chosen)
     try:
-        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), untiled.chosen.limit, steps)
+        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), untiled.chosen.limit)
     except UnmetError:
         return untiled
     return min(untiled, tiled, key=lambda lowered: sum(lowered.seconds.values()))
 
 
-def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: TilingSteps) -> Lowered:
+def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowered:
     """A plan within the budget in few tiles; else from where no tiles lower what any operation needs.
 
     Arguments and errors as for :func:`_in_tiles`.
     """
     try:
-        return _in_tiles(kinds, unmet, budget, limit, steps)
+        return _in_tiles(kinds, unmet, budget, limit)
     except UnmetError as error:
         first = error
     if not kinds.exist:
         raise first
     try:
         try:
-            return steps.planned(kinds.tiled({}), budget, 0)
+            return kinds.planned({}, budget, 0)
         except UnmetError as error:
-            return _in_tiles(kinds, error, budget, 0, steps)
+            return _in_tiles(kinds, error, budget, 0)
     except UnmetError as error:
         raise min(first, error, key=lambda error: error.needs.bytes) from None
 
 
-def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: TilingSteps) -> Lowered:
+def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowered:
     """The first plan within the budget, in more and more tiles.
 
     Args:
@@ -196,7 +201,6 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: 
         unmet: what binds without tiles.
         budget: bytes.
         limit: while one operation needs more bytes, no plan is searched for unless that is so in any tiles.
-        steps: how graphs are made and planned.
 
     Raises:
         UnmetError: there is none; of all that was tried the one that needs least.
@@ -212,7 +216,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: 
             tried[kind] = kinds.more_tiles(kind, tiles.get(kind), lowest.needs, limit)
         try:
             bounded = kind is not None and lowest.chosen is None
-            return steps.planned(kinds.tiled(tried), budget, limit if bounded else None)
+            return kinds.planned(tried, budget, limit if bounded else None)
         except UnmetError as error:
             alike = (error.chosen is None) == (lowest.chosen is None)
             if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:
@@ -226,7 +230,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int, steps: 
 
 
 class _Kinds:
-    """The regions of a graph by kind, found as far as they are asked for.
+    """The regions of a graph by kind, found as far as they are asked for, and what is known of plans in tiles.
 
     Args:
         joint: an annotated graph; not changed.
@@ -235,6 +239,12 @@ class _Kinds:
 
     def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
         self._joint, self._steps = joint, steps
+        self._least: dict[_Tiles, UnmetError] = {}
+        """What one operation needs alone; found where it is more than a limit."""
+        self._fitting: dict[_Tiles, int] = {}
+        """The least limit that no operation alone was found to exceed."""
+        self._lowest: dict[_Tiles, UnmetError] = {}
+        """The lowest peak of a plan; which that is does not depend on the budget."""
 
     @functools.cached_property
     def _graph(self) -> JointGraph:
@@ -257,13 +267,36 @@ class _Kinds:
         """Number of rows."""
         return self._of(kind)[0].rows
 
-    def tiled(self, tiles: Mapping[_Kind, int]) -> JointGraph:
-        """The graph with kinds in so many tiles; with none, as it was."""
-        if not tiles:
-            return self._joint
-        return self._steps.tiled(
-            self._graph, [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
-        )
+    def planned(self, tiles: Mapping[_Kind, int], budget: int | float, limit: int | None) -> Lowered:
+        """A plan for a budget, with kinds in so many tiles.
+
+        Args:
+            tiles: by kind; none: the graph as it was.
+            budget: bytes or a share.
+            limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
+
+        Raises:
+            UnmetError: no plan stays within it. One that is known not to is not searched for again.
+        """
+        key = frozenset(tiles.items())
+        least, lowest = self._least.get(key), self._lowest.get(key)
+        if limit is not None and least is not None and least.needs.bytes > limit:
+            raise least
+        is_searched = limit is None or least is not None or limit >= self._fitting.get(key, math.inf)
+        if lowest is not None and is_searched and budget * self._steps.share < lowest.needs.bytes:
+            raise lowest
+        regions = [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
+        graph = self._steps.tiled(self._graph, regions) if tiles else self._joint
+        try:
+            return self._steps.planned(graph, budget, limit)
+        except UnmetError as error:
+            if error.chosen is None:
+                self._least[key] = error
+            else:
+                self._lowest[key] = error
+                if limit is not None:
+                    self._fitting[key] = min(limit, self._fitting.get(key, limit))
+            raise
 
     def binding(self, needs: Needs, done: Collection[_Kind]) -> _Kind | None:
         """The kind that holds most of what binds, but for some; ``None``: none holds any."""

@@ -174,6 +174,23 @@ def test_logits_that_are_returned() -> None:
     assert torch.allclose(compiled(**given)["logits"], model(**given)["logits"], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_plan_counts_logits_that_are_returned_until_the_backward_ends(held: bool) -> None:
+    """No kernel needs as much for itself: a caller that lets go of them has so many bytes less than were planned."""
+    given = batch()
+    model = WithLogits().double()
+    compiled = roundpipe_fx.compile(model, memory_budget=minimum(model, given, tiling="never"), tiling="never")
+    compiled(**given)["loss"].backward()
+    model.zero_grad()
+    with roundpipe_fx.measure_peak("cpu") as peak:
+        outputs = compiled(**given)
+        loss = outputs["loss"]
+        if not held:
+            del outputs
+        loss.backward()
+    assert peak.bytes == compiled.plan.peak_bytes - (0 if held else 64 * WORDS * 8)
+
+
 @pytest.mark.long
 def test_logits_that_are_differentiated() -> None:
     given = batch()

@@ -77,6 +77,22 @@ def test_no_plan_is_searched_for_below_what_one_operation_needs(monkeypatch: pyt
     assert is_tiled(compiled) and len(searched) == 1
 
 
+def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowest peak of a graph with some regions in tiles does not depend on the budget."""
+    peaks: list[int] = []
+    choose = lower.choose
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        chosen = choose(*args, **kwargs)
+        if not chosen.fits:
+            peaks.append(chosen.candidate.peak.bytes)
+        return chosen
+
+    monkeypatch.setattr(lower, "choose", counted)
+    minimum(HeadAndMLP(), _batch())
+    assert peaks and len(peaks) == len(set(peaks))
+
+
 @pytest.mark.long
 def test_what_an_error_names_is_met_from_wherever_it_was_asked() -> None:
     """Which tiles are tried depends on the budget, so errors for several budgets may name several minima."""
@@ -88,6 +104,7 @@ def test_what_an_error_names_is_met_from_wherever_it_was_asked() -> None:
         with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as refused:
             roundpipe_fx.compile(model, memory_budget=budget)(**batch)
         assert refused.value.minimum > budget
+        assert str(refused.value).startswith(f"memory_budget of {budget} bytes")
         named.add(refused.value.minimum)
     for budget in named:
         torch._dynamo.reset()
