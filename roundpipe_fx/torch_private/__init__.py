@@ -25,6 +25,7 @@ from roundpipe_fx.torch_private.aot import (
 )
 from roundpipe_fx.torch_private.autograd import (
     detached_with_version,
+    graph_is_kept,
     in_backward,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
@@ -52,6 +53,7 @@ from roundpipe_fx.torch_private.dynamo import (
     PassedThrough,
     UserLine,
     checkpoint_body,
+    compiled_in_place_by_us,
     enter_around_compilations,
     forget_compiled,
     graph_break,
@@ -121,6 +123,7 @@ __all__ = [
     "bucket_bytes",
     "checkpoint_body",
     "checkpoint_policy",
+    "compiled_in_place_by_us",
     "data_dependent_symbol",
     "data_parallel_forward",
     "default_partition",
@@ -138,6 +141,7 @@ __all__ = [
     "gradient_inputs",
     "graph_break",
     "graph_breaks",
+    "graph_is_kept",
     "graph_module",
     "group_timeout",
     "has_kernel",

@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -311,6 +312,21 @@ def test_parts_whose_options_would_be_dropped_are_refused() -> None:
         roundpipe_fx.compile(nn.Sequential(piped), num_microbatches=2)
     with pytest.raises(TypeError, match=r"^'0', a part of the model, is compiled in place"):
         torch.compile(nn.Sequential(in_place, nn.ReLU()), backend="roundpipe_fx")(X)
+
+
+def test_another_backend_around_a_part_that_is_compiled_in_place_is_told_of() -> None:
+    part = linear_chain()
+    part.compile(backend="roundpipe_fx", options={"memory_budget": 0.5})
+    outer = nn.Sequential(part, nn.ReLU())
+    with pytest.warns(UserWarning, match=r"'0', a part of the model, is compiled in place .* drops the backend"):
+        torch.compile(outer, backend="aot_eager")(X)
+    assert not roundpipe_fx.plans(part)
+    part = linear_chain()
+    part.compile(backend="eager")
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(nn.Sequential(part), backend="aot_eager")(X)
 
 
 def test_a_class_that_allows_no_subclass() -> None:
