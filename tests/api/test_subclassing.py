@@ -215,6 +215,12 @@ def test_forward_is_replaced_on_the_compiled_model_alone() -> None:
     assert torch.equal(compiled(X), model(X) + 1)
     del compiled.forward
     assert torch.equal(compiled(X), model(X)) and len(compiled.plans) == 1
+    compiled.forward = lambda x: model[0](x)
+    with pytest.warns(UserWarning, match=r"was replaced by .*lambda.* runs eagerly"):
+        assert torch.equal(compiled(X), model[0](X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(X)  # told once
     patched = linear_chain()
     patched.forward = lambda x: torch.relu(patched[0](x))
     compiled = roundpipe_fx.compile(patched)
