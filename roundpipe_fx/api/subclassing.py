@@ -161,7 +161,12 @@ class _Forward:
 
 
 def _watched(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
-    """A replacement of ``forward`` that warns if it has not run the compiled one, as a wrapper of it would."""
+    """A replacement of ``forward`` that warns if it has not run the compiled one, as a wrapper of it would.
+
+    Of a method it is a method too: libraries look for its function.
+    """
+    if isinstance(replaced, types.MethodType):
+        return types.MethodType(_watched(state, replaced.__func__), replaced.__self__)
 
     @functools.wraps(replaced)
     def forward(*args: Any, **kwargs: Any) -> Any:
