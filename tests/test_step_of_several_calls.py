@@ -288,3 +288,32 @@ def test_a_call_that_holds_only_its_output_ends_after_its_own_backward() -> None
     for _ in range(2):
         Layer.apply(Layer.apply(x)).square().sum().backward()
     assert [step.events for step in steps] == 2 * [((F_, 0), (F_, 1), (B_, 1), (X_, 1), (B_, 0), (X_, 0))]
+
+
+def test_calls_end_with_their_backward_whoever_else_holds_what_they_saved() -> None:
+    """Threads of gloo hold what they communicate a little longer, on some ranks and not on others."""
+    steps: list[NotedStep] = []
+    calls = StepCalls(lambda count, noted: steps.append(noted()))
+    graph = NotedGraph(name="g", footprint=CALL, outputs=1, parameters=frozenset(), differentiated=frozenset({0}))
+    forward = calls.forward(lambda arguments: (arguments[0] + 1, arguments[0].exp()), graph)
+    backward = calls.backward(lambda arguments: (arguments[0] * arguments[1],), graph)
+    held: list[torch.Tensor] = []
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            output, saved = forward([x])
+            held.append(saved)
+            ctx.save_for_backward(saved)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return backward([gradient, *ctx.saved_tensors])[0]
+
+    loss = Layer.apply(Layer.apply(torch.ones(3, requires_grad=True))).sum()
+    loss.backward(retain_graph=True)
+    assert not steps
+    loss.backward()
+    (step,) = steps
+    assert step.events == ((F_, 0), (F_, 1), (B_, 1), (B_, 0), (B_, 1), (X_, 1), (B_, 0), (X_, 0))

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -46,7 +49,7 @@ def make_backend(
         compile_state: how the first graph of the current step was cut.
         beside: what others allocate beside graphs, asked when one is compiled.
     """
-    torch_private.enter_around_compilations()
+    torch_private.enter_around_compilations(_warn_of_others)
     warned: set[UserLine] = set()
     learned = learned or Learned()
 
@@ -58,7 +61,8 @@ def make_backend(
             )
 
         own = beside()
-        learned.steps.parts, learned.steps.beside = own.parts, own.gathered
+        steps = learned.steps
+        steps.parts, steps.beside, steps.budget = own.parts, own.gathered, options.memory_budget
         return within_the_rest(own, options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
@@ -122,6 +126,28 @@ def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:
         raise torch_private.passed_through(error)
 
 
+_told_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _warn_of_others(code: CodeType, roots: Sequence[nn.Module]) -> None:
+    """Warn if another backend has compiled a module that contains one compiled in place with ours."""
+    for root in roots:
+        for name, part in root.named_modules():
+            if part._compiled_call_impl is None or part in _told_of or not torch_private.compiled_in_place_by_us(part):
+                continue
+            _told_of.add(part)
+            what = f"{name!r}, a part of the model," if name else "the model"
+            warnings.warn_explicit(
+                f"roundpipe_fx: {what} is compiled in place with the backend roundpipe_fx, and now another "
+                "torch.compile, with another backend, compiles code around it. Where that traces it, PyTorch drops the "
+                "backend and options of the part: no plan and no memory_budget apply. Compile only the part, or use "
+                "roundpipe_fx.compile for the part, which then stays compiled as it was.",
+                UserWarning,
+                code.co_filename,
+                code.co_firstlineno,
+            )
+
+
 _MOST = 64
 _shared: dict[int, tuple[Mapping[str, Any], Learned]] = {}
 
@@ -146,5 +172,5 @@ def __getattr__(name: str) -> Backend:
     """``roundpipe_fx_backend``, which PyTorch looks up when it is first asked for the backend by its name."""
     if name != "roundpipe_fx_backend":
         raise AttributeError(name)
-    torch_private.enter_around_compilations()
+    torch_private.enter_around_compilations(_warn_of_others)
     return _backend_by_name

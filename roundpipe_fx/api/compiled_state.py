@@ -78,6 +78,7 @@ class CompiledState:
         self.compiled: list[weakref.ref[nn.Module]] = []
         self.forward = forward_like(original)
         self.replaced: Callable[..., Any] | None = None
+        self.ran = False
         if isinstance(options.stages, tuple):
             options = dataclasses.replace(options, following=_following(original))
         self.options = options
@@ -161,6 +162,7 @@ class CompiledState:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward; or once, what is to run instead of it."""
+        self.ran = True
         instead, self._instead = self._instead, None
         if instead is not None:
             return instead(args, kwargs)

@@ -2,7 +2,8 @@
 
 FSDP2 gathers the parameters of each sharded part in hooks that Dynamo does not trace, so such a model is several
 graphs. How they depend on each other is known once a step has run. Until then each part is planned as if all were like
-it, for the least bytes that they then need together, so that the first step is within the budget too.
+it, for the least bytes that they then need together, so that the first step is within the budget too. A budget that
+cannot be met is refused once all graphs are known, before the first backward: only then the least one can be named.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from roundpipe_fx.analysis.step_of_calls import (
     StepNeeds,
     peak_of_step,
 )
+from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
@@ -41,15 +43,19 @@ def lower_as_one_of(
         options: the user's.
         lower: lowers a graph with other options, and the needs of a step.
 
-    Raises:
-        InfeasibleBudgetError: the budget is below what this graph alone needs.
+    Returns:
+        the graph; if the budget is below what it alone needs, planned for the least bytes.
     """
     step = _chain(joint, parts)
     least = dataclasses.replace(options, memory_budget=0.0)
     lowered = lower(joint.copy(), least, StepNeeds("", (step,), {}))
     budget = options.memory_budget
     if isinstance(budget, int) and peak_of_step(_chain(joint, 1), {"": lowered.footprint}) > budget:
-        return lower(joint, options, None)  # in tiles, or refused
+        try:
+            return lower(joint, options, None)  # in tiles
+        except InfeasibleBudgetError as error:
+            if error.wants_sizes:
+                raise
     return lowered
 
 

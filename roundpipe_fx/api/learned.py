@@ -51,7 +51,7 @@ class Learned:
     calls: StepCalls = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.calls = StepCalls(self.steps.see)
+        self.calls = StepCalls(self.steps.see, lambda expected: self.steps.check_parts(expected, self.share))
 
     def see(self, name: str, size: int) -> None:
         """Record a size of a step. May be called from several threads."""

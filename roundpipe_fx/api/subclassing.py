@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -34,12 +35,14 @@ class State(Protocol):
         original: the model.
         forward: takes the object and the arguments of the model's ``forward``.
         replaced: the user's replacement of ``forward``.
+        ran: whether the compiled forward has run since, or the user has been told that it does not.
         own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
     """
 
     original: nn.Module
     forward: Callable[..., Any]
     replaced: Callable[..., Any] | None
+    ran: bool
     own_options: bool
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +144,8 @@ class _Forward:
             return self.base.forward  # type: ignore[attr-defined]
         state = instance._state_of_roundpipe_fx
         if state.replaced is not None:
-            return state.replaced
+            known = state.ran or torch.compiler.is_compiling()
+            return state.replaced if known else _watched(state, state.replaced)
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
             own = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
             return functools.partial(own, instance)
@@ -149,10 +153,36 @@ class _Forward:
         return types.MethodType(state.forward, instance)
 
     def __set__(self, instance: Any, value: Callable[..., Any]) -> None:
-        instance._state_of_roundpipe_fx.replaced = value
+        state = instance._state_of_roundpipe_fx
+        state.replaced, state.ran = value, False
 
     def __delete__(self, instance: Any) -> None:
         instance._state_of_roundpipe_fx.replaced = None
+
+
+def _watched(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
+    """A replacement of ``forward`` that warns if it has not run the compiled one, as a wrapper of it would.
+
+    Of a method it is a method too: libraries look for its function.
+    """
+    if isinstance(replaced, types.MethodType):
+        return types.MethodType(_watched(state, replaced.__func__), replaced.__self__)
+
+    @functools.wraps(replaced)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        outputs = replaced(*args, **kwargs)
+        if not state.ran:
+            state.ran = True
+            name = getattr(replaced, "__qualname__", type(replaced).__qualname__)
+            warnings.warn(
+                f"roundpipe_fx: the forward of the compiled model was replaced by {name}, which does not call the "
+                "compiled one: the model runs eagerly, and no memory_budget applies. Compile the part of the model "
+                "that the replacement calls, or compile the model after its forward has been replaced.",
+                stacklevel=2,
+            )
+        return outputs
+
+    return forward
 
 
 def _stays_apart(state: State) -> bool:

@@ -119,6 +119,7 @@ def joint_graph_of(
                 parameters.add(node)
     mutated = frozenset(torch_private.mutated_inputs(module))
     torch_private.note_counts(module)
+    _return_objects_of_primals(module, num_forward_outputs)
     return JointGraph(
         module=module,
         num_forward_outputs=num_forward_outputs,
@@ -126,6 +127,24 @@ def joint_graph_of(
         parameters=frozenset(parameters),
         mutated_inputs=mutated,
     )
+
+
+def _return_objects_of_primals(module: fx.GraphModule, num_forward_outputs: int) -> None:
+    """Let the forward return an input of its own where it returns an equal one of the backward's, in place.
+
+    AOTAutograd knows opaque objects, such as the mesh of a DTensor, by their identity. If an incoming gradient has the
+    same one as an output, the forward of the joint graph returns the gradient's.
+    """
+    output = module.graph.output_node()
+    placeholders = module.graph.find_nodes(op="placeholder")
+    primals = [node for node in placeholders if not str(node.target).startswith("tangents")]
+    objects = [node for node in primals if torch_private.is_opaque(node.meta.get("val"))]
+    results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    for place, node in enumerate(results[:num_forward_outputs]):
+        if isinstance(node, fx.Node) and node.op == "placeholder" and node not in primals:
+            same = torch_private.is_same_object
+            results[place] = next((own for own in objects if same(own.meta["val"], node.meta["val"])), node)
+    output.args = (tuple(results),)
 
 
 def is_outermost(joint: fx.GraphModule) -> bool:

@@ -6,11 +6,16 @@ must not depend on what is recomputed, and when. A collective of the forward run
 
 from __future__ import annotations
 
+import operator
 from typing import Any, TypeGuard
 
 import torch
+from torch import fx
 
-__all__ = ["is_collective"]
+from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
+from roundpipe_fx.torch_private import size_hint
+
+__all__ = ["copied_bytes", "is_collective", "is_functional_collective"]
 
 _NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
@@ -21,3 +26,37 @@ _NAMESPACES = frozenset(
 def is_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     """Whether a node's target communicates with other processes, or waits for communication."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _NAMESPACES
+
+
+_FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
+_IN_PLACE = frozenset(("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_to_all_single"))
+_WAIT = "wait_tensor"
+
+
+def is_functional_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
+    """Whether a node's target is a functional collective, or waits for one."""
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in _FUNCTIONAL
+
+
+def copied_bytes(node: fx.Node) -> int:
+    """Bytes that processes copy for a functional collective, besides its results.
+
+    Gloo, on the CPU, gathers into a copy of the results and reduces a copy of the operands, and frees them in a thread
+    of its own when communication is over. So what a step can observe of that differs from rank to rank and from step to
+    step: this is an upper bound. NCCL copies nothing.
+
+    Args:
+        node: a call of a functional collective, or one that waits for it.
+    """
+    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    operands = input_nodes(node)
+    if name == _WAIT:
+        (source,) = operands
+        if source.target is operator.getitem:
+            (source,) = input_nodes(source)
+        return copied_bytes(source) if is_functional_collective(source.target) else 0
+    if name in _IN_PLACE:
+        return 0
+    values = [value for operand in operands for value in tensor_values(operand)]
+    values += tensor_values(node) if "gather" in name else []
+    return sum(size_hint(value.numel() * value.element_size()) for value in values if value.device.type == "cpu")

@@ -7,13 +7,13 @@ budget, the user is told so, once, and the next plans are made for steps like th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import Footprint, NotedStep, StepNeeds, most_alive, peak_of_step
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
-from roundpipe_fx.remat.several_graphs import fit_graphs, ladder_of
+from roundpipe_fx.remat.several_graphs import FittedGraphs, fit_graphs, ladder_of
 
 __all__ = ["LearnedSteps", "StepBudgetWarning"]
 
@@ -43,12 +43,14 @@ class LearnedSteps:
         outside: lines that run eagerly, with the reasons.
         parts: how many graphs a step is known to have before one has run; 0: it is not known.
         beside: bytes of the budget that are set aside for what is no graph.
+        budget: as the user gave it, if it is known.
     """
 
     def __init__(self, again: bool = True) -> None:
         self.stale = False
         self.parts = 0
         self.beside = 0
+        self.budget: int | float | None = None
         self._seen = False
         self._again = again
         self._steps: dict[tuple[object, ...], NotedStep] = {}
@@ -160,23 +162,48 @@ class LearnedSteps:
         """
         self._limit = None
         steps = list(self._steps.values())
-        graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
         several = any(len({call.graph for call in step.calls}) > 1 for step in steps)
-        if not several:
-            self.stale = False
+        if several:
+            fitted = self._fit(steps, share)
+            self._footprints.update(fitted.footprints)
+            self._limit = fitted.limit
+        self.stale = False
+
+    def check_parts(self, expected: Callable[[], NotedStep], share: float) -> None:
+        """Before the first backward of a model that is known to have several graphs: check that all can be planned.
+
+        Args:
+            expected: gives the step.
+            share: of the budget that may be used.
+
+        Raises:
+            InfeasibleBudgetError: they cannot be planned so that the budget holds for the step.
+        """
+        if not self.expected_parts or not isinstance(self._asked, int):
             return
+        step = expected()
+        if peak_of_step(step, {}) > self._asked * share:  # as they are planned, for the least bytes
+            self._fit([step], share)
+
+    def _fit(self, steps: Sequence[NotedStep], share: float) -> FittedGraphs:
+        """Plans for all graphs of some steps. Arguments and errors as for :meth:`plan_together`."""
+        graphs = dict.fromkeys(call.graph for step in steps for call in step.calls)
         ladders = {}
         for graph in graphs:
             planned = self._planned.get(graph)
-            needs = self.needs(graph)
-            if planned is not None and planned.operations is not None and needs is not None:
-                needs = StepNeeds(graph, needs.steps, needs.footprints, planned.footprint.gradients)
-                ladders[graph] = ladder_of(planned.operations(), needs)
+            if planned is None or planned.operations is None or not self._again:
+                continue
+            own = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
+            others = {name: footprint for name, footprint in self._footprints.items() if name != graph}
+            needs = StepNeeds(graph, own, others, planned.footprint.gradients)
+            ladders[graph] = ladder_of(planned.operations(), needs)
         fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
             beside = self.beside if isinstance(self._asked, int) else 0
             budget, minimum = fitted.limit + beside, fitted.peak + beside
+            if isinstance(self.budget, int) and share == 1:
+                budget = self.budget  # which may be less than what is set aside
             gathering = (
                 f", {beside} bytes ({bytes_text(beside)}) to gather parameters (FSDP2) among them" if beside else ""
             )
@@ -187,6 +214,4 @@ class LearnedSteps:
                 "the minimum.",
                 minimum,
             )
-        self._footprints.update(fitted.footprints)
-        self._limit = fitted.limit
-        self.stale = False
+        return fitted

@@ -65,16 +65,24 @@ class StepCalls:
 
     Args:
         on_step: called when a step is over, with its number of calls and a function that returns the step.
+        on_backward: called before the first backward of a step, with a function that returns the step as it will be if
+            calls go backward in the opposite order of their forwards.
     """
 
-    def __init__(self, on_step: Callable[[int, Callable[[], NotedStep]], None]) -> None:
+    def __init__(
+        self,
+        on_step: Callable[[int, Callable[[], NotedStep]], None],
+        on_backward: Callable[[Callable[[], NotedStep]], None] = lambda _: None,
+    ) -> None:
         self._on_step = on_step
+        self._on_backward = on_backward
         self._lock = threading.RLock()
         self._clear()
 
     def _clear(self) -> None:
         self._calls: list[_Call] = []
         self._events: list[tuple[NotedEvent, int]] = []
+        self._is_backward = False
 
     def forward(self, run: Boxed, graph: NotedGraph) -> Boxed:
         """Wrap a forward program so that its calls are recorded."""
@@ -115,6 +123,9 @@ class StepCalls:
         def call(arguments: list[Any]) -> tuple[Any, ...]:
             with self._lock:
                 number = self._call_of(graph, arguments)
+                if self._calls and not self._is_backward:
+                    self._is_backward = True
+                    self._on_backward(self._expected)
                 if number is not None:
                     self._events.append((NotedEvent.BACKWARD, number))
             results = run(arguments)
@@ -126,6 +137,11 @@ class StepCalls:
 
         call._boxed_call = True  # type: ignore[attr-defined]
         return call
+
+    def _expected(self) -> NotedStep:
+        training = [number for number, call in enumerate(self._calls) if call.graph.training and not call.over]
+        backwards = [(event, n) for n in reversed(training) for event in (NotedEvent.BACKWARD, NotedEvent.FREED)]
+        return NotedStep(tuple(_noted(self._calls)), (*self._events, *backwards))
 
     def _begin(self, graph: NotedGraph, inputs: tuple[int, ...], arguments: Sequence[Any]) -> int | None:
         if len(self._calls) == _MOST or not (graph.training or self._calls):
@@ -175,7 +191,9 @@ class StepCalls:
 
     def _went_back(self, number: int) -> None:
         call = self._calls[number]
-        if call.returned or call.token is None or call.token() is None:  # otherwise ``retain_graph`` keeps it alive
+        kept = torch_private.graph_is_kept() or not torch_private.in_backward()
+        # Others may free it later: threads of gloo hold what they communicate, and ranks would observe different steps.
+        if not kept or call.returned or call.token is None or call.token() is None:
             self._freed(number)
 
     def _freed(self, number: int) -> None:

@@ -31,6 +31,7 @@ __all__ = [
     "input_mutations",
     "is_effect_token",
     "is_opaque",
+    "is_same_object",
     "leave_unused_gradients_out",
     "mutated_inputs",
     "plain_input",
@@ -115,6 +116,11 @@ def is_opaque(value: Any) -> bool:
     from torch._library.opaque_object import is_opaque_value
 
     return isinstance(value, (torch.ScriptObject, FakeScriptObject)) or is_opaque_value(value)
+
+
+def is_same_object(value: Any, other: Any) -> bool:
+    """Whether two opaque values are equal."""
+    return bool(getattr(value, "real_obj", value) == getattr(other, "real_obj", other))
 
 
 def plain_input(placeholder: fx.Node) -> int | None:

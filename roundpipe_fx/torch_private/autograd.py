@@ -9,6 +9,7 @@ import torch
 
 __all__ = [
     "detached_with_version",
+    "graph_is_kept",
     "in_backward",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
@@ -46,6 +47,11 @@ def detached_with_version(tensor: torch.Tensor) -> torch.Tensor:
 def in_backward() -> bool:
     """Whether autograd is running a backward in the current thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def graph_is_kept() -> bool:
+    """Whether the backward that the current thread is running has ``retain_graph``; ``False`` if there is none."""
+    return in_backward() and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def when_backward_ends(call: Callable[[], None]) -> bool:

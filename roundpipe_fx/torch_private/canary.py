@@ -32,8 +32,9 @@ USED: Mapping[str, str] = {
         "_dispatch_tls_set_dispatch_key_excluded _get_mkldnn_enabled _is_tracing _set_mkldnn_enabled"
     ),
     "torch._C._autograd": (
-        "_disable_profiler_legacy _enable_profiler_legacy _pop_saved_tensors_default_hooks _profiler_enabled "
-        "_push_saved_tensors_default_hooks _top_saved_tensors_default_hooks"
+        "_disable_profiler_legacy _enable_profiler_legacy _get_current_graph_task_keep_graph "
+        "_pop_saved_tensors_default_hooks _profiler_enabled _push_saved_tensors_default_hooks "
+        "_top_saved_tensors_default_hooks"
     ),
     "torch._C._distributed_c10d": "Backend.Options._timeout ProcessGroup._get_backend",
     "torch._C._dynamo.eval_frame": "_debug_get_cache_entry_list",

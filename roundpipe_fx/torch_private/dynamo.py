@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ __all__ = [
     "PassedThrough",
     "UserLine",
     "checkpoint_body",
+    "compiled_in_place_by_us",
     "enter_around_compilations",
     "forget_compiled",
     "graph_break",
@@ -68,11 +69,14 @@ def passed_through(error: Exception) -> PassedThrough:
     return made(str(error)).with_traceback(error.__traceback__)
 
 
-def enter_around_compilations() -> None:
+def enter_around_compilations(by_others: Callable[[CodeType, Sequence[torch.nn.Module]], None]) -> None:
     """Make Dynamo enter the context that a backend names in ``around_compilations`` while it compiles a frame for it.
 
     Dynamo's own ``backend_ctx_ctor`` is entered around each call, which costs time in each step. Backends that have no
     such attribute are not affected.
+
+    Args:
+        by_others: called when a frame has been compiled for such a backend, with its code and its modules.
     """
     from torch._dynamo.convert_frame import CatchErrorsWrapper
 
@@ -80,10 +84,15 @@ def enter_around_compilations() -> None:
     if hasattr(compile_frame, "roundpipe_fx"):
         return
 
-    def compile_frame_in_context(self: Any, *args: Any, **kwargs: Any) -> Any:
-        around = getattr(_given_backend(self), "around_compilations", contextlib.nullcontext)
-        with around():
-            return compile_frame(self, *args, **kwargs)
+    def compile_frame_in_context(self: Any, frame: Any, *args: Any, **kwargs: Any) -> Any:
+        around = getattr(_given_backend(self), "around_compilations", None)
+        if around is not None:
+            with around():
+                return compile_frame(self, frame, *args, **kwargs)
+        compiled = compile_frame(self, frame, *args, **kwargs)
+        if compiled.guarded_code is not None:
+            by_others(frame.f_code, _owners(frame.f_locals))
+        return compiled
 
     compile_frame_in_context.roundpipe_fx = True  # type: ignore[attr-defined]
     CatchErrorsWrapper.__call__ = compile_frame_in_context  # type: ignore[method-assign]
@@ -292,12 +301,27 @@ def _given_backend(wrapper: Any) -> Any:
     return wrapper
 
 
+def compiled_in_place_by_us(module: torch.nn.Module) -> bool:
+    """Whether ``module.compile`` was given a backend that has the attribute ``around_compilations``."""
+    compiled: Any = module._compiled_call_impl
+    names = getattr(getattr(compiled, "__code__", None), "co_freevars", ())
+    if "callback" not in names:
+        return False
+    callback = compiled.__closure__[names.index("callback")].cell_contents
+    return hasattr(_given_backend(callback), "around_compilations")
+
+
 def modules_being_compiled() -> list[torch.nn.Module]:
     """While a backend compiles: the modules whose function it is that Dynamo has traced."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
+    return _owners(InstructionTranslator.current_tx().output.root_tx.f_locals)
+
+
+def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
+    """The modules among the local variables of a frame, and those whose methods are."""
     found = []
-    for value in InstructionTranslator.current_tx().output.root_tx.f_locals.values():
+    for value in local.values():
         owner = getattr(value, "__self__", value)
         if isinstance(owner, torch.nn.Module):
             found.append(owner)

@@ -7,6 +7,7 @@ import copy
 import inspect
 import io
 import pickle
+import warnings
 from typing import Any, ClassVar
 
 import pytest
@@ -214,6 +215,12 @@ def test_forward_is_replaced_on_the_compiled_model_alone() -> None:
     assert torch.equal(compiled(X), model(X) + 1)
     del compiled.forward
     assert torch.equal(compiled(X), model(X)) and len(compiled.plans) == 1
+    compiled.forward = lambda x: model[0](x)
+    with pytest.warns(UserWarning, match=r"was replaced by .*lambda.* runs eagerly"):
+        assert torch.equal(compiled(X), model[0](X))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled(X)  # told once
     patched = linear_chain()
     patched.forward = lambda x: torch.relu(patched[0](x))
     compiled = roundpipe_fx.compile(patched)
@@ -311,6 +318,21 @@ def test_parts_whose_options_would_be_dropped_are_refused() -> None:
         roundpipe_fx.compile(nn.Sequential(piped), num_microbatches=2)
     with pytest.raises(TypeError, match=r"^'0', a part of the model, is compiled in place"):
         torch.compile(nn.Sequential(in_place, nn.ReLU()), backend="roundpipe_fx")(X)
+
+
+def test_another_backend_around_a_part_that_is_compiled_in_place_is_told_of() -> None:
+    part = linear_chain()
+    part.compile(backend="roundpipe_fx", options={"memory_budget": 0.5})
+    outer = nn.Sequential(part, nn.ReLU())
+    with pytest.warns(UserWarning, match=r"'0', a part of the model, is compiled in place .* drops the backend"):
+        torch.compile(outer, backend="aot_eager")(X)
+    assert not roundpipe_fx.plans(part)
+    part = linear_chain()
+    part.compile(backend="eager")
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.compile(nn.Sequential(part), backend="aot_eager")(X)
 
 
 def test_a_class_that_allows_no_subclass() -> None:

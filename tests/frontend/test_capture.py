@@ -9,9 +9,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import fx, nn
 
 import roundpipe_fx
+from roundpipe_fx.frontend.capture import joint_graph_of
 from roundpipe_fx.torch_private import dynamo_flags, flags
 from tests.comparison import assert_bitwise, train_step
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
@@ -186,3 +188,21 @@ def test_inputs_may_be_called_anything(options: dict) -> None:
     assert texts
     for name, text in texts.items():
         compile(text, name, "exec")
+
+
+def test_a_forward_returns_objects_of_its_own() -> None:
+    """AOTAutograd takes equal meshes for the one of the incoming gradient."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        graph = fx.Graph()
+        tensor, own, tangent, other = map(graph.placeholder, ("primals_1", "primals_2", "tangents_1", "tangents_2"))
+        for node in (tensor, tangent):
+            node.meta["val"] = torch.ones(2)
+        for node in (own, other):
+            node.meta["val"] = copy.copy(mesh)
+        graph.output((tensor, other, tangent, other))
+        joint = joint_graph_of(fx.GraphModule(nn.Module(), graph), 2, [])
+        assert joint.forward_outputs == [tensor, own] and joint.gradients == [tangent, other]
+    finally:
+        dist.destroy_process_group()

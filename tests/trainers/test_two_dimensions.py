@@ -49,7 +49,15 @@ def check_gradients_and_budgets(_rank: int, _folder: str) -> None:
         aot_eager = torch.compile(reference, backend="aot_eager")
         _step(aot_eager, reference, x)
         expected, most = _step(aot_eager, reference, x)
-        for budget in (0.0, most * 4 // 5):
+        torch._dynamo.reset()
+        model = shard(parallel(copy.deepcopy(net), mesh["tensor"]), mesh["data"])
+        refused = roundpipe_fx.compile(model, memory_budget=1, tiling="never")
+        with pytest.raises(roundpipe_fx.InfeasibleBudgetError) as error:
+            refused(x).square().mean().backward()
+        least = [torch.zeros(1, dtype=torch.long) for _ in range(dist.get_world_size())]
+        dist.all_gather(least, torch.tensor([error.value.minimum]))
+        assert len(set(map(int, least))) == 1, "ranks differ in what they need at the least"
+        for budget in (0.0, error.value.minimum):
             torch._dynamo.reset()
             model = parallel(copy.deepcopy(net), mesh["tensor"])
             if budget:

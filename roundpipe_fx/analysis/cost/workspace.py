@@ -4,7 +4,8 @@ Convolutions reorder their operands, attention keeps sums for each thread, opera
 first. This is not visible in a graph, so it is measured: each distinct operator call is run once, alone, on made-up
 operands, and the bytes that the allocator hands out are recorded. Custom operators are not run for this, because what
 they do may depend on data, or have effects outside of this process; their workspaces are measured as steps run
-(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan.
+(:class:`roundpipe_fx.api.learned.Learned`), and so is the memory that compiled stages take beyond their plan. What
+collectives copy is known, and must not be observed: processes would plan for different bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.cost.signature import signature_of
 from roundpipe_fx.analysis.cost.trial import run_apart, try_alone
+from roundpipe_fx.ir.collectives import copied_bytes, is_functional_collective
 from roundpipe_fx.ir.joint_graph import Mark, has_side_effect, has_tag, input_nodes, is_view, tensor_values
 
 __all__ = ["COMPILED_STAGES", "depends_on_data", "is_measured", "workspaces_of"]
@@ -69,7 +71,9 @@ def workspaces_of(
         if not _makes_something(node):
             continue
         found[node] = beyond_plan
-        if depends_on_data(node):
+        if is_functional_collective(node.target):
+            found[node] += copied_bytes(node)
+        elif depends_on_data(node):
             found[node] += learned.get(str(node.target), 0)
         elif is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
@@ -83,7 +87,7 @@ def workspaces_of(
 def depends_on_data(node: fx.Node) -> bool:
     """Whether the workspace of a node's operator depends on values, or is not known."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, torch._ops.OpOverload) or is_functional_collective(target):
         return False
     return (target.namespace not in _OWN or target.overloadpacket is aten._grouped_mm) and not is_view(node)
 
