@@ -42,7 +42,9 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    named = re.findall(r"^::: (?:roundpipe_fx|passes\.(?:entry|pipeline))\.(\w+)$", (DOCS / "reference.md").read_text(), re.M)
+    named = re.findall(
+        r"^::: (?:roundpipe_fx|passes\.(?:entry|pipeline))\.(\w+)$", (DOCS / "reference.md").read_text(), re.M
+    )
     assert sorted(named) == sorted(roundpipe_fx.__all__)
 
 
