@@ -57,12 +57,14 @@ class LiveValue:
         module: path of the user's module that computed it.
         bytes: bytes of its storage.
         gradient: whether it is a gradient that the backward returns, of a parameter or an input.
+        line: file and line of the user's program that computes a value outside of all modules, as ``loss.py:12``.
     """
 
     name: str
     module: str
     bytes: int
     gradient: bool = False
+    line: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,4 +174,5 @@ def footprint_of_course(course: Course, owners: Sequence[int | None] = (), beyon
 def _live(maker: fx.Node | None, size: int, gradient: bool) -> LiveValue:
     if maker is None:
         return LiveValue("incoming gradient", "", size)
-    return LiveValue(maker.name, module_path(maker, module_path_text), size, gradient)
+    module = module_path(maker, module_path_text)
+    return LiveValue(maker.name, module, size, gradient, "" if module else line_of(maker))

@@ -15,6 +15,7 @@ from roundpipe_fx.report.plan_parts import PlannedStage, PlannedValue
 from roundpipe_fx.report.plan_text import header_lines
 
 if TYPE_CHECKING:
+    from roundpipe_fx.analysis.simulator import LiveValue
     from roundpipe_fx.report.plan import Plan
 
 __all__ = ["folded", "summary_lines"]
@@ -54,8 +55,13 @@ def _alive(plan: Plan) -> list[str]:
     live = plan.peak.live
     if not live:
         return []
-    groups = _grouped(live, lambda value: "gradients" if value.gradient else folded(value.module) or value.name)
-    rows = [(sum(value.bytes for value in own), f"{name}{_count(own)}") for name, own in groups.items()]
+    named = {"gradients": [value for value in live if value.gradient]}
+    groups = _grouped(
+        (value for value in live if not value.gradient),
+        lambda value: folded(value.module) or value.line or value.name,
+    )
+    named |= {_module(own) or name: own for name, own in groups.items()}
+    rows = [(sum(value.bytes for value in own), f"{name}{_count(own)}") for name, own in named.items() if own]
     total = sum(size for size, _ in rows)
     rows.sort(key=lambda row: -row[0])
     shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:_ROWS]]
@@ -94,9 +100,9 @@ def _decisions(stage: PlannedStage) -> str:
 def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
     groups = _grouped(values, lambda value: (folded(value.module), value.line))
     rows = []
-    for (module, line), own in groups.items():
+    for (_, line), own in groups.items():
         seconds = sum(value.seconds * max(value.times, 1) for value in own)
-        where = ", ".join(part for part in (module or own[0].name, line) if part)
+        where = ", ".join(part for part in (_module(own) or own[0].name, line) if part)
         held = bytes_text(sum(value.bytes for value in own))
         rows.append((seconds, f"{where}{_count(own)}, saved, {'it' if len(own) == 1 else 'they'} would hold {held}"))
     rows.sort(key=lambda row: -row[0])
@@ -112,8 +118,8 @@ def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
     if not groups:
         return []
     rows = [
-        f"  {module or own[0].name}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}"
-        for (reason, module), own in groups.items()
+        f"  {_module(own) or own[0].name}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}"
+        for (reason, _), own in groups.items()
     ]
     return ["computed once a step, never repeated:", *rows[:_REASONS], *_rest(rows, "others", _REASONS)]
 
@@ -123,6 +129,12 @@ def _grouped(items: Iterable[T], key: Callable[[T], object]) -> dict[Any, list[T
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def _module(values: Sequence[PlannedValue | LiveValue]) -> str:
+    """The path of the module of some values, folded if they are of several."""
+    paths = {value.module for value in values}
+    return paths.pop() if len(paths) == 1 else folded(values[0].module)
 
 
 def _count(items: Sequence[object]) -> str:

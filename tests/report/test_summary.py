@@ -65,6 +65,22 @@ def test_gradients_at_the_peak_are_one_row() -> None:
     assert f"gradients ({len(gradients)} values)" in str(plan)
 
 
+def test_what_no_module_computes_is_named_by_its_line() -> None:
+    class Loss(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * x).exp().sum()
+
+    plan = roundpipe_fx.compile(Loss(), recompute="none").trace(torch.randn(64, 64, requires_grad=True))
+    line = Loss.forward.__code__.co_firstlineno + 1
+    alive = str(plan).split("alive at the peak")[1].split("stages,")[0]
+    assert f"KiB  test_summary.py:{line}" in alive and "exp" not in alive
+
+
+def test_one_module_is_named_with_its_numbers() -> None:
+    text = str(_plan(1))
+    assert "0.up" in text and "*.up" not in text
+
+
 def test_a_line_of_the_users_program_for_every_value() -> None:
     plan = _plan(2)
     values = [value for stage in plan.stages for value in (*stage.saved, *stage.recomputed)]
