@@ -99,6 +99,13 @@ _PARTS = (
         "The same model and options in a second process.",
     ),
     _Part(
+        "plan_page",
+        "The page of a plan",
+        "benchmarks.plan_page",
+        "An 8B-parameter model's page: CPU seconds until it is written, and milliseconds from a key to the drawn "
+        "picture, in headless Chromium.",
+    ),
+    _Part(
         "pipeline_bubble",
         "Simulated bubbles",
         "benchmarks.pipeline",
