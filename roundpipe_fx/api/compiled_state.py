@@ -266,7 +266,7 @@ class CompiledState:
         if isinstance(kwargs.get("optimizer"), torch.optim.Optimizer):
             kwargs = dict(kwargs)
             self._know(kwargs.pop("optimizer"))
-        with parameters_gathered(model), self._telling():
+        with parameters_gathered(model), self._telling("the step is traced and planned"):
             if self._pipeline is not None:
                 refuse_sharded_parts(self.original)
                 if self.processes is not None:
@@ -307,14 +307,14 @@ class CompiledState:
         budgeted = self.options.memory_budget is not None or (self.options.recompute is None and bool(devices))
         if self.pipelining is not None and self.pipelining.checkpoint is not None:
             budgeted = False
-        with self._telling():
+        with self._telling("the first step is traced, planned and run"):
             updates = self.optimizer.updates
             return replanning(run, self.compile, self.learned, devices, budgeted, self.processes, updates.repeatable)
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _telling(self, what: str) -> AbstractContextManager[None]:
         """Tell of the first call, which takes long, since the model is traced and planned in it."""
         new, self._is_new = self._is_new, False
-        return working("the first step is traced, planned and run") if new else contextlib.nullcontext()
+        return working(what) if new else contextlib.nullcontext()
 
     def _cuda_devices(self) -> list[torch.device]:
         if not torch.cuda.is_initialized():  # looking at parameters in every step takes longer
