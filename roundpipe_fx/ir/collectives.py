@@ -29,7 +29,7 @@ def is_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
 
 
 _FUNCTIONAL = ("_c10d_functional", "_c10d_functional_autograd")
-_IN_PLACE = frozenset(("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_to_all_single"))
+_WITHOUT_COPIES = frozenset(("all_reduce", "all_reduce_", "broadcast", "broadcast_", "all_to_all_single"))
 _WAIT = "wait_tensor"
 
 
@@ -55,7 +55,7 @@ def copied_bytes(node: fx.Node) -> int:
         if source.target is operator.getitem:
             (source,) = input_nodes(source)
         return copied_bytes(source) if is_functional_collective(source.target) else 0
-    if name in _IN_PLACE:
+    if name in _WITHOUT_COPIES:
         return 0
     values = [value for operand in operands for value in tensor_values(operand)]
     values += tensor_values(node) if "gather" in name else []

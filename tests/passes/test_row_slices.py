@@ -141,6 +141,24 @@ def test_losses_and_gradients_stay_the_same(kind: str) -> None:
             assert 96 not in node.meta["val"].shape
 
 
+def test_sizes_that_vary_are_not_fixed() -> None:
+    batch = torch.randn(4, 6, 8), torch.randint(0, 96, (4, 6))
+    for value in batch:
+        torch._dynamo.mark_dynamic(value, 1)
+    joint = capture_joint(Sliced("plain"), *batch)
+    annotate(joint, CPU)
+    (sliced,) = (node for node in joint.computed() if node.target is torch.ops.aten.slice.Tensor and 96 in _shape(node))
+    shape_env = sliced.meta["val"].fake_mode.shape_env
+    before = len(shape_env.guards)
+    slice_narrow_values(joint, CPU)
+    assert sliced in joint.computed() and isinstance(sliced.meta["val"].shape[1], torch.SymInt)
+    assert len(shape_env.guards) == before
+
+
+def _shape(node: fx.Node) -> list[Any]:
+    return list(node.meta["val"].shape)
+
+
 class AsNoted(fx.Interpreter):
     """Holds values against fake ones."""
 

@@ -358,16 +358,19 @@ def test_updates_begin_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> N
         step(self)
         updated.set()
 
+    asked: list[bool] = []
+
     class Asked(list):
         def __bool__(self) -> bool:
             """Whether the backward of the first layer is to fail."""
-            assert updated.wait(10)
+            asked.append(updated.wait(10))
             return False
 
     compiled.trace(**batch, optimizer=optimizer)
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
     monkeypatch.setitem(globals(), "_failures", Asked())
     compiled.forward_backward(**batch, optimizer=optimizer)
+    assert asked == [True]
 
 
 def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPatch) -> None:

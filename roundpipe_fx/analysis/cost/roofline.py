@@ -143,29 +143,30 @@ def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     if formula is None:
         return 0
     args, kwargs, out = tree_map(_shape, (args, kwargs, result))
-    return int(formula(*args, **kwargs, out_val=out) * _share_of_scores(target, args, kwargs))
+    computed, counted = _scores(target, args, kwargs)
+    return int(formula(*args, **kwargs, out_val=out)) * computed // counted
 
 
-def _share_of_scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
-    """The share of attention's scores that are computed: kernels skip what a causal mask hides, PyTorch counts it.
+def _scores(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """How many scores of causal attention are computed, and how many PyTorch counts: kernels skip what a mask hides.
 
     Args:
         target: any operator.
         args: its arguments, shapes instead of tensors.
         kwargs: likewise.
+
+    Returns:
+        both for each head; 1 and 1 for other operators.
     """
     if not isinstance(target, torch._ops.OpOverload):
-        return 1.0
-    named = {argument.name: value for argument, value in zip(target._schema.arguments, args, strict=False)} | dict(
-        kwargs
-    )
+        return 1, 1
+    names = (argument.name for argument in target._schema.arguments)
+    named = {**dict(zip(names, args, strict=False)), **kwargs}
     if not named.get("is_causal"):
-        return 1.0
+        return 1, 1
     queries, keys = named["query"][-2], named["key"][-2]
-    if not queries * keys:
-        return 1.0
     seen = min(queries, keys)  # query i, from 0, sees keys 0 to i
-    return (seen * (seen + 1) / 2 + (queries - seen) * keys) / (queries * keys)
+    return seen * (seen + 1) // 2 + (queries - seen) * keys, max(queries * keys, 1)
 
 
 def numbers_drawn(target: Any, result: Any) -> int:

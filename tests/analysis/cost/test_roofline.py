@@ -16,10 +16,10 @@ aten = torch.ops.aten
 @pytest.mark.parametrize(("queries", "keys"), [(6, 6), (4, 7), (7, 4), (1, 5)])
 def test_causal_attention_counts_the_scores_that_its_mask_leaves(queries: int, keys: int) -> None:
     query, key = torch.randn(2, 3, queries, 8), torch.randn(2, 3, keys, 8)
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    result = attention(query, key, key)
     whole, causal = (
-        flops_of_call(operator.default, (query, key, key), {"is_causal": causal}, operator(query, key, key))
-        for operator in [aten._scaled_dot_product_flash_attention_for_cpu]
-        for causal in (False, True)
+        flops_of_call(attention, (query, key, key), {"is_causal": causal}, result) for causal in (False, True)
     )
     left = int(torch.ones(queries, keys).tril().sum())
     assert whole and causal == whole * left // (queries * keys)
