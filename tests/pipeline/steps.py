@@ -75,3 +75,10 @@ def assert_close(step: Step, reference: Step, tolerance: float = 1e-5) -> None:
         if gradient is not None and expected is not None:
             limit = tolerance * max(expected.abs().max().item(), 1e-30)
             assert (gradient - expected).abs().max().item() <= limit, name
+
+
+def step_batch() -> dict[str, Any]:
+    """Arguments of ``forward_backward``."""
+    torch.manual_seed(1)
+    x, y = batch_of()
+    return {"x": x, "labels": y, "loss_fn": squares}

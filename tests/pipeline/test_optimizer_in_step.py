@@ -15,7 +15,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.runtime import stage_updates
 from tests.golden_models import GOLDEN
-from tests.pipeline.steps import Blocks, batch_of, squares
+from tests.pipeline.steps import Blocks, step_batch
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -91,12 +91,6 @@ def _trained_in_and_after(
     return models[0], optimizers[0]
 
 
-def _batch() -> dict[str, object]:
-    torch.manual_seed(1)
-    x, y = batch_of()
-    return {"x": x, "labels": y, "loss_fn": squares}
-
-
 def _updates(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """For each update that is made, the number of its parameters and whether the step's backward still ran."""
     seen: list[tuple[int, bool]] = []
@@ -116,7 +110,7 @@ def test_every_optimizer_has_the_bits_of_its_step_after_the_backward(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _updates(monkeypatch)
-    _trained_in_and_after(Blocks(depth=3), _batch(), OPTIMIZERS[name], steps=2, num_microbatches=2, stages=3)
+    _trained_in_and_after(Blocks(depth=3), step_batch(), OPTIMIZERS[name], steps=2, num_microbatches=2, stages=3)
     assert sum(early for _, early in seen) == 2 * 3
 
 
@@ -127,7 +121,7 @@ def test_offloaded_models_masters_and_steps_that_do_not_wait(
     dtype: torch.dtype | None, synchronize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = _updates(monkeypatch)
-    batch, model = _batch(), Blocks(dropout=0.1)
+    batch, model = step_batch(), Blocks(dropout=0.1)
     if dtype is not None:
         model, batch = model.bfloat16(), {**batch, "x": batch["x"].bfloat16()}
     _trained_in_and_after(model, batch, synchronize=synchronize, optim_dtype=dtype, num_microbatches=2, stages=3)
@@ -188,7 +182,7 @@ def test_parameters_that_are_frozen_watched_returned_shared_or_unused() -> None:
 
 
 def test_parameters_that_no_optimizer_has_keep_their_gradients() -> None:
-    model, batch = Blocks(depth=2), _batch()
+    model, batch = Blocks(depth=2), step_batch()
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1)
     compiled.forward_backward(**batch, optimizer=torch.optim.SGD(model.layers[0].parameters(), 0.1))
     assert all(p.grad is None for p in model.layers[0].parameters())
@@ -218,12 +212,12 @@ def test_optimizers_that_need_all_gradients_step_after_the_backward(
         made.register_step_pre_hook(lambda *_: steps.append(nn.utils.clip_grad_norm_(parameters, 0.01)))
         return made
 
-    _trained_in_and_after(Blocks(depth=2), _batch(), make, steps=2, num_microbatches=2)
+    _trained_in_and_after(Blocks(depth=2), step_batch(), make, steps=2, num_microbatches=2)
     assert not seen and len(steps) == (4 if watched else 0)
 
 
 def test_misuse() -> None:
-    model, batch = Blocks(depth=2), _batch()
+    model, batch = Blocks(depth=2), step_batch()
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1)
     with pytest.raises(TypeError, match="LBFGS steps with a closure that computes the loss several times"):
         compiled.forward_backward(**batch, optimizer=torch.optim.LBFGS(model.parameters()))
@@ -258,7 +252,7 @@ class _Fails:
 def test_an_update_that_fails_leaves_the_gradients_that_were_not_applied(
     error: BaseException, synchronize: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    batch, model = _batch(), Blocks(depth=4)
+    batch, model = step_batch(), Blocks(depth=4)
     reference = copy.deepcopy(model)
     options = {"devices": ["cpu"], "num_microbatches": 2, "stages": 4}
     compiled = roundpipe_fx.compile(model, **options)
@@ -287,7 +281,7 @@ def test_an_update_that_fails_leaves_the_gradients_that_were_not_applied(
 
 @pytest.mark.usefixtures("on_the_host")
 def test_a_step_tells_of_the_update_before_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, model = _batch(), Blocks(depth=4)
+    batch, model = step_batch(), Blocks(depth=4)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=2, stages=4)
     optimizer = torch.optim.AdamW(model.parameters())
     compiled.trace(**batch, optimizer=optimizer)
@@ -332,7 +326,7 @@ class FailingFirst(nn.Module):
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no room"), ValueError("wrong")])
 def test_a_backward_that_fails_says_what_was_updated_and_is_not_repeated(error: BaseException) -> None:
-    batch, model = _batch(), FailingFirst()
+    batch, model = step_batch(), FailingFirst()
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, memory_budget=1.0, stages=4)
     optimizer = torch.optim.AdamW(model.parameters())
     before = copy.deepcopy(model.state_dict())
@@ -349,7 +343,7 @@ def test_a_backward_that_fails_says_what_was_updated_and_is_not_repeated(error: 
 
 
 def test_updates_begin_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, model = _batch(), FailingFirst()
+    batch, model = step_batch(), FailingFirst()
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, stages=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     updated, step = threading.Event(), torch.optim.SGD.step
@@ -374,7 +368,7 @@ def test_updates_begin_beside_the_backward(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, model = _batch(), Blocks(depth=4)
+    batch, model = step_batch(), Blocks(depth=4)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, stages=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     returned, second_action = threading.Event(), threading.Event()
@@ -406,7 +400,7 @@ def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_interrupt_while_updates_run_after_the_backward_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch, model = _batch(), Blocks(depth=4)
+    batch, model = step_batch(), Blocks(depth=4)
     reference = copy.deepcopy(model)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, stages=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
@@ -434,73 +428,3 @@ def test_an_interrupt_while_updates_run_after_the_backward_loses_nothing(monkeyp
     assert any(parameter.grad is not None for parameter in model.parameters())
     optimizer.step()
     _assert_trained_alike((model, reference), (optimizer, expected))
-
-
-@pytest.mark.usefixtures("on_the_host")
-def test_the_plan_counts_the_optimizer_on_the_host_and_refuses_what_it_has_no_memory_for() -> None:
-    batch, model = _batch(), Blocks(depth=2).bfloat16()
-    batch["x"] = batch["x"].bfloat16()
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-
-    def compiled_with(host_budget: int | None) -> tuple[roundpipe_fx.CompiledModule, torch.optim.Optimizer]:
-        compiled = roundpipe_fx.compile(
-            copy.deepcopy(model),
-            devices=["cpu"],
-            num_microbatches=2,
-            optim_dtype=torch.float32,
-            host_budget=host_budget,
-        )
-        return compiled, torch.optim.AdamW(compiled.optim_parameters(), amsgrad=True)
-
-    compiled, optimizer = compiled_with(None)
-    compiled.forward_backward(**batch)
-    without = compiled.plan.host_bytes
-    compiled.forward_backward(**batch, optimizer=optimizer)
-    copies = [*compiled.optim_parameters()]
-    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
-    expected = sum(value.nbytes for value in (*copies, *states)) + max(value.nbytes for value in copies)
-    plan = compiled.plan
-    assert plan.host_bytes - without == plan.pipeline.host_optimizer_bytes == expected == 8 * weights + 4 * 16 * 32
-    assert "; optimizer " in str(plan)
-    steps = sum(state["step"].nbytes for state in optimizer.state.values())
-    compiled.forward_backward(**batch, optimizer=optimizer)  # what has been allocated is counted as it is
-    assert compiled.plan.host_bytes == plan.host_bytes + steps
-
-    other, unknown = compiled_with(plan.host_bytes - 1)
-    for refused in (
-        lambda: other.forward_backward(**batch, optimizer=unknown),
-        lambda: other.trace(**batch, optimizer=unknown),
-        lambda: (other.forward_backward(**batch), other.step(unknown)),
-    ):
-        with pytest.raises(roundpipe_fx.HostMemoryError, match="for the optimizer's state and copies") as raised:
-            refused()
-        assert raised.value.needed == plan.host_bytes and not unknown.state
-    enough, known = compiled_with(plan.host_bytes)
-    assert enough.trace(**batch, optimizer=known).host_bytes == plan.host_bytes
-    enough.forward_backward(**batch, optimizer=known)
-
-
-def test_a_plan_without_memory_counts_an_optimizer_without_memory() -> None:
-    with torch.device("meta"):
-        model = Blocks(depth=2)
-        copies = [nn.Parameter(parameter.double()) for parameter in model.parameters()]
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-
-    def host_bytes(optimizer: torch.optim.Optimizer | None) -> int:
-        given = {"device": "RTX 4090", "offloaded": True, "memory_budget": 1.0, "num_microbatches": 1}
-        summed = _Summed(model)
-        return roundpipe_fx.plan(summed, torch.empty(4, 16), optimizer=optimizer, **given).host_bytes
-
-    without = host_bytes(None)
-    assert host_bytes(torch.optim.AdamW(model.parameters(), fused=True)) == without + 2 * weights
-    assert host_bytes(torch.optim.SGD(model.parameters())) == without
-    assert host_bytes(torch.optim.SGD(copies, momentum=0.9)) == without + 4 * weights + 8 * 16 * 32
-
-
-class _Summed(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).sum()
