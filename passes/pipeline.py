@@ -46,6 +46,7 @@ from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
 from roundpipe_fx.passes.fuse_costs import fuse_costs
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
+from roundpipe_fx.passes.in_place_draws import draw_in_memory_order
 from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
@@ -176,6 +177,11 @@ _PASSES = (
         "batch_norm",
         lambda joint, _: release_running_statistics(joint),
         about="its gradient reads no running statistics, so none are saved for it",
+    ),
+    Pass(
+        "in_place_draws",
+        lambda joint, _: draw_in_memory_order(joint),
+        about="numbers that are drawn in place fall in the order of the tensor's memory",
     ),
     Pass(
         "dropout",

@@ -236,3 +236,53 @@ def test_updates_of_numbers_in_float64_are_not_lost(through: str) -> None:
         roundpipe_fx.compile(model) if through == "compile" else torch.compile(model, backend="roundpipe_fx")
     )
     _assert_as_eager(_steps(model, compiled, 2), _steps(eager, eager, 2))
+
+
+class Noise(nn.Module):
+    """A mask for values that lie otherwise in memory than their dimensions follow each other."""
+
+    def __init__(self, draw: Any, lay: Any) -> None:
+        super().__init__()
+        self.layer, self.draw, self.lay = nn.Linear(8, 84), draw, lay
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        images = self.lay(self.layer(x).view(-1, 2, 7, 6)) * 1.5
+        return (images * self.draw(images)).sin().mean()
+
+
+DRAWS: dict[str, Any] = {
+    "bernoulli_": lambda w: torch.empty_like(w).bernoulli_(0.6),
+    "bernoulli_ on ones": lambda w: torch.ones_like(w).bernoulli_(0.6),
+    "bernoulli_ on a part": lambda w: torch.ones_like(w)[:, :, ::2].bernoulli_(0.6).mean(2, keepdim=True),
+    "bernoulli_ with tensors": lambda w: torch.empty_like(w).bernoulli_(w.detach().sigmoid()),
+    "bernoulli": lambda w: torch.bernoulli(w.detach(), 0.6),
+    "bernoulli of values": lambda w: torch.bernoulli(w.detach().sigmoid()),
+    "dropout": lambda w: nn.functional.dropout(torch.ones_like(w), 0.3),
+    "dropout in place": lambda w: nn.functional.dropout(torch.ones_like(w), 0.3, inplace=True),
+    "alpha_dropout": lambda w: nn.functional.alpha_dropout(w.detach(), 0.3, training=True),
+    "dropout2d": lambda w: nn.functional.dropout2d(w.detach(), 0.3),
+    "uniform_": lambda w: torch.empty_like(w).uniform_(),
+    "normal_": lambda w: torch.empty_like(w).normal_(),
+    "exponential_": lambda w: torch.empty_like(w).exponential_(),
+    "geometric_": lambda w: torch.empty_like(w).geometric_(0.5),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+}
+LAYS: dict[str, Any] = {
+    "channels_last": lambda x: x.contiguous(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3),
+    "contiguous": lambda x: x,
+}
+
+
+@pytest.mark.parametrize("lay", LAYS)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_numbers_drawn_in_place_fall_in_the_order_of_memory(draw: str, lay: str) -> None:
+    model, x = Noise(DRAWS[draw], LAYS[lay]).double(), torch.randn(4, 8, dtype=torch.float64)
+    eager = train_step(model, model, {"x": x})
+    for options in ({}, {"memory_budget": 0.0}, WAYS["pipeline"]):
+        torch._dynamo.reset()
+        compiled = roundpipe_fx.compile(model, **options)
+        found = train_step(compiled, model, {"x": x})
+        torch.testing.assert_close(found.loss, eager.loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(found.gradients, eager.gradients, rtol=1e-12, atol=1e-14)

@@ -29,6 +29,7 @@ COMPILED_STAGES = "compiled stages"
 """Name under which the bytes are learned that a step with compiled stages takes beyond its plan."""
 
 _OWN = ("aten", "prims", "streams")
+_MEASURED = ("aten", "prims")
 _PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten.baddbmm)
 _FACTORIES = (
     aten.arange,
@@ -100,11 +101,16 @@ def _is_pointwise(node: fx.Node) -> bool:
     return has_tag(node.target, torch.Tag.pointwise)
 
 
+def _is_one_kernel(node: fx.Node) -> bool:
+    """Whether a pointwise operation runs as one kernel; primitives are made of several where there is none for them."""
+    return _is_pointwise(node) and node.target.namespace == "aten"  # type: ignore[union-attr]
+
+
 def _is_free_of_sizes(node: fx.Node) -> bool:
     """Whether the workspace of a pointwise operation does not depend on sizes, because it converts no operand."""
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     kinds = {value.dtype for value in operands}
-    if not _is_pointwise(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
+    if not _is_one_kernel(node) or len(kinds) != 1 or any(value.is_conj() or value.is_neg() for value in operands):
         return False
     if node.target is torch.ops.aten._to_copy.default:
         return True
@@ -116,7 +122,7 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
 def is_measured(node: fx.Node, device: torch.device) -> bool:
     """Whether the workspace of a node is measured: it may be nonzero, and the operator can be run alone."""
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in _MEASURED:
         return False
     operands = [value for source in input_nodes(node) for value in tensor_values(source)]
     if not tensor_values(node) or has_side_effect(node) or (not operands and target.overloadpacket in _FACTORIES):
@@ -125,7 +131,7 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
         return False
     if device.type != "cpu":
         # CUDA kernels convert operands on the fly. The workspace of cuBLAS belongs to the stream and stays allocated.
-        return target.overloadpacket not in _PRODUCTS and not _is_pointwise(node)
+        return target.overloadpacket not in _PRODUCTS and not _is_one_kernel(node)
     if target.overloadpacket in _PRODUCTS:
         return not all(value.dtype in (torch.float32, torch.float64) and _is_matrix(value) for value in operands)
     return not (_is_free_of_sizes(node) and not any(map(_is_number, node.args)))

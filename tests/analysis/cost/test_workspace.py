@@ -208,7 +208,20 @@ NETS = {
     "codebook": lambda: (Codebook(), torch.randn(8, 16)),
     "norm of columns": lambda: (Columns(nn.LayerNorm(48)), torch.randn(4, 48, 64)),
     "convolution of columns": lambda: (Columns(nn.Conv1d(64, 8, 3)), torch.randn(4, 48, 64)),
+    "fused multiply-add": lambda: (FusedMultiplyAdd(), torch.randn(40, 64)),
 }
+
+
+class FusedMultiplyAdd(nn.Module):
+    """``addcmul_`` with a factor is traced as a primitive, which runs as a product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x).sin()
+        return (y * 1.25).addcmul_(y, y, value=0.3).sin()
 
 
 class Columns(nn.Module):
