@@ -263,6 +263,10 @@ DRAWS: dict[str, Any] = {
     "dropout2d": lambda w: nn.functional.dropout2d(w.detach(), 0.3),
     "uniform_": lambda w: torch.empty_like(w).uniform_(),
     "normal_": lambda w: torch.empty_like(w).normal_(),
+    "normal_ on a part": lambda w: torch.ones_like(w)[:, :, ::2].normal_().mean(2, keepdim=True),
+    "normal_ on a column": lambda w: (
+        w.new_ones(30, 2)[:, 1].normal_(1, 2).mean() + w.new_ones(31, 2)[:, 1:].normal_().std()
+    ),
     "exponential_": lambda w: torch.empty_like(w).exponential_(),
     "geometric_": lambda w: torch.empty_like(w).geometric_(0.5),
     "rand_like": torch.rand_like,
