@@ -27,6 +27,8 @@ from roundpipe_fx.ir.joint_graph import (
     input_nodes,
     is_symbolic_scalar,
     is_view,
+    storages,
+    tensor_values,
 )
 
 __all__ = ["apply_remat_schedule"]
@@ -139,10 +141,18 @@ class _Writer:
         self._mark(node)
 
     def _read(self, node: fx.Node) -> None:
+        viewing, moved = is_view(node), False
         for source in input_nodes(node):
             found = self._resolve(source)
             if found is not source:
                 node.replace_input_with(source, found)
+                moved |= storages(found) != storages(source)
+        if viewing and moved:
+            # The copy of an updated input has a storage of its own, and so have its views: what writes over a view
+            # must see that the copy may still be read.
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
+            with tensor_values(node)[0].fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
     def _take_apart(self, original: fx.Node, made: fx.Node) -> None:
         """Unpack a tuple at once, so that items that are not read die."""

@@ -290,3 +290,28 @@ def test_numbers_drawn_in_place_fall_in_the_order_of_memory(draw: str, lay: str)
         found = train_step(compiled, model, {"x": x})
         torch.testing.assert_close(found.loss, eager.loss, rtol=1e-12, atol=0)
         torch.testing.assert_close(found.gradients, eager.gradients, rtol=1e-12, atol=1e-14)
+
+
+class Hidden(nn.Module):
+    """Updates a buffer and a parameter twice behind autograd's back, with products of views of their old values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data.copy_(self.mean.data * 0.9 + 0.1 * x.mean(0))
+        hidden = self.layer(x) * self.mean
+        self.scale.data.copy_(self.scale.data.clamp(max=0.5))
+        self.mean.data.copy_(self.mean.data * 0.9 + 0.1 * hidden.detach().mean(0))
+        return (self.layer(hidden.sin() * self.scale) * self.mean).square().sum()
+
+
+def test_views_of_a_buffers_old_value_are_not_written_over_where_it_is_read_again() -> None:
+    eager, x = Hidden().double(), torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)
+    model = copy.deepcopy(eager)
+    compiled = roundpipe_fx.compile(model, memory_budget=0.0)
+    for _ in range(2):
+        expected, found = train_step(eager, eager, {"x": x}), train_step(compiled, model, {"x": x})
+        torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-12, atol=1e-14)
