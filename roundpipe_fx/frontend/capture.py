@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from torch import fx
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -61,6 +62,7 @@ def prepare(module: fx.GraphModule) -> None:
     mark_checkpoints(module)
     torch_private.spell_out_lstm(module)
     keep_resolved_random_branches(module)
+    copy_assigned_data(module)
 
 
 def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: Callbacks) -> Callable[..., Any]:
