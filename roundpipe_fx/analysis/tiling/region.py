@@ -42,6 +42,8 @@ _LEAST_BYTES = 1 << 10
 """Smaller values are not worth a loop."""
 _MOST_DIMS = 3
 """So many dimensions at most make up the rows."""
+_MOST_ROUNDED = 2048
+"""A sum of so many tiles is within 1e-6 of the exact one: its error grows with the square root of their number."""
 
 _PRODUCTS = frozenset(
     {
@@ -83,11 +85,13 @@ class TileRegion:
     def rows_of_tile(self, tiles: int) -> int:
         """Rows of all tiles but the last, which may have fewer, where there are so many tiles at most.
 
+        Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
+
         Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, whose
         kernels add up one term after another. Over a large vocabulary that rounds several times as much as a product of
         matrices does, and is slower.
         """
-        size = -(-self.rows // tiles)
+        size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
         if self._divides_matrices:
             while size < self.rows and (size == 1 or self.rows % size == 1):
                 size += 1
@@ -103,6 +107,12 @@ class TileRegion:
         """Whether rows of a matrix product, or columns, are divided; a batch of products may be."""
         products = (node for node in self.members if node.target in _PRODUCTS and node in self.where)
         return any(self.where[node][-1] >= node.meta["val"].dim() - 2 for node in products)
+
+    @functools.cached_property
+    def _rounds_sums(self) -> bool:
+        """Whether sums over tiles have the digits of single precision."""
+        sums = (node.meta["val"] for node in self.members if _is_sum(self, node))
+        return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
 
     def on(self, graph: fx.Graph) -> TileRegion:
         """The same region of a copy of the graph, whose nodes have the same names."""
