@@ -144,7 +144,7 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
         yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
     for times in _MORE if kinds else ():
         yield [
-            (region, min(times * tiles, region.rows))
+            (region, min(times * tiles, region.most_tiles))
             for kind, tiles in zip(kinds, first, strict=True)
             for region in kind
         ]
@@ -226,7 +226,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowe
             if not alike:
                 done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
             lowest, tiles = error, tried
-            done.update(own for own, count in tiles.items() if count >= kinds.rows(own))
+            done.update(own for own, count in tiles.items() if count >= kinds.most_tiles(own))
 
 
 class _Kinds:
@@ -263,9 +263,9 @@ class _Kinds:
         """Whether there are any."""
         return bool(self._regions.as_wide_as(0))
 
-    def rows(self, kind: _Kind) -> int:
-        """Number of rows."""
-        return self._of(kind)[0].rows
+    def most_tiles(self, kind: _Kind) -> int:
+        """The largest number of tiles that there can be."""
+        return self._of(kind)[0].most_tiles
 
     def planned(self, tiles: Mapping[_Kind, int], budget: int | float, limit: int | None) -> Lowered:
         """A plan for a budget, with kinds in so many tiles.
@@ -330,7 +330,7 @@ class _Kinds:
             left = limit - (needs.bytes - workspace)
             if 0 < left < workspace:
                 times = max(times, 2 ** math.ceil(math.log2(workspace / left)))
-        return min(times * tiles, region.rows)
+        return min(times * tiles, region.most_tiles)
 
     def _of(self, kind: _Kind) -> list[TileRegion]:
         return _by_kind(self._regions.found)[kind]
@@ -376,4 +376,4 @@ def _first_tiles(region: TileRegion) -> int:
     tiles = 2
     while region.rows // (2 * tiles) >= _ROWS:
         tiles *= 2
-    return min(tiles, region.rows)
+    return min(tiles, region.most_tiles)

@@ -5,6 +5,7 @@ frontier           what a segment can save, for how much recomputation: minimum 
 schedule           a choice worked out: just-in-time recomputation, simulated
 blocks             the backward of one segment, in variants that take ever less memory
 reduce_peak        these variants, from one to the next
+block_peak         the peak of a block's steps in any sequence
 order              an order in which little lives at one time
 recompute_per_use  as little as possible kept from one reader to the next
 alike              what makes two segments equal, so that repeated layers are solved once

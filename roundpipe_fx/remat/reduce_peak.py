@@ -7,12 +7,13 @@ reader (as XLA's rematerialization pass does). The last level may come from :mod
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.operations import OperationGraph, PlannedOp
+from roundpipe_fx.remat.block_peak import BlockPeak
 from roundpipe_fx.remat.order import order_events
 from roundpipe_fx.remat.recompute_per_use import recompute_per_use
 from roundpipe_fx.remat.schedule import backward_events
@@ -25,6 +26,20 @@ _TRIES = 8
 """Maximum number of storages that are tried for one whose dropping lowers the peak."""
 _LONGEST = 12
 """A storage that takes more steps than this to recompute is not dropped."""
+
+
+class _Copy(NamedTuple):
+    """A storage that a step recomputes.
+
+    Attributes:
+        place: in the sequence.
+        step: position of the step.
+        instance: the copy's number.
+    """
+
+    place: int
+    step: int
+    instance: int
 
 
 class PeakReducer:
@@ -41,6 +56,7 @@ class PeakReducer:
         self._sizes = {storage: graph.sizes[storage] for storage in used.union(before)}
         self._seen: dict[tuple[int, ...], tuple[list[Event], dict[int, int], dict[int, int]]] = {}
         self._peaks: dict[tuple[int, ...], int] = {}
+        self._block_peak = BlockPeak(graph, steps, before, lasting)
 
     def structure(self) -> Any:
         """Equal for blocks that are alike but for the numbers of their storages."""
@@ -116,8 +132,7 @@ class PeakReducer:
     def _peak(self, sequence: Sequence[int]) -> int:
         known = tuple(sequence)
         if known not in self._peaks:
-            events, sizes, _ = self._events(sequence)
-            self._peaks[known] = peak_of(events, sizes, self._before, self._lasting).bytes
+            self._peaks[known] = self._block_peak(sequence)
         return self._peaks[known]
 
     def _ordered(self, sequence: list[int]) -> list[int]:
@@ -135,46 +150,53 @@ class PeakReducer:
         for position, event in enumerate(events):
             for storage in event.reads:
                 readers.setdefault(storage, []).append(position)
+        copies = self._copies(sequence, events)
         best: tuple[int, float, list[int]] | None = None
         for instance, _ in peak.live:
             later = [position for position in readers.get(instance, ()) if position > at]
             if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
                 continue
             position = later[0]
-            remade = self._remade(copied[instance], position, sequence, events, readers)
+            remade = self._remade(copied[instance], position, copies, readers)
             if remade is None:
                 continue
             tried = [*sequence[:position], *remade, *sequence[position:]]
             cost = sum(self._steps[p].seconds for p in remade)
-            result = (self._peak(tried), cost, tried)
-            if result[0] <= peak.bytes and (best is None or result[:2] < best[:2]):
+            most = peak.bytes if best is None else best[0]
+            result = (self._block_peak(tried, most), cost, tried)
+            if result[0] <= most and (best is None or result[:2] < best[:2]):
                 best = result
         return None if best is None else best[2]
 
-    def _remade(
-        self,
-        storage: int,
-        position: int,
-        sequence: Sequence[int],
-        events: Sequence[Event],
-        readers: dict[int, list[int]],
-    ) -> list[int] | None:
-        """Steps that recompute a storage at a position, from storages alive there; ``None``: it takes too many."""
-        makers: dict[int, tuple[int, int]] = {}
-        for place in range(position):
-            step = self._steps[sequence[place]]
+    def _copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
+        """By storage, its recomputations in order."""
+        found: dict[int, list[_Copy]] = {}
+        for place, position in enumerate(sequence):
+            step = self._steps[position]
             if step.recipe is not None:
-                makers.update({s: (sequence[place], i) for s, i in zip(step.makes, events[place].makes, strict=True)})
+                for storage, instance in zip(step.makes, events[place].makes, strict=True):
+                    found.setdefault(storage, []).append(_Copy(place, position, instance))
+        return found
+
+    def _remade(
+        self, storage: int, place: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
+    ) -> list[int] | None:
+        """Steps that recompute a storage at a place, from storages alive there; ``None``: it takes too many."""
         found: list[int] = []
 
-        def make(wanted: int) -> None:
-            place, _ = makers[wanted]
-            for source in self._steps[place].reads:
-                if source in makers:
-                    alive = readers.get(makers[source][1], [-1])[-1] >= position
-                    if not alive and makers[source][0] not in found:
-                        make(source)
-            found.append(place)
+        def latest(wanted: int) -> _Copy | None:
+            return next((copy for copy in reversed(copies.get(wanted, ())) if copy.place < place), None)
 
-        make(storage)
+        def make(step: int) -> None:
+            for source in self._steps[step].reads:
+                made = latest(source)
+                if made is not None:
+                    alive = readers.get(made.instance, [-1])[-1] >= place
+                    if not alive and made.step not in found:
+                        make(made.step)
+            found.append(step)
+
+        made = latest(storage)
+        assert made is not None
+        make(made.step)
         return found if len(found) <= _LONGEST else None

@@ -174,7 +174,7 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
         UnfitError: a result overlaps itself in memory, or its rows are not evenly apart.
     """
     region = divided.region
-    size = -(-region.rows // tiles)
+    size = region.rows_of_tile(tiles)
     tiles = -(-region.rows // size)
     left = region.rows - (tiles - 1) * size
     made = {rows: _body(divided, rows, costs) for rows in dict.fromkeys((size, left))}

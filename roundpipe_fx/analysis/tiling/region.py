@@ -12,6 +12,7 @@ Arctic Long Sequence Training and Liger's fused loss.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import graphlib
 import math
 from collections import deque
@@ -35,10 +36,25 @@ from roundpipe_fx.ir.joint_graph import (
 
 __all__ = ["TileRegion", "TileRegions", "find_tile_regions"]
 
+aten = torch.ops.aten
+
 _LEAST_BYTES = 1 << 10
 """Smaller values are not worth a loop."""
 _MOST_DIMS = 3
 """So many dimensions at most make up the rows."""
+_MOST_ROUNDED = 2048
+"""A sum of so many tiles is within 1e-6 of the exact one: its error grows with the square root of their number."""
+
+_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.addbmm.default,
+        aten.linear.default,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +81,38 @@ class TileRegion:
     def in_phase(self, phase: Phase) -> list[fx.Node]:
         """Members of one phase, in graph order."""
         return [node for node in self.members if node.meta[Mark.PHASE] is phase]
+
+    def rows_of_tile(self, tiles: int) -> int:
+        """Rows of all tiles but the last, which may have fewer, where there are so many tiles at most.
+
+        Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
+
+        Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, whose
+        kernels add up one term after another. Over a large vocabulary that rounds several times as much as a product of
+        matrices does, and is slower.
+        """
+        size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
+        if self._divides_matrices:
+            while size < self.rows and (size == 1 or self.rows % size == 1):
+                size += 1
+        return size
+
+    @property
+    def most_tiles(self) -> int:
+        """The largest number of tiles that there can be."""
+        return -(-self.rows // self.rows_of_tile(self.rows))
+
+    @functools.cached_property
+    def _divides_matrices(self) -> bool:
+        """Whether rows of a matrix product, or columns, are divided; a batch of products may be."""
+        products = (node for node in self.members if node.target in _PRODUCTS and node in self.where)
+        return any(self.where[node][-1] >= node.meta["val"].dim() - 2 for node in products)
+
+    @functools.cached_property
+    def _rounds_sums(self) -> bool:
+        """Whether sums over tiles have the digits of single precision."""
+        sums = (node.meta["val"] for node in self.members if _is_sum(self, node))
+        return any(value.is_floating_point() and value.dtype is not torch.float64 for value in sums)
 
     def on(self, graph: fx.Graph) -> TileRegion:
         """The same region of a copy of the graph, whose nodes have the same names."""
