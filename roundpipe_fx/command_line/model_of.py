@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -99,7 +100,10 @@ def _of_configuration(name: str) -> Named:
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{name}: no configuration: {str(error).splitlines()[0]}") from error
+        raise CommandError(
+            f"{name}: no configuration: {str(error).splitlines()[0].rstrip('.')}; names are looked up on the Hugging "
+            "Face hub and in its cache: give a folder with a config.json, or module:function"
+        ) from error
     architectures = getattr(config, "architectures", None) or []
     kind = getattr(transformers, architectures[0], None) if architectures else None
     if kind is None:
@@ -115,17 +119,17 @@ def _of_configuration(name: str) -> Named:
 def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
     """A batch of tokens or images with labels, as the model's kind asks for."""
     config, inputs = model.config, getattr(model, "main_input_name", "input_ids")
+    if inputs not in ("input_ids", "pixel_values"):
+        raise CommandError(f"{type(model).__name__} reads {inputs!r}, not tokens or images: use module:function")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise CommandError(f"{type(model).__name__} takes no labels, so it has no loss: use module:function")
     if inputs == "pixel_values":
         image = getattr(config, "vision_config", config)
         size = image.image_size if isinstance(image.image_size, (tuple, list)) else (image.image_size,) * 2
         return {"pixel_values": torch.empty(rows, image.num_channels, *size), "labels": _integers(rows)}
-    if inputs != "input_ids":
-        raise CommandError(f"{type(model).__name__} reads {inputs!r}, not tokens or images: use module:function")
     tokens = _integers(rows, length)
     if type(model).__name__.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": _integers(rows)}
-    if type(model).__name__.endswith("Model"):
-        raise CommandError(f"{type(model).__name__} has no head, so no loss: use module:function")
     return {"input_ids": tokens, "labels": _integers(rows, length)}
 
 
