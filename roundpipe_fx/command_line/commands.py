@@ -97,10 +97,11 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
 
     rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
     again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
-    text = f"largest batch of {asked.sequence} tokens: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
+    each = "images" if named.images else f"{asked.sequence} tokens"
+    text = f"largest batch of {each}: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
     return text, {
         "batch": rows,
-        "sequence": asked.sequence,
+        "sequence": None if named.images else asked.sequence,
         "peak_bytes": found.peak_bytes,
         "recompute_seconds": found.recompute_seconds,
         "forward_seconds": found.forward_seconds,

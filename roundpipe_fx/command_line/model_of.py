@@ -5,6 +5,7 @@ Neither takes memory: parameters and inputs are on the meta device, and weights 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -31,10 +32,12 @@ class Named:
     Attributes:
         model: on the meta device.
         make_batch: gets the number of rows and their length; returns keyword inputs of the model.
+        images: whether rows are images, whose size is the model's, so that no length is read.
     """
 
     model: nn.Module
     make_batch: Callable[[int, int], dict[str, Any]]
+    images: bool = False
 
 
 def named_model(name: str, dtype: str | None) -> Named:
@@ -51,7 +54,7 @@ def named_model(name: str, dtype: str | None) -> Named:
     """
     module, separator, function = name.partition(":")
     found = _of_function(module, function) if separator else _of_configuration(name)
-    return found if dtype is None else Named(model=found.model.to(_dtype(dtype)), make_batch=found.make_batch)
+    return found if dtype is None else dataclasses.replace(found, model=found.model.to(_dtype(dtype)))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -113,7 +116,8 @@ def _of_configuration(name: str) -> Named:
     config.use_cache = False
     with torch.device("meta"):
         model = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
-    return Named(model=model.train(), make_batch=functools.partial(_on_meta, functools.partial(_batch, model)))
+    make_batch = functools.partial(_on_meta, functools.partial(_batch, model))
+    return Named(model=model.train(), make_batch=make_batch, images=model.main_input_name == "pixel_values")
 
 
 def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
@@ -125,8 +129,14 @@ def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
         raise CommandError(f"{type(model).__name__} takes no labels, so it has no loss: use module:function")
     if inputs == "pixel_values":
         image = getattr(config, "vision_config", config)
+        if not hasattr(image, "image_size"):
+            raise CommandError(f"the configuration of {type(model).__name__} says no image_size: use module:function")
         size = image.image_size if isinstance(image.image_size, (tuple, list)) else (image.image_size,) * 2
         return {"pixel_values": torch.empty(rows, image.num_channels, *size), "labels": _integers(rows)}
+    # Rotary positions have no end; beyond a table of learned ones nothing fails on the meta device, but training does.
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions and not hasattr(config, "rope_parameters"):
+        raise CommandError(f"{type(model).__name__} has {positions} positions: give a --sequence up to that")
     tokens = _integers(rows, length)
     if type(model).__name__.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": _integers(rows)}

@@ -153,6 +153,36 @@ def test_a_model_whose_name_ends_in_model_may_have_a_loss(tmp_path: Path, capsys
     assert error.count("\n") == 1 and "GPT2Model takes no labels" in error
 
 
+def test_a_sequence_beyond_learned_positions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = _configured(tmp_path / "short", "GPT2LMHeadModel", **_GPT2, n_positions=16)
+    assert main(["plan", short, "--sequence", "17"]) == 2
+    assert "has 16 positions" in capsys.readouterr().err
+    assert named_model(short, None).make_batch(1, 16)["input_ids"].shape == (1, 16)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": 16}
+    rotary = _configured(tmp_path / "rotary", "LlamaForCausalLM", model_type="llama", **sizes)
+    assert named_model(rotary, None).make_batch(1, 17)["input_ids"].shape == (1, 17)
+
+
+def test_rows_of_images_have_no_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"model_type": "vit", "image_size": 8, "patch_size": 4}
+    named = named_model(_configured(tmp_path / "vit", "ViTForImageClassification", **images, **sizes), None)
+    assert named.images and named.make_batch(2, 128)["pixel_values"].shape == (2, 3, 8, 8)
+    assert not named_model(_MLP, None).images
+    no_size = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
+    assert main(["plan", _configured(tmp_path / "resnet", "ResNetForImageClassification", **no_size)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "says no image_size" in error
+
+
+def test_an_error_of_the_model_is_one_line_that_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tests.command_line.models:broken"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(r"KeyError: 'no such part' \(models\.py:\d+\)", error)
+    assert "TORCH_LOGS=+roundpipe_fx" in error
+
+
 @pytest.mark.long
 def test_a_name_is_looked_up_as_transformers_does(tmp_path: Path) -> None:
     """In the hub's cache here: without a network, a name that is not there is an error of one line."""
