@@ -90,6 +90,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["plan", "tests.command_line.models:alone"], "must return a pair"),
         (["plan", "./nowhere"], "no such folder"),
         (["plan", _MLP, "--device", "RTX 409"], "Did you mean"),
+        (["plan", _MLP, "--batch", "2", "--num-microbatches", "4"], "2 rows cannot be split into 4 microbatches"),
         (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
         (["fit", _MLP, "--device", "cpu"], "has no limit"),
         (["fit", _MLP, "--memory-budget", "0.5"], "is a share"),
