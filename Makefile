@@ -43,8 +43,8 @@ format: $(READY)
 bench: $(READY)  ## side by side with peers; one table a benchmark
 	$(BIN)/python -W ignore -m benchmarks.run_all
 
-docs: $(READY)  ## the documentation as a site, in site/; a broken link is an error
-	$(BIN)/mkdocs build --strict --quiet
+docs: $(READY)  ## the documentation as a site, in site/; a broken link is an error, which --quiet would hide
+	$(BIN)/mkdocs build --strict
 
 golden: $(READY)  ## regenerate golden/, and what tests of passes expect, on purpose; review the diff
 	EXPECTTEST_ACCEPT=1 $(BIN)/python -m pytest tests/test_golden.py tests/passes

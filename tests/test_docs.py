@@ -19,14 +19,32 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 
 
+def _mkdocs_of_make() -> list[str]:
+    """The command of ``make docs``."""
+    (command,) = re.findall(r"^\t\$\(BIN\)/(mkdocs .*)$", (ROOT / "Makefile").read_text(), re.M)
+    return [sys.executable, "-m", *command.split()]
+
+
 @pytest.mark.long
 def test_the_site_has_no_broken_link(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    command = [*_mkdocs_of_make(), "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     reference = (tmp_path / "reference.html").read_text()
     assert ":meth:" not in reference and "<p>::</p>" not in reference
     assert "memory_budget" in (tmp_path / "search" / "search_index.json").read_text()
+
+
+@pytest.mark.long
+def test_a_broken_link_breaks_the_site(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[a page](nowhere.md)\n[a heading](other.md#nowhere)\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n")
+    validation = re.findall(r"^validation:\n(?:  .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.M)
+    (tmp_path / "mkdocs.yml").write_text("site_name: broken\nplugins: []\n" + "".join(validation))
+    done = subprocess.run(_mkdocs_of_make(), cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1
+    assert "'nowhere.md'" in done.stderr and "'#nowhere'" in done.stderr
 
 
 def test_the_front_page_is_short_and_its_links_lead_somewhere() -> None:

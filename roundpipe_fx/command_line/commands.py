@@ -38,6 +38,15 @@ def _plan_asked(asked: argparse.Namespace) -> Plan:
     """The plan that a command is about: from a file, or made now."""
     if asked.model.endswith(".json"):
         return _read(Path(asked.model))
+    return _planned_as_asked(asked)
+
+
+def _planned_as_asked(asked: argparse.Namespace) -> Plan:
+    """The plan for the batch that was asked for."""
+    if (asked.num_microbatches or 0) > asked.batch:
+        raise CommandError(
+            f"{asked.batch} rows cannot be split into {asked.num_microbatches} microbatches: give a larger --batch"
+        )
     return _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
 
 
@@ -47,7 +56,7 @@ def _read(path: Path) -> Plan:
 
 def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     """The plan of a step."""
-    found = _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
+    found = _planned_as_asked(asked)
     if asked.output is not None:
         asked.output.write_text(found.to_json())
     return _told(asked, found)
@@ -97,10 +106,11 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
 
     rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
     again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
-    text = f"largest batch of {asked.sequence} tokens: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
+    each = "images" if named.images else f"{asked.sequence} tokens"
+    text = f"largest batch of {each}: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
     return text, {
         "batch": rows,
-        "sequence": asked.sequence,
+        "sequence": None if named.images else asked.sequence,
         "peak_bytes": found.peak_bytes,
         "recompute_seconds": found.recompute_seconds,
         "forward_seconds": found.forward_seconds,

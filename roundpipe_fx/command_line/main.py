@@ -1,14 +1,17 @@
 """``roundpipe-fx``: plans, what they say of a value, trade-offs, and which batch fits a GPU, without that GPU.
 
-Exit codes: 0; 1 where a step does not fit; 2 where what was asked for cannot be understood. Errors are one line.
+Exit codes: 0; 1 where a step does not fit; 2 where what was asked for cannot be understood, or the model fails. Errors
+are one line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,6 +22,7 @@ from roundpipe_fx.command_line.model_of import CommandError
 
 __all__ = ["main"]
 
+_LOGGER = logging.getLogger(__name__)
 _MODEL = "a Hugging Face configuration (folder or name), or module:function"
 
 
@@ -39,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, 1)
     except (CommandError, ValueError, TypeError, OSError) as error:
         return _failed(error, 2)
+    except Exception as error:  # the model's own, as it runs
+        _LOGGER.debug("The command failed:", exc_info=True)
+        *_, frame = traceback.extract_tb(error.__traceback__)
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        told = f"{type(error).__name__}: {error} ({where}); TORCH_LOGS=+roundpipe_fx prints the traceback"
+        return _failed(told, 2)
     try:
         print(json.dumps(data, indent=1, default=dict) if asked.json else text, flush=True)
     except BrokenPipeError:  # the reader has seen enough
@@ -46,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _failed(error: Exception, code: int) -> int:
+def _failed(error: Exception | str, code: int) -> int:
     text = str(error)
     if isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"

@@ -5,8 +5,10 @@ Neither takes memory: parameters and inputs are on the meta device, and weights 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -30,10 +32,12 @@ class Named:
     Attributes:
         model: on the meta device.
         make_batch: gets the number of rows and their length; returns keyword inputs of the model.
+        images: whether rows are images, whose size is the model's, so that no length is read.
     """
 
     model: nn.Module
     make_batch: Callable[[int, int], dict[str, Any]]
+    images: bool = False
 
 
 def named_model(name: str, dtype: str | None) -> Named:
@@ -50,7 +54,7 @@ def named_model(name: str, dtype: str | None) -> Named:
     """
     module, separator, function = name.partition(":")
     found = _of_function(module, function) if separator else _of_configuration(name)
-    return found if dtype is None else Named(model=found.model.to(_dtype(dtype)), make_batch=found.make_batch)
+    return found if dtype is None else dataclasses.replace(found, model=found.model.to(_dtype(dtype)))
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -99,7 +103,10 @@ def _of_configuration(name: str) -> Named:
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise CommandError(f"{name}: no configuration: {str(error).splitlines()[0]}") from error
+        raise CommandError(
+            f"{name}: no configuration: {str(error).splitlines()[0].rstrip('.')}; names are looked up on the Hugging "
+            "Face hub and in its cache: give a folder with a config.json, or module:function"
+        ) from error
     architectures = getattr(config, "architectures", None) or []
     kind = getattr(transformers, architectures[0], None) if architectures else None
     if kind is None:
@@ -109,23 +116,30 @@ def _of_configuration(name: str) -> Named:
     config.use_cache = False
     with torch.device("meta"):
         model = kind._from_config(config, dtype=getattr(config, "dtype", None) or torch.float32)
-    return Named(model=model.train(), make_batch=functools.partial(_on_meta, functools.partial(_batch, model)))
+    make_batch = functools.partial(_on_meta, functools.partial(_batch, model))
+    return Named(model=model.train(), make_batch=make_batch, images=model.main_input_name == "pixel_values")
 
 
 def _batch(model: Any, rows: int, length: int) -> dict[str, Any]:
     """A batch of tokens or images with labels, as the model's kind asks for."""
     config, inputs = model.config, getattr(model, "main_input_name", "input_ids")
+    if inputs not in ("input_ids", "pixel_values"):
+        raise CommandError(f"{type(model).__name__} reads {inputs!r}, not tokens or images: use module:function")
+    if "labels" not in inspect.signature(model.forward).parameters:
+        raise CommandError(f"{type(model).__name__} takes no labels, so it has no loss: use module:function")
     if inputs == "pixel_values":
         image = getattr(config, "vision_config", config)
+        if not hasattr(image, "image_size"):
+            raise CommandError(f"the configuration of {type(model).__name__} says no image_size: use module:function")
         size = image.image_size if isinstance(image.image_size, (tuple, list)) else (image.image_size,) * 2
         return {"pixel_values": torch.empty(rows, image.num_channels, *size), "labels": _integers(rows)}
-    if inputs != "input_ids":
-        raise CommandError(f"{type(model).__name__} reads {inputs!r}, not tokens or images: use module:function")
+    # Rotary positions have no end; beyond a table of learned ones nothing fails on the meta device, but training does.
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and length > positions and not hasattr(config, "rope_parameters"):
+        raise CommandError(f"{type(model).__name__} has {positions} positions: give a --sequence up to that")
     tokens = _integers(rows, length)
     if type(model).__name__.endswith("ForSequenceClassification"):
         return {"input_ids": tokens, "labels": _integers(rows)}
-    if type(model).__name__.endswith("Model"):
-        raise CommandError(f"{type(model).__name__} has no head, so no loss: use module:function")
     return {"input_ids": tokens, "labels": _integers(rows, length)}
 
 

@@ -32,3 +32,9 @@ def alone() -> nn.Module:
 def number() -> int:
     """No model."""
     return 3
+
+
+def broken() -> nn.Module:
+    """A function with a mistake."""
+    parts: dict[str, nn.Module] = {}
+    return parts["no such part"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -89,6 +90,7 @@ def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["plan", "tests.command_line.models:alone"], "must return a pair"),
         (["plan", "./nowhere"], "no such folder"),
         (["plan", _MLP, "--device", "RTX 409"], "Did you mean"),
+        (["plan", _MLP, "--batch", "2", "--num-microbatches", "4"], "2 rows cannot be split into 4 microbatches"),
         (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
         (["fit", _MLP, "--device", "cpu"], "has no limit"),
         (["fit", _MLP, "--memory-budget", "0.5"], "is a share"),
@@ -133,6 +135,74 @@ def test_a_configuration_is_planned_without_weights(tmp_path: Path) -> None:
     assert all(parameter.is_meta and parameter.dtype is torch.bfloat16 for parameter in named.model.parameters())
     assert named.make_batch(3, 5)["labels"].shape == (3, 5)
     assert {p.dtype for p in named_model(str(tmp_path), "float32").model.parameters()} == {torch.float32}
+
+
+def _configured(folder: Path, architecture: str, **config: object) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], "vocab_size": 64, **config}))
+    return str(folder)
+
+
+_GPT2 = {"model_type": "gpt2", "n_layer": 1, "n_embd": 16, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+
+
+def test_a_model_whose_name_ends_in_model_may_have_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = named_model(_configured(tmp_path, "GPT2LMHeadModel", **_GPT2), None)
+    assert set(named.make_batch(2, 4)) == {"input_ids", "labels"}
+    assert main(["plan", _configured(tmp_path, "GPT2Model", **_GPT2)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "GPT2Model takes no labels" in error
+
+
+def test_a_sequence_beyond_learned_positions_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = _configured(tmp_path / "short", "GPT2LMHeadModel", **_GPT2, n_positions=16)
+    assert main(["plan", short, "--sequence", "17"]) == 2
+    assert "has 16 positions" in capsys.readouterr().err
+    assert named_model(short, None).make_batch(1, 16)["input_ids"].shape == (1, 16)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": 16}
+    rotary = _configured(tmp_path / "rotary", "LlamaForCausalLM", model_type="llama", **sizes)
+    assert named_model(rotary, None).make_batch(1, 17)["input_ids"].shape == (1, 17)
+
+
+def test_rows_of_images_have_no_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    images = {"model_type": "vit", "image_size": 8, "patch_size": 4}
+    named = named_model(_configured(tmp_path / "vit", "ViTForImageClassification", **images, **sizes), None)
+    assert named.images and named.make_batch(2, 128)["pixel_values"].shape == (2, 3, 8, 8)
+    assert not named_model(_MLP, None).images
+    no_size = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
+    assert main(["plan", _configured(tmp_path / "resnet", "ResNetForImageClassification", **no_size)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "says no image_size" in error
+
+
+def test_an_error_of_the_model_is_one_line_that_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tests.command_line.models:broken"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and re.search(r"KeyError: 'no such part' \(models\.py:\d+\)", error)
+    assert "TORCH_LOGS=+roundpipe_fx" in error
+
+
+@pytest.mark.long
+def test_a_name_is_looked_up_as_transformers_does(tmp_path: Path) -> None:
+    """In the hub's cache here: without a network, a name that is not there is an error of one line."""
+    cached = tmp_path / "hub" / "models--someone--small"
+    _configured(cached / "snapshots" / "0123abcd", "GPT2LMHeadModel", **_GPT2)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abcd")
+    program = (
+        "from roundpipe_fx.command_line.main import main\n"
+        "print(main(['plan', 'someone/small', '--sequence', '8', '--json', '--memory-budget', '0.5']))\n"
+        "print(main(['plan', 'someone/smal']))"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    *plan, found, missing = run.stdout.splitlines()
+    assert json.loads("\n".join(plan))["stages"] and (found, missing) == ("0", "2")
+    (error,) = run.stderr.splitlines()
+    assert error.startswith("roundpipe-fx: someone/smal: no configuration: ")
+    assert "give a folder with a config.json, or module:function" in error
 
 
 _BUDGET = 10**6

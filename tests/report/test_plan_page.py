@@ -188,8 +188,16 @@ def test_any_moment_is_chosen_by_click_and_by_keys(plan: roundpipe_fx.Plan, page
     assert chosen() == len(step.memory.moments) - 1
     page.press("p")
     assert step.memory.moments[chosen()].bytes == plan.peak.bytes
-    for stacking in (2, 3):
+    colors = """(() => {
+        const own = swatch => getComputedStyle(swatch).backgroundColor;
+        const legend = new Set([...document.querySelectorAll("#view-memory .legend .swatch")].map(own));
+        const rows = [...document.querySelectorAll("#view-memory .table .row .swatch")].map(own);
+        return [rows.length, rows.filter(color => !legend.has(color)).length, new Set(rows).size];
+    })()"""
+    for stacking in (1, 2, 3):
         page.click(f"#view-memory .choice button:nth-child({stacking})")
+        rows, foreign, different = page.evaluate(colors)
+        assert rows and not foreign and different > 1, stacking  # a value has the colour of its layer in the chart
     assert "saved" in page.text("#view-memory .legend")
 
 

@@ -204,6 +204,13 @@ function memoryChart(data, { select, height = 340, most = 0, label = "Memory ove
     chart.redraw();
   }
 
+  /** The colour of the layer that a value is in. */
+  function colorOf(lifetime) {
+    const name = layerOf(lifetime, state.stacking);
+    const layer = layers.find(own => own.name === name && !own.rest);
+    return layer ? layer.color() : restColor();
+  }
+
   function showLegend() {
     const seen = layers.filter(({ most: own }) => own > scaled / 1000);
     legend.replaceChildren(...seen.map(layer => element("li", {}, swatch(layer.color()),
@@ -232,5 +239,5 @@ function memoryChart(data, { select, height = 340, most = 0, label = "Memory ove
     event.preventDefault();
   });
   darkScheme.addEventListener("change", showLegend);
-  return { ...chart, legend, choose, stackBy, zoom, highest, layers: () => layers, moment: () => state.moment };
+  return { ...chart, legend, choose, stackBy, colorOf, zoom, highest, layers: () => layers, moment: () => state.moment };
 }

@@ -6,7 +6,7 @@ function memoryView(data, { openValue }) {
     label: "Values alive at the chosen moment", height: Math.max(230, window.innerHeight - 670), sort: ["bytes", true], open: row => row.value && openValue(row.value),
     columns: [
       { key: "bytes", title: "bytes", width: 100, number: true, text: row => bytesText(row.bytes), order: row => row.bytes },
-      { key: "name", title: "value", width: 200, mono: true, text: row => row.name, mark: row => fateColor(row.value ? row.value.fate : "") },
+      { key: "name", title: "value", width: 200, mono: true, text: row => row.name, mark: row => chart.colorOf(row) },
       { key: "module", title: "module", width: 250, text: row => row.module },
       { key: "fate", title: "fate", width: 110, text: row => row.value ? fateText(row.value.fate) : "" },
       { key: "line", title: "your line", width: 180, mono: true, text: row => row.line },
@@ -38,7 +38,7 @@ function memoryView(data, { openValue }) {
 
   const chart = memoryChart(data, { select: show });
   const section = element("section", { "aria-label": "Memory over the step" },
-    element("div", { class: "bar" }, element("span", {}, "stacked by"), choice("stacked by", STACKS, "kind", chart.stackBy),
+    element("div", { class: "bar" }, element("span", {}, "stacked by"), choice("stacked by", STACKS, "kind", stacking => { chart.stackBy(stacking); chart.choose(chart.moment()); }),
       element("button", { class: "button", type: "button", onclick: () => chart.zoom(0.5) }, "zoom in"),
       element("button", { class: "button", type: "button", onclick: () => chart.zoom(2) }, "zoom out"),
       element("button", { class: "button", type: "button", onclick: () => chart.choose(chart.highest) }, "go to the peak"),
