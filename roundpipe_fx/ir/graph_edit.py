@@ -37,7 +37,8 @@ def insert_call(before: fx.Node, target: Any, *args: Any, value: Any = None, **k
     if value is not None:
         made.meta["val"] = value
         return made
-    values = next(tensor_values(node) for node in (before, *before.all_input_nodes) if tensor_values(node))
+    around = (before, *before.all_input_nodes, *made.all_input_nodes)  # any may be a size, or have no operands
+    values = next(tensor_values(node) for node in around if tensor_values(node))
     fake_args, fake_kwargs = fx.node.map_arg((args, kwargs), lambda source: source.meta["val"])
     with values[0].fake_mode:  # type: ignore[attr-defined]
         made.meta["val"] = target(*fake_args, **fake_kwargs)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
+import roundpipe_fx
 from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.layouts import restore_layouts
 from tests.capturing import capture_joint, example_inputs
@@ -207,3 +208,24 @@ def test_a_single_sample_with_innermost_channels_is_normalized_as_eagerly(sample
     joint = restore_layouts(capture_joint(model, batch["x"]))
     copied = [str(node.target) for node in joint.computed()].count("aten.clone.default")
     assert (copied > 0) == (samples == 1)
+
+
+class _Rolled(nn.Module):
+    """What is returned lies otherwise than is noted, and a size follows it in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.images, self.rows = nn.Linear(8, 48), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = (x * 1.25).index_put((torch.tensor([0, 1, 0]),), x[:3], accumulate=True)
+        images = self.images(x.flatten(1)).view(-1, 4, 2, 6).contiguous(memory_format=torch.channels_last)
+        return (images * 1.5).roll(1, 1), self.rows(rows)
+
+
+def test_a_copy_is_made_before_a_size() -> None:
+    torch.manual_seed(0)
+    model, x = _Rolled(), torch.randn(6, 2, 4)
+    expected = model(x)
+    found = roundpipe_fx.compile(model, dynamic=True)(x)
+    assert all(map(torch.equal, found, expected))
