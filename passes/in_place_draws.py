@@ -68,7 +68,8 @@ def _was_in_place(node: fx.Node, source: fx.Node) -> bool:
     What ATen itself calls, as in a dropout, has no name in Dynamo's graph but the module's; it draws on new memory.
     """
     _, called = (node.meta.get("source_fn_stack") or [("", None)])[-1]
-    return getattr(called, "__name__", called) == "bernoulli_" or source.target in _UNINITIALIZED
+    name = getattr(called, "__name__", called)
+    return name == "bernoulli_" or (name != "bernoulli" and source.target in _UNINITIALIZED)
 
 
 def _memory_order(value: torch.Tensor) -> list[int] | None:

@@ -256,6 +256,7 @@ DRAWS: dict[str, Any] = {
     "bernoulli_ on a part": lambda w: torch.ones_like(w)[:, :, ::2].bernoulli_(0.6).mean(2, keepdim=True),
     "bernoulli_ with tensors": lambda w: torch.empty_like(w).bernoulli_(w.detach().sigmoid()),
     "bernoulli": lambda w: torch.bernoulli(w.detach(), 0.6),
+    "bernoulli of new memory": lambda w: torch.bernoulli(torch.empty_like(w), 0.6),
     "bernoulli of values": lambda w: torch.bernoulli(w.detach().sigmoid()),
     "dropout": lambda w: nn.functional.dropout(torch.ones_like(w), 0.3),
     "dropout in place": lambda w: nn.functional.dropout(torch.ones_like(w), 0.3, inplace=True),

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(error, 1)
     except (CommandError, ValueError, TypeError, OSError) as error:
         return _failed(error, 2)
-    except Exception as error:  # the model's own, as it runs
+    except Exception as error:  # mostly the model's own, as it runs
         _LOGGER.debug("The command failed:", exc_info=True)
         *_, frame = traceback.extract_tb(error.__traceback__)
         where = f"{os.path.basename(frame.filename)}:{frame.lineno}"

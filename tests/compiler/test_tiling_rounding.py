@@ -29,7 +29,7 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("rows", [64, 65])
 def test_no_tile_has_one_row(rows: int) -> None:
-    """A product with one row is one with a vector, whose kernel adds up one term after another."""
+    """A product with one row is one with a vector, which other kernels compute."""
     for loop in tiles_at_the_least_budget(rows, WORDS):
         size = -(-loop.rows // loop.tiles)
         assert size > 1 and loop.rows % size != 1

@@ -43,7 +43,7 @@ _LEAST_BYTES = 1 << 10
 _MOST_DIMS = 3
 """So many dimensions at most make up the rows."""
 _MOST_ROUNDED = 2048
-"""A sum of so many tiles is within 1e-6 of the exact one: its error grows with the square root of their number."""
+"""A sum is rounded once a tile; with more tiles float32 gradients may be farther than 1e-6 from those without."""
 
 _PRODUCTS = frozenset(
     {
@@ -87,9 +87,8 @@ class TileRegion:
 
         Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
 
-        Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, whose
-        kernels add up one term after another. Over a large vocabulary that rounds several times as much as a product of
-        matrices does, and is slower.
+        Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, which
+        other kernels compute, that round otherwise.
         """
         size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
         if self._divides_matrices:
