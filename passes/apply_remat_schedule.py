@@ -17,8 +17,9 @@ import operator
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node
-from roundpipe_fx.analysis.recomputation import Form, Snapshots, repetition
+from roundpipe_fx.analysis.recomputation import Form, repetition
 from roundpipe_fx.analysis.remat_schedule import BackwardOp, RematSchedule
+from roundpipe_fx.analysis.snapshots import Snapshots
 from roundpipe_fx.ir.joint_graph import (
     JointGraph,
     Mark,

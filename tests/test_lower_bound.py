@@ -13,7 +13,8 @@ from torch import nn
 
 from benchmarks.lower_bound import lower_bound
 from benchmarks.rotor import rotor_candidates
-from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
 from tests.remat.graphs import mlp, operations_of, staged

@@ -8,34 +8,16 @@ Parameters and other graph inputs are always available and do not count as stora
 from __future__ import annotations
 
 import functools
-import itertools
-import operator
-from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from roundpipe_fx.analysis.in_place import operands_to_write_over
 from roundpipe_fx.analysis.liveness import Event
-from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes, returned_view_bytes
-from roundpipe_fx.analysis.recomputation import Form, is_mask_only, rng_shape_source_of, selection, state_bytes
+from roundpipe_fx.analysis.recomputation import Form
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
-from roundpipe_fx.ir.joint_graph import (
-    JointGraph,
-    Mark,
-    Phase,
-    input_nodes,
-    is_seeded,
-    is_symbolic_scalar,
-    is_view,
-    tensor_values,
-)
-from roundpipe_fx.ir.recompute_marks import checkpoints_of
-from roundpipe_fx.ir.region import budget_of_region
+from roundpipe_fx.ir.joint_graph import Phase
 
-__all__ = ["OUTSIDE", "Operation", "OperationGraph", "PlannedOp", "RecomputeRecipe", "read_operations"]
+__all__ = ["Operation", "OperationGraph", "PlannedOp", "RecomputeRecipe"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +129,8 @@ class OperationGraph:
         rng_shape_sources: by mask and index of the operation that reads it, the gradient whose shape it can be drawn
             with.
         states: bytes of the saved generator state, by index of a seeded forward operation.
+        snapshots: by index of an operation, copies of updated inputs (:mod:`roundpipe_fx.analysis.snapshots`) that it
+            reads if it runs in the backward. They are storages that no operation makes.
         last_segments: by forward storage, the last segment whose forward or backward reads it.
         stages: by segment, its stage.
         regions: storages made in parts of the model that have their own budget, with that budget.
@@ -174,6 +158,7 @@ class OperationGraph:
     mask_only: dict[int, RecomputeRecipe]
     rng_shape_sources: dict[tuple[int, int], fx.Node]
     states: dict[int, int]
+    snapshots: dict[int, tuple[int, ...]]
     last_segments: dict[int, int]
     stages: dict[int, int]
     regions: tuple[tuple[frozenset[int], int | float], ...]
@@ -210,292 +195,3 @@ class OperationGraph:
     def is_forward(self, storage: int) -> bool:
         """Whether a storage is made by the forward."""
         return storage in self.makers
-
-
-def read_operations(
-    joint: JointGraph, segments: int, granularity: int = 1, in_place: bool = True, sums: bool = False
-) -> OperationGraph:
-    """Read operations and storages from a graph with segments and stages.
-
-    Args:
-        joint: the graph; not changed.
-        segments: number of segments.
-        granularity: bytes that the device's allocator rounds sizes up to.
-        in_place: whether stages run eagerly, so that results may overwrite operands that die.
-        sums: whether gradients of parameters are added to accumulated gradients, so that they do not outlive the stage.
-    """
-    # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
-    expected = joint.expected_tangents if in_place else joint.tangents
-    reader = _Reader(joint, expected, granularity, in_place)
-    for node in joint.inputs:
-        reader.read_input(node)
-    tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
-    forward = [operation for node in joint.in_phase(Phase.FORWARD) if (operation := reader.read(node)) is not None]
-    backward: dict[int, list[Operation]] = {segment: [] for segment in range(segments)}
-    for node in sorted(joint.in_phase(Phase.BACKWARD), key=lambda node: -node.meta[Mark.SEGMENT]):
-        operation = reader.read(node)
-        if operation is not None:
-            backward[operation.segment].append(operation)
-    for storage in tangents:
-        reader.segment_of[storage] = segments
-    makers = {storage: operation.index for operation in forward for storage in operation.makes}
-    outputs, copied = _outputs(
-        joint, reader, [*forward, *(operation for block in backward.values() for operation in block)]
-    )
-    values = _values(joint, reader, makers)
-    states = {operation.index: state_bytes(operation.node) for operation in forward if is_seeded(operation.node)}
-    recipes = _Recipes.of(forward, values, reader, states)
-    # Outputs are alive in any case.
-    must_recompute = {s for s, node in values.items() if Mark.MUST_RECOMPUTE in node.meta and s not in outputs}
-    return OperationGraph(
-        forward=tuple(forward),
-        backward=backward,
-        sizes=reader.sizes,
-        makers=makers,
-        segment_of=reader.segment_of,
-        values=values,
-        must_save=frozenset(makers.keys() - recipes.whole.keys()),
-        must_recompute=frozenset(must_recompute),
-        hold_at=_hold_at(forward, backward, must_recompute),
-        outputs=frozenset(outputs & makers.keys()),
-        copied=frozenset(copied & makers.keys()),
-        tangents=tangents,
-        held=held,
-        loss=loss_bytes(expected, granularity),
-        loss_lasts=lasting_bytes(expected, granularity) + returned_view_bytes(joint, granularity),
-        gradients=_gradients(joint, reader, joint.parameters if sums else frozenset()),
-        recipes=recipes.whole,
-        mask_only=recipes.mask_only,
-        rng_shape_sources=_rng_shape_sources(backward, recipes.mask_only, values),
-        states=states,
-        last_segments=_last_segments(forward, backward, makers),
-        stages=_stages(joint, segments),
-        regions=_regions(forward),
-        segments=segments,
-    )
-
-
-def _values(joint: JointGraph, reader: _Reader, makers: Collection[int]) -> dict[int, fx.Node]:
-    """By forward storage, the node whose value it is; absent for results of operations that return several."""
-    found: dict[int, fx.Node] = {}
-    for node in joint.in_phase(Phase.FORWARD):
-        if not is_view(node) and isinstance(node.meta.get("val"), torch.Tensor):
-            (storage,) = reader.of(node) or (OUTSIDE,)
-            if storage in makers:
-                found.setdefault(storage, node)
-    return found
-
-
-def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operation]) -> tuple[set[int], set[int]]:
-    """Storages that the caller gets and holds, and those that it alone reads, and copies into inputs."""
-    results: tuple[set[int], set[int]] = set(), set()
-    for place, node in enumerate(joint.forward_outputs):
-        if isinstance(node, fx.Node):
-            results[place in joint.updates].update(reader.of(node))
-    copied = results[True] - results[False]
-    copied.difference_update(*(operation.reads for operation in operations))
-    return (results[False] | results[True]) - copied, copied
-
-
-def _gradients(joint: JointGraph, reader: _Reader, added: Collection[fx.Node]) -> frozenset[int]:
-    """Storages that the backward returns, without gradients of inputs in ``added``: these are added to sums."""
-    primals = joint.primals
-    return frozenset(
-        storage
-        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
-        if isinstance(node, fx.Node) and owner is not None and primals[owner] not in added
-        for storage in reader.of(node)
-        if storage != OUTSIDE
-    )
-
-
-@dataclass(frozen=True)
-class _Recipes:
-    """How forward storages are recomputed.
-
-    Attributes:
-        whole: by storage; absent where it must be saved.
-        mask_only: by storage of a dropout's mask, without the dropout's input.
-    """
-
-    whole: dict[int, RecomputeRecipe]
-    mask_only: dict[int, RecomputeRecipe]
-
-    @classmethod
-    def of(
-        cls, forward: Sequence[Operation], values: Mapping[int, fx.Node], reader: _Reader, states: Mapping[int, int]
-    ) -> _Recipes:
-        """The recipes for the results of forward operations.
-
-        A value that is a selection of another is gathered by its saved indices; results of a hoisted operation are
-        saved; every other operation is recomputed as it is. A replay of a random operation also holds the generator's
-        current state.
-        """
-        found = cls({}, {})
-        for operation in forward:
-            for storage in operation.makes:
-                value = values.get(storage)
-                picked = selection(value) if value is not None else None
-                if value is not None and picked is not None:
-                    source, _, indices = picked
-                    reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
-                    found.whole[storage] = _recipe(operation, Form.GATHER, node=value, reads=reads, makes=(storage,))
-                elif Mark.MUST_SAVE not in operation.node.meta:
-                    workspace = operation.workspace + states.get(operation.index, 0)
-                    found.whole[storage] = _recipe(operation, Form.SAME, workspace=workspace)
-                    if value is not None and is_mask_only(value):
-                        workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
-                        found.mask_only[storage] = _recipe(
-                            operation, Form.MASK, reads=(), makes=(storage,), workspace=workspace
-                        )
-        return found
-
-
-def _recipe(
-    operation: Operation,
-    form: Form,
-    *,
-    node: fx.Node | None = None,
-    reads: tuple[int, ...] | None = None,
-    makes: tuple[int, ...] | None = None,
-    workspace: int = 0,
-) -> RecomputeRecipe:
-    return RecomputeRecipe(
-        operation=operation,
-        node=operation.node if node is None else node,
-        form=form,
-        reads=operation.reads if reads is None else reads,
-        makes=operation.makes if makes is None else makes,
-        workspace=workspace,
-        seconds=operation.seconds,
-    )
-
-
-def _rng_shape_sources(
-    backward: Mapping[int, Sequence[Operation]], masks: Collection[int], values: Mapping[int, fx.Node]
-) -> dict[tuple[int, int], fx.Node]:
-    """By mask and index of the operation that reads it, the gradient whose shape it can be drawn with."""
-    found = {}
-    for operation in (operation for block in backward.values() for operation in block):
-        for storage in operation.reads:
-            source = rng_shape_source_of(values[storage], operation.node) if storage in masks else None
-            if source is not None:
-                found[storage, operation.index] = source
-    return found
-
-
-def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
-    """By segment, its stage; a segment without nodes (its values equal earlier ones) has the previous one's."""
-    found = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
-    for segment in range(segments):
-        found.setdefault(segment, found.get(segment - 1, 0))
-    return found
-
-
-def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
-    """Storages of consecutive operations with the same region's budget, and that budget."""
-    found = []
-    for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
-        storages = frozenset(storage for operation in run for storage in operation.makes)
-        if budget is not None:
-            found.append((storages, budget))
-    return tuple(found)
-
-
-def _hold_at(
-    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], must_recompute: Collection[int]
-) -> dict[int, int]:
-    """Segments before whose backward the storages of a checkpoint of several segments are recomputed and held.
-
-    A storage belongs to the innermost checkpoint that contains its maker and all its readers. Only storages that the
-    backward reads, or that a nested checkpoint starts from, are worth holding.
-    """
-    spans: dict[int, tuple[int, int]] = {}
-    owner: dict[int, tuple[int, ...]] = {}
-    begins: set[int] = set()
-    for operation in forward:
-        path = checkpoints_of(operation.node)
-        for number in path:
-            first, last = spans.get(number, (operation.segment, operation.segment))
-            spans[number] = min(first, operation.segment), max(last, operation.segment)
-        owner.update((storage, path) for storage in operation.makes if storage in must_recompute)
-        for storage in operation.reads:
-            if storage in owner:
-                begins |= {storage} if len(path) > len(owner[storage]) else set()
-                both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
-                owner[storage] = tuple(number for number, _ in both)
-    wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
-    found = {}
-    for storage, path in owner.items():
-        first, last = spans[path[-1]] if path else (0, 0)
-        if first < last and storage in wanted:
-            found[storage] = last
-    return found
-
-
-def _last_segments(
-    forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], storages: Collection[int]
-) -> dict[int, int]:
-    found: dict[int, int] = {}
-    for operation in (*forward, *(item for block in backward.values() for item in block)):
-        for storage in operation.reads:
-            if storage in storages:
-                found[storage] = max(found.get(storage, 0), operation.segment)
-    return found
-
-
-class _Reader:
-    """Reads operations from nodes, in order."""
-
-    def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
-        self._in_place = in_place
-        self._numbers = StorageIds(granularity)
-        self._tangents = set(joint.tangents)
-        self._expected = set(expected)
-        self.segment_of: list[int] = []
-        self._count = 0
-
-    @property
-    def sizes(self) -> list[int]:
-        return self._numbers.sizes
-
-    def of(self, node: fx.Node) -> list[int]:
-        return self._numbers.of(node)
-
-    def read_input(self, node: fx.Node) -> None:
-        values = tensor_values(node)
-        if node in self._tangents:
-            expected = node in self._expected
-            self._numbers.give(node, [self._numbers.new_tangent(value, expected) for value in values])
-            self.segment_of += [0] * len(values)
-        else:
-            self._numbers.give(node, [OUTSIDE] * len(values))
-
-    def read(self, node: fx.Node) -> Operation | None:
-        """Number the storages of ``node``; returns an operation if the node computes."""
-        made = self._numbers.follow(node)
-        self.segment_of += [node.meta[Mark.SEGMENT]] * len(made)
-        if node.target is operator.getitem or is_symbolic_scalar(node) or (not made and is_view(node)):
-            return None
-        index = self._count
-        self._count += 1
-        return Operation(
-            index=index,
-            node=node,
-            segment=node.meta[Mark.SEGMENT],
-            stage=node.meta[Mark.STAGE],
-            reads=tuple(self._numbers.reads(node)),
-            makes=tuple(made),
-            seconds=node.meta[Mark.SECONDS],
-            inplace_candidates=self._inplace_candidates(node) if self._in_place and len(made) == 1 else (),
-            workspace=node.meta.get(Mark.WORKSPACE, 0),
-        )
-
-    def _inplace_candidates(self, node: fx.Node) -> tuple[int, ...]:
-        found = []
-        for operand in operands_to_write_over(node):
-            (inplace_candidates,) = self.of(operand)
-            others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
-            if inplace_candidates != OUTSIDE and inplace_candidates not in others:
-                found.append(inplace_candidates)
-        return tuple(found)

@@ -16,11 +16,18 @@ import operator
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import CostModel, annotate_node
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, tensor_values
 from roundpipe_fx.ir.ordered_gather import gather_in_order, memory_order
 
-__all__ = ["Form", "Snapshots", "is_mask_only", "repetition", "rng_shape_source_of", "selection", "state_bytes"]
+__all__ = [
+    "Form",
+    "is_mask_only",
+    "repetition",
+    "rng_shape_source_of",
+    "selection",
+    "state_bytes",
+    "updates_statistics_alone",
+]
 
 aten = torch.ops.aten
 
@@ -116,7 +123,7 @@ def repetition(joint: JointGraph, original: fx.Node, form: Form, before: fx.Node
         picked = selection(original) if form is Form.GATHER else None
         copy = joint.graph.node_copy(original) if picked is None else _gathering(joint.graph, picked, original)
     copy.meta = {key: value for key, value in original.meta.items() if key != "unbacked_bindings"}
-    if _updates_statistics_alone(original):
+    if updates_statistics_alone(original):
         source, weight, bias, _, _, in_training, momentum, epsilon = original.args
         copy.target = aten._native_batch_norm_legit.no_stats
         copy.args = (source, weight, bias, in_training, momentum, epsilon)
@@ -133,7 +140,7 @@ def _gathering(graph: fx.Graph, picked: tuple[fx.Node, int, fx.Node], values: fx
     return graph.call_function(gather_in_order, (*picked, order))
 
 
-def _updates_statistics_alone(node: fx.Node) -> bool:
+def updates_statistics_alone(node: fx.Node) -> bool:
     """Whether a batch norm uses running statistics only to compute their new values, which only the output reads."""
     if node.target is not aten._native_batch_norm_legit_functional.default or node.args[5] is not True:
         return False
@@ -145,28 +152,3 @@ def _updates_statistics_alone(node: fx.Node) -> bool:
     return own.meta["val"].dtype is running.meta["val"].dtype and all(
         reader.op == "output" for statistic in new for reader in statistic.users
     )
-
-
-class Snapshots:
-    """Copies of inputs that the caller updates in place after the forward, made at the beginning of the forward."""
-
-    def __init__(self, joint: JointGraph, costs: CostModel) -> None:
-        self._joint = joint
-        self._costs = costs
-        self._taken: dict[fx.Node, fx.Node] = {}
-
-    def of(self, source: fx.Node) -> fx.Node:
-        """The copy of ``source``, which is inserted at the first call."""
-        if source not in self._taken:
-            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
-            with self._joint.graph.inserting_before(next(self._joint.computed())):
-                copy = self._joint.graph.create_node(
-                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
-                )
-            value = source.meta["val"]
-            with value.fake_mode:
-                copy.meta["val"] = torch.empty_like(value)
-            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
-            annotate_node(copy, self._costs)
-            self._taken[source] = copy
-        return self._taken[source]

@@ -15,7 +15,8 @@ from torch import fx
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model, tensor_bytes
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.cost.trial import write_trials
-from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.analysis.simulator import (
     allocation_granularity,
 )

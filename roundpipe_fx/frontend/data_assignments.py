@@ -2,7 +2,7 @@
 
 Dynamo traces the assignment as ``buffer.set_(value)``, which gives the buffer the memory of the value. AOTAutograd
 allows this only where graphs write to their inputs, which they do not here. Where the value is new, and of the buffer's
-shape, ``buffer.copy_(value)`` leaves the same numbers, in the buffer's own memory.
+shape, ``buffer.copy_(value)`` leaves the same numbers, in the buffer's own memory. Anything else is an error.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["copy_assigned_data"]
+from roundpipe_fx.ir.source import source_of
+from roundpipe_fx.torch_private import PassedThrough
+
+__all__ = ["DataAssignmentError", "copy_assigned_data"]
+
+
+class DataAssignmentError(PassedThrough, ValueError):
+    """A forward gives a buffer or a parameter memory that something else has too, or data of another kind."""
 
 
 def copy_assigned_data(module: fx.GraphModule) -> None:
@@ -18,11 +25,17 @@ def copy_assigned_data(module: fx.GraphModule) -> None:
 
     Args:
         module: Dynamo's graph.
+
+    Raises:
+        DataAssignmentError: the value shares its memory. Where it has another shape, dtype or device than the input,
+            the error comes when the graph is traced.
     """
     assignments = module.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
     for node in assignments:
-        if len(node.args) == 2 and not node.kwargs and _is_new(node):
-            node.target = _assign
+        source = source_of(node)
+        if len(node.args) != 2 or node.kwargs or not _is_new(node):
+            raise _refused("whose memory something else reads or writes", source)
+        node.target, node.args = _assign, (*node.args, source)
     if assignments:
         module.recompile()
 
@@ -44,8 +57,21 @@ def _memory(node: fx.Node) -> int | None:
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
-def _assign(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def _assign(old: torch.Tensor, value: torch.Tensor, source: str) -> torch.Tensor:
     # Dynamo's own example of the input has become the value, so that shapes are known no sooner than here.
     if old.shape != value.shape or old.dtype != value.dtype or old.device != value.device:
-        return old.set_(value)  # type: ignore[call-overload]
+        kind = f"{_kind(value)}, where it has {_kind(old)}"
+        raise _refused(f"of another shape, dtype or device: {kind}", source)
     return old.copy_(value)
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{value.dtype}{list(value.shape)} on {value.device}".removeprefix("torch.")
+
+
+def _refused(why: str, source: str) -> DataAssignmentError:
+    return DataAssignmentError(
+        f"The forward assigns data to a buffer or a parameter {why}. A compiled model cannot exchange the memory of "
+        "its tensors. Write `tensor.copy_(value)`, or assign `value.clone()`, or assign the attribute anew "
+        f"(`self.name = value`).\n{source}"
+    )

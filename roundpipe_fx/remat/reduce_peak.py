@@ -125,7 +125,7 @@ class PeakReducer:
         known = tuple(sequence)
         if known not in self._seen:
             sizes = dict(self._sizes)
-            events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes, {})
+            events, _, copied = backward_events(self._graph, [self._steps[p] for p in sequence], sizes)
             self._seen[known] = events, sizes, copied
         return self._seen[known]
 

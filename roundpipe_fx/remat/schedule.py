@@ -232,22 +232,30 @@ class _Course:
 def _course(graph: OperationGraph, schedule: PlannedSchedule) -> _Course:
     steps = [step for _, block in schedule.backward for step in block]
     sizes = dict(enumerate(graph.sizes))
-    # A generator's state is saved by the forward operation that is replayed, and read by each replay.
-    states: dict[int, int] = {}
     sizes[_LOSS] = graph.loss_lasts
-    arriving: dict[int, Sequence[int]] = {len(graph.forward) + 1: [*graph.tangents, _LOSS]}
-    for step in steps:
-        index = step.operation.index
-        if step.recipe is not None and index in graph.states and index not in states:
-            states[index] = -3 - index
-            sizes[-3 - index] = graph.states[index]
-            arriving[index] = (-3 - index,)
-    backward, latest, copied = backward_events(graph, steps, sizes, states)
+    # A generator's state is saved by the forward operation that is replayed, and read by each replay.
+    states = {step.operation.index for step in steps if step.recipe is not None} & graph.states.keys()
+    sizes.update((-3 - index, graph.states[index]) for index in states)
+    arriving: dict[int, Sequence[int]] = {index: [-3 - index] for index in states}
+    arriving[len(graph.forward) + 1] = [*graph.tangents, _LOSS]
+    besides: dict[int, Sequence[int]] = {}
+    for position, step in enumerate(steps) if states or graph.snapshots else ():
+        replays = step.recipe is not None and step.operation.index in states
+        besides[position] = (*_snapshots(graph, step), *([-3 - step.operation.index] if replays else ()))
+    taken = dict.fromkeys(copy for read in besides.values() for copy in read if copy >= 0)
+    arriving[0] = [*arriving.get(0, ()), *taken]
+    backward, latest, copied = backward_events(graph, steps, sizes, besides)
     if any(step.early for step in steps):
         backward = _early_first(backward)
     lasting = {_LOSS, *graph.outputs, *graph.held, *(latest.get(storage, storage) for storage in graph.gradients)}
     loss = Event(None, tuple(graph.copied), (), workspace=graph.loss)
     return _Course([*graph.forward_events, loss, *backward], sizes, arriving, lasting, copied)
+
+
+def _snapshots(graph: OperationGraph, step: PlannedOp) -> tuple[int, ...]:
+    """Copies of updated inputs that an operation reads in the backward."""
+    mask_only = step.recipe is not None and step.recipe.form is Form.MASK
+    return () if mask_only else graph.snapshots.get(step.operation.index, ())
 
 
 def _early_first(events: Sequence[Event]) -> list[Event]:
@@ -299,9 +307,18 @@ def peak_of_forward(graph: OperationGraph, operations: Iterable[Operation], last
 
 
 def backward_events(
-    graph: OperationGraph, steps: Iterable[PlannedOp], sizes: dict[int, int], states: Mapping[int, int]
+    graph: OperationGraph,
+    steps: Iterable[PlannedOp],
+    sizes: dict[int, int],
+    besides: Mapping[int, Sequence[int]] | None = None,
 ) -> tuple[list[Event], dict[int, int], dict[int, int]]:
     """Steps in which each copy of a storage has its own number, after those of the storages; ``sizes`` is extended.
+
+    Args:
+        graph: the operations.
+        steps: of the backward.
+        sizes: bytes by storage.
+        besides: by position of a step, storages that it reads and that no operation makes.
 
     Returns:
         the events; by storage its latest copy; and by copy the storage.
@@ -310,20 +327,19 @@ def backward_events(
     latest: dict[int, int] = {}
     copied: dict[int, int] = {}
     number = len(graph.sizes)
-    for step in steps:
+    for position, step in enumerate(steps):
         operation, recipe = step.operation, step.recipe
         reuse_scope = (step.stage, Phase.RECOMPUTE if step.early else Phase.BACKWARD)
         reads, inplace_candidates = list(step.reads), operation.inplace_candidates
         if not latest.keys().isdisjoint(reads):
             reads = [latest.get(storage, storage) for storage in reads]
             inplace_candidates = tuple([latest.get(storage, storage) for storage in inplace_candidates])
+        reads += besides.get(position, ()) if besides else ()
         if recipe is None:
             events.append(
                 Event(operation, reads, operation.makes, inplace_candidates, reuse_scope, workspace=operation.workspace)
             )
             continue
-        if operation.index in states:
-            reads.append(states[operation.index])
         makes = []
         for storage in recipe.makes:
             latest[storage] = number

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from roundpipe_fx.analysis.operations import read_operations
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.cse import eliminate_common_subexpressions
 from roundpipe_fx.remat.blocks import Blocks

@@ -53,6 +53,24 @@ def test_new_data_of_buffers_and_parameters(options: dict[str, Any]) -> None:
     assert model.mean.data_ptr() == memory
 
 
-def test_memory_of_another_tensor_is_never_copied() -> None:
-    with pytest.raises(Exception, match="set_ on a graph input"):
-        roundpipe_fx.compile(Shared())(torch.ones(3, 4))
+class Other(Assigning):
+    """Gives a buffer another shape."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data = self.layer(x).detach().mean(0, keepdim=True)
+        return (self.layer(x) * self.mean).sum()
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (Shared, "whose memory something else reads or writes"),
+        (Other, r"of another shape, dtype or device: float32\[1, 4\] on cpu, where it has float32\[4\] on cpu"),
+    ],
+)
+@pytest.mark.parametrize("piped", [False, True])
+def test_memory_of_another_tensor_is_never_copied(model: type[Assigning], why: str, piped: bool) -> None:
+    options: dict[str, Any] = {"stages": 2, "devices": ["cpu", "cpu"], "num_microbatches": 1} if piped else {}
+    with pytest.raises(ValueError, match=rf"assigns data to a buffer or a parameter {why}") as refused:
+        roundpipe_fx.compile(model(), **options)(torch.ones(3, 4))
+    assert "self.mean.data = " in str(refused.value)

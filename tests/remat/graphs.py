@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.cost.roofline import DEVICES
-from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.operations import read_operations
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.alike import shape_of_backward
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from roundpipe_fx.analysis.operations import OperationGraph, read_operations
+from roundpipe_fx.analysis.operations import OperationGraph
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
 from roundpipe_fx.remat.schedule import PlannedOp, PlannedSchedule, simulate

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.operations import read_operations
 from roundpipe_fx.analysis.program_events import course_of
+from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.analysis.simulator import peak_of_course
 from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule

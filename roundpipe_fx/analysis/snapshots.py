@@ -1,0 +1,58 @@
+"""Snapshots: copies of inputs that the caller updates in place after the forward, for the backward to read.
+
+A buffer that the forward updates has its new value when the backward runs. What is recomputed there reads a copy of the
+old one, which is made at the beginning of the forward and lives until it is read for the last time. A plan that
+recomputes nothing may need none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import CostModel, annotate_node
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view
+
+__all__ = ["Snapshots", "updated_inputs_read"]
+
+aten = torch.ops.aten
+
+
+def updated_inputs_read(joint: JointGraph) -> dict[fx.Node, tuple[fx.Node, ...]]:
+    """By node, the inputs that the caller updates after the forward and that the node reads, also through views."""
+    behind: dict[fx.Node, tuple[fx.Node, ...]] = {
+        node: (node,) for node in joint.inputs if node in joint.mutated_inputs
+    }
+    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for node in joint.computed() if behind else ():
+        read = tuple(dict.fromkeys(source for operand in input_nodes(node) for source in behind.get(operand, ())))
+        if read:
+            found[node] = read
+            if is_view(node):
+                behind[node] = read
+    return found
+
+
+class Snapshots:
+    """Copies of inputs that the caller updates in place after the forward, made at the beginning of the forward."""
+
+    def __init__(self, joint: JointGraph, costs: CostModel) -> None:
+        self._joint = joint
+        self._costs = costs
+        self._taken: dict[fx.Node, fx.Node] = {}
+
+    def of(self, source: fx.Node) -> fx.Node:
+        """The copy of ``source``, which is inserted at the first call."""
+        if source not in self._taken:
+            stage = min(user.meta[Mark.STAGE] for user in source.users if Mark.STAGE in user.meta)
+            with self._joint.graph.inserting_before(next(self._joint.computed())):
+                copy = self._joint.graph.create_node(
+                    "call_function", aten.clone.default, (source,), name=f"{source.name}_before_update"
+                )
+            value = source.meta["val"]
+            with value.fake_mode:
+                copy.meta["val"] = torch.empty_like(value)
+            copy.meta.update({Mark.PHASE: Phase.FORWARD, Mark.STAGE: stage, Mark.SEGMENT: 0})
+            annotate_node(copy, self._costs)
+            self._taken[source] = copy
+        return self._taken[source]
