@@ -37,7 +37,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
             if all(type(size) is int for size in shape):  # strides are products of sizes
                 return kind
         elif isinstance(value, (tuple, list)):
-            return "(" + ",".join(describe(item) for item in value) + ")"
+            return f"({','.join(map(describe, value))})"
         elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             kind = f"{type(value).__name__}({value})"
         else:
@@ -51,7 +51,7 @@ def fingerprint(nodes: Iterable[fx.Node], results: Iterable[Any] = (), inputs: I
                 lines.append(f"{numbers[value]} = {describe(value.meta.get('val'))}")
             return numbers[value]
         if isinstance(value, (tuple, list)):
-            return "(" + ",".join(name(item) for item in value) + ")"
+            return f"({','.join(map(name, value))})"
         if isinstance(value, dict):
             return "{" + ",".join(f"{key}:{name(item)}" for key, item in value.items()) + "}"
         if isinstance(value, slice):

@@ -375,10 +375,9 @@ def is_view(node: fx.Node) -> bool:
         (source,) = input_nodes(node)
         return is_view(source)
     own = storages(node)
-    if not own:
-        return False
-    of_inputs = [storage for source in node.all_input_nodes for storage in storages(source)]
-    return own[0] in of_inputs if len(own) == 1 else set(own).issubset(of_inputs)
+    if len(own) == 1:  # nearly always
+        return any(own[0] in storages(source) for source in node.all_input_nodes)
+    return bool(own) and set(own).issubset(storage for source in node.all_input_nodes for storage in storages(source))
 
 
 def viewed(node: fx.Node) -> fx.Node:

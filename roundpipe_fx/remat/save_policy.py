@@ -27,7 +27,6 @@ from roundpipe_fx.ir.joint_graph import (
     input_nodes,
     is_seeded,
     is_symbolic_scalar,
-    is_view,
     node_outputs,
     viewed,
 )
@@ -99,7 +98,8 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     Returns:
         the schedule: recomputations early, in the order of the forward; then the backward in the graph's order.
     """
-    kept = _kept(joint, [node for node in saved if Mark.MUST_RECOMPUTE not in viewed(node).meta])
+    # A saved view stands for its base; without the base in the set it would be recomputed from further back.
+    kept = _kept(joint, map(viewed, saved))
     position = {node: index for index, node in enumerate(joint.in_phase(Phase.FORWARD))}
     backward = joint.in_phase(Phase.BACKWARD)
     by_stage: dict[int, list[fx.Node]] = {}
@@ -124,18 +124,19 @@ def _place(node: fx.Node) -> tuple[int, int]:
     return node.meta[Mark.STAGE], node.meta[Mark.SEGMENT]
 
 
-def _kept(joint: JointGraph, keep: Iterable[fx.Node]) -> set[fx.Node]:
-    kept = {node for node in keep if not is_view(node) and not isinstance(node.meta.get("val"), (tuple, list))}
+def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
+    kept = {
+        base
+        for base in bases
+        if base.op != "placeholder"
+        and Mark.MUST_RECOMPUTE not in base.meta
+        and not isinstance(base.meta.get("val"), (tuple, list))
+    }
     for node in joint.in_phase(Phase.FORWARD):
         if Mark.MUST_SAVE in node.meta:
             kept.update(output for output in node_outputs(node) if selection(output) is None)
         elif is_symbolic_scalar(node):
             kept.add(node)
-    # A saved view stands for its base; without the base in the set it would be recomputed from further back.
-    for node in keep:
-        base = viewed(node)
-        if base.op != "placeholder" and not isinstance(base.meta.get("val"), (tuple, list)):
-            kept.add(base)
     return kept
 
 
