@@ -49,6 +49,8 @@ NESTED_SHARE = 1.25
 """Nested recomputation is considered up to this share of the lowest peak that is reached without it."""
 _LEVELS = 6
 """Number of solutions of each chain that are simulated, spread over the whole trade-off."""
+_LOWEST = 12
+"""Number of solutions with the least memory that are simulated where none yet stays within the limit."""
 _HALVINGS = 6
 """Number of plans that are simulated between two, for a limit that lies between them."""
 
@@ -135,9 +137,13 @@ def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
     """More candidates around a limit, by bisection between the two that it lies between.
 
     Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
-    own, peaks never rise and seconds never fall.
+    own, peaks never rise and seconds never fall. Below the lowest peak, the solutions for the least memory are tried,
+    the same ones for every limit.
     """
     candidates = list(found.candidates)
+    if limit < candidates[-1].peak.bytes:
+        lower = [work_out(blocks, point.choice()) for point in found.points[-_LOWEST:]]
+        return best_of([*candidates, *(item for item in lower if item.seconds >= candidates[-1].seconds)])
     at = next((i for i, item in enumerate(candidates) if item.peak.bytes <= limit), 0)
     if not at:
         return candidates
