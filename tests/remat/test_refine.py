@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import choose, refusal
-from roundpipe_fx.remat.search import refine, search
+from roundpipe_fx.remat.search import SearchResult, refine, search
 from tests.remat.graphs import mlp, operations_of
 
 GRAPH = operations_of(mlp(depth=12), torch.randn(512, 16))
@@ -46,6 +46,16 @@ def test_the_ends_are_not_refined() -> None:
     assert refine(blocks, found, found.candidates[0].peak.bytes) == found.candidates
     assert refine(blocks, found, found.candidates[-1].peak.bytes - 1) == found.candidates
     assert not choose(GRAPH, found.candidates[-1].peak.bytes - 1).fits
+
+
+def test_below_the_lowest_peak_the_solutions_for_the_least_memory_are_tried() -> None:
+    blocks = Blocks(GRAPH)
+    found = search(blocks)
+    lowest = found.candidates[-1]
+    partial = SearchResult(found.candidates[:-2], found.points)
+    within = found.candidates[-2].peak.bytes - 1
+    assert min(item.peak.bytes for item in partial.candidates) > within
+    assert refine(blocks, partial, within)[-1].peak.bytes == lowest.peak.bytes
 
 
 def test_what_programs_need_beyond_what_was_simulated_counts_for_those_that_need_it() -> None:
