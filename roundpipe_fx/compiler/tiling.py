@@ -82,6 +82,10 @@ class UnmetError(Exception):
         self.chosen = chosen
 
 
+class _Met(Exception):
+    """A plan that stays within the budget is known."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TilingSteps:
     """How graphs are made and planned.
@@ -119,10 +123,13 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
         unmet = error
     assert unmet.chosen is not None
     asked = unmet.chosen.limit
+    kinds.is_met_by_known = True
     while True:
         # For another budget, other tiles are tried.
         try:
             _planned(tiling, math.ceil(unmet.needs.bytes / steps.share), steps, kinds)
+            break
+        except _Met:
             break
         except UnmetError as error:
             unmet = error
@@ -235,10 +242,14 @@ class _Kinds:
     Args:
         joint: an annotated graph; not changed.
         steps: how graphs are made and planned.
+
+    Attributes:
+        is_met_by_known: whether budgets that a known plan stays within are not planned for, only whether they are met.
     """
 
     def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
         self._joint, self._steps = joint, steps
+        self.is_met_by_known = False
         self._least: dict[_Tiles, UnmetError] = {}
         """What one operation needs alone; found where it is more than a limit."""
         self._fitting: dict[_Tiles, int] = {}
@@ -277,14 +288,18 @@ class _Kinds:
 
         Raises:
             UnmetError: no plan stays within it. One that is known not to is not searched for again.
+            _Met: one does, and only that was asked.
         """
         key = frozenset(tiles.items())
         least, lowest = self._least.get(key), self._lowest.get(key)
         if limit is not None and least is not None and least.needs.bytes > limit:
             raise least
         is_searched = limit is None or least is not None or limit >= self._fitting.get(key, math.inf)
-        if lowest is not None and is_searched and budget * self._steps.share < lowest.needs.bytes:
-            raise lowest
+        if lowest is not None and is_searched:
+            if budget * self._steps.share < lowest.needs.bytes:
+                raise lowest
+            if self.is_met_by_known:
+                raise _Met
         regions = [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
         graph = self._steps.tiled(self._graph, regions) if tiles else self._joint
         try:

@@ -78,9 +78,10 @@ def test_no_plan_is_searched_for_below_what_one_operation_needs(monkeypatch: pyt
 
 
 def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lowest peak of a graph with some regions in tiles does not depend on the budget."""
+    """The lowest peak of a graph with some regions in tiles does not depend on the budget, nor that it can be met."""
     peaks: list[int] = []
-    choose = lower.choose
+    met: list[Any] = []
+    choose, within = lower.choose, lower._within
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         chosen = choose(*args, **kwargs)
@@ -89,8 +90,9 @@ def test_a_refusal_searches_for_no_plan_twice(monkeypatch: pytest.MonkeyPatch) -
         return chosen
 
     monkeypatch.setattr(lower, "choose", counted)
+    monkeypatch.setattr(lower, "_within", lambda *args, **kwargs: met.append(within(*args, **kwargs)) or met[-1])
     minimum(HeadAndMLP(), _batch())
-    assert peaks and len(peaks) == len(set(peaks))
+    assert peaks and len(peaks) == len(set(peaks)) and not met
 
 
 @pytest.mark.long
