@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pydoc_data.topics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,17 @@ def llama(layers: int = 2, width: int = 32) -> nn.Module:
         eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config)
+
+
+def small_model_and_data(folder: Path) -> tuple[str, str]:
+    """A folder with a small Llama of bytes in bfloat16, without a tokenizer, and a file of text."""
+    torch.manual_seed(0)
+    config = llama().config
+    config.vocab_size, config.attention_dropout = 256, 0.1
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.save_pretrained(folder / "llama")
+    (folder / "data.txt").write_text("\n".join(pydoc_data.topics.topics.values())[:20_000])
+    return str(folder / "llama"), str(folder / "data.txt")
 
 
 def qwen3_moe(layers: int = 2, width: int = 32, experts: int = 4, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
