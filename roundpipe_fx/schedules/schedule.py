@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, ActionKind
+from roundpipe_fx.schedules.pytorch_csv import actions_of_cells, cells_of_actions
 from roundpipe_fx.schedules.stage_graph import StageGraph
 
 __all__ = ["Schedule"]
@@ -81,6 +84,41 @@ class Schedule:
         lines = [line.split(":", 1)[-1] if line.split(":", 1)[0].strip().isdigit() else line for line in _lines(text)]
         return cls.of(name, [[Action.parse(word) for word in line.split()] for line in lines])
 
+    @classmethod
+    def from_csv(cls, path: str | os.PathLike[str], name: str = "given") -> Schedule:
+        """Read a file of ``torch.distributed.pipelining``: a row for each rank, a cell for each action.
+
+        Transfers and gathers in it are left out, since they are derived from the stages. A full backward of a stage
+        whose other backwards are split is split too.
+
+        Args:
+            path: the file, as PyTorch's schedules write it, with communication or without.
+            name: name of the schedule.
+
+        Returns:
+            the schedule.
+
+        Raises:
+            OSError: the file cannot be read.
+            ValueError: a cell is not an action.
+        """
+        with open(path, newline="") as file:
+            return cls.of(name, actions_of_cells(csv.reader(file)))
+
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Write a file that a schedule of ``torch.distributed.pipelining`` reads (``format="compute_only"``).
+
+        Recomputations are left out: there they are part of the backwards.
+
+        Args:
+            path: the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows(cells_of_actions(map(self.actions, range(self.devices))))
+
     @property
     def devices(self) -> int:
         """Number of devices."""
@@ -141,6 +179,30 @@ class Schedule:
         """
         known = np.array([NUMBER[kind] << 20 | stage for kind, stage in graph.steps], dtype=np.int32)
         keep = (np.isin(order[:, 0] << 20 | order[:, 1], known) for order in self.orders)
+        return dataclasses.replace(
+            self, orders=tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True))
+        )
+
+    def without_missing_halves(self, graph: StageGraph) -> Schedule:
+        """A copy without halves of backwards that their stages do not have.
+
+        A stage whose inputs need no gradients, or that has no parameters, has only the other half. Whoever writes a
+        schedule for a number of stages cannot know that.
+
+        Args:
+            graph: the stage graph.
+
+        Returns:
+            the copy.
+        """
+        parts = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
+        missing = [
+            NUMBER[kind] << 20 | stage
+            for kind, other in (parts, parts[::-1])
+            for own, stage in graph.steps
+            if own is other and not graph.has(kind, stage)
+        ]
+        keep = (~np.isin(order[:, 0] << 20 | order[:, 1], missing) for order in self.orders)
         return dataclasses.replace(
             self, orders=tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True))
         )
