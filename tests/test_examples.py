@@ -119,7 +119,7 @@ def test_finetune(tmp_path: Path) -> None:
     # Of a model with adapters, weights that are frozen are not written again and again.
     _run(*command(tmp_path / "adapters", "--lora", "4", "--steps", "2"))
     sizes = [(out / "checkpoint.pt").stat().st_size for out in (through, tmp_path / "adapters")]
-    assert sizes[1] < sizes[0] / 5 and (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
+    assert sizes[1] < sizes[0] / 3 and (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
 
 
 @pytest.mark.long
