@@ -112,7 +112,8 @@ class Plan:
                 "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
                 "of the compiled model."
             )
-        return Timeline.of(self.timing, self.measured[-1] if self.measured else None)
+        names = {own.number: own.name for own in self.pipeline.offloaded} if self.pipeline is not None else {}
+        return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
 
     @property
     def host_bytes(self) -> int:

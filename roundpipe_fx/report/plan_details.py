@@ -89,7 +89,10 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
             for name, bars in (("predicted", details.timeline.predicted), ("measured", details.timeline.measured))
         }
         timeline["copies"] = [
-            [copy.device, str(copy.action), copy.to_host, copy.start, copy.end, copy.bytes]
+            [
+                *(copy.device, str(copy.action), copy.what, copy.to_host, copy.start, copy.end, copy.bytes),
+                [strings.setdefault(name, len(strings)) for name in copy.values],
+            ]
             for copy in details.timeline.copies
         ]
     return {
@@ -134,8 +137,17 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             for name in ("predicted", "measured")
         }
         copies = tuple(
-            CopyBar(device=device, action=Action.parse(action), to_host=to_host, start=start, end=end, bytes=size)
-            for device, action, to_host, start, end, size in data["timeline"].get("copies", ())
+            CopyBar(
+                device=device,
+                action=Action.parse(action),
+                what=what,
+                to_host=to_host,
+                start=start,
+                end=end,
+                bytes=size,
+                values=tuple(strings[number] for number in values),
+            )
+            for device, action, what, to_host, start, end, size, values in data["timeline"]["copies"]
         )
         timeline = Timeline(**bars, copies=copies)
     found = data["alternatives"]

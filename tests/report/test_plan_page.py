@@ -8,7 +8,6 @@ import re
 import sys
 import types
 import webbrowser
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,8 @@ from roundpipe_fx.report.timeline import Bar, Timeline
 from roundpipe_fx.schedules import Action
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import CPUS, Blocks, batch_of, squares
-from tests.report.chromium import Page, chromium_path, open_page
+from tests.report.chromium import Page, needs_browser
 
-needs_browser = pytest.mark.skipif(
-    chromium_path() is None, reason="no Chromium: apt-get install --no-install-recommends chromium"
-)
 _HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 
 
@@ -42,19 +38,6 @@ def _tied(budget: float) -> roundpipe_fx.Plan:
 @pytest.fixture(scope="module")
 def plan() -> roundpipe_fx.Plan:
     return _tied(0.2)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with open_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
-    yield browser
-    assert not browser.errors
-    browser.errors.clear()
 
 
 def _data(page: str) -> Any:

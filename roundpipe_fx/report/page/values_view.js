@@ -95,6 +95,7 @@ function valuesView(data, { openMoment }) {
 function alternativeText({ fate, price, bytes, seconds }) {
   if (price === null) return fate === "tiled" ? `as a whole it would hold ${bytesText(bytes)}; all tiles take ${millisecondsText(seconds)}` : "";
   if (fate === "saved") return `recomputing it instead would take ${millisecondsText(price)}`;
+  if (fate === "offloaded") return `recomputing it instead would take ${millisecondsText(price)}`;
   if (fate === "hoisted") return "none: its operation must not run twice";
   return `recomputing it takes ${millisecondsText(price)}; saving it instead would hold ${bytesText(bytes)}`;
 }
