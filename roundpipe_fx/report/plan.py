@@ -216,6 +216,8 @@ class Plan:
 
     @functools.cached_property
     def _frontier(self) -> tuple[tuple[int, float], ...]:
+        if self.stored is not None:
+            return self.stored.frontier
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
@@ -245,7 +247,8 @@ class Plan:
             alternatives = alternatives_of(
                 self.operations, self._frontier, self.budget, self.peak_bytes, self.recompute_seconds
             )
-        return PlanDetails(step=self.read_step() if self.read_step is not None else None, alternatives=alternatives)
+        step = self.read_step() if self.read_step is not None else None
+        return PlanDetails(step=step, frontier=self._frontier, alternatives=alternatives)
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what the alternative would cost.

@@ -39,12 +39,14 @@ class PlanDetails:
 
     Attributes:
         step: what is read off its programs; ``None`` for a plan without programs.
+        frontier: what :meth:`Plan.frontier` returns; empty without a budget.
         alternatives: the plans on its frontier.
         timeline: when each device of a pipeline runs which action; ``None`` if there is no pipeline, or
             its schedule has more actions than a page can draw.
     """
 
     step: EmittedStep | None = None
+    frontier: tuple[tuple[int, float], ...] = ()
     alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
     timeline: Timeline | None = None
 
@@ -98,6 +100,7 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
     return {
         "memory": memory,
         "lines": lines,
+        "frontier": details.frontier,
         "alternatives": alternatives,
         "timeline": timeline,
         "strings": list(strings),
@@ -157,7 +160,8 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
         plans=tuple(map(_alternative, found["plans"])),
         own=found["own"],
     )
-    return PlanDetails(step=step, alternatives=alternatives, timeline=timeline)
+    frontier = tuple((int(size), float(seconds)) for size, seconds in data["frontier"])
+    return PlanDetails(step=step, frontier=frontier, alternatives=alternatives, timeline=timeline)
 
 
 def _alternative(data: Mapping[str, Any]) -> Alternative:

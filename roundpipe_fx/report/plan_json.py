@@ -67,7 +67,9 @@ def fields_of_json(text: str) -> dict[str, Any]:
         offloaded = tuple(OffloadedValue(**value) for value in fields["pipeline"]["offloaded"])
         fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists | {"offloaded": offloaded}))
     fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
-    details = {name: fields.pop(name) for name in ("memory", "lines", "alternatives", "timeline", "strings")}
+    details = {
+        name: fields.pop(name) for name in ("memory", "lines", "frontier", "alternatives", "timeline", "strings")
+    }
     return {**fields, "stored": details_from_data(details), "modules": (), "programs": ()}
 
 

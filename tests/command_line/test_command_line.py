@@ -54,6 +54,22 @@ def test_explain_and_frontier_of_a_stored_plan(stored: Path, capsys: pytest.Capt
     assert error.count("\n") == 1 and "Did you mean" in error and error.startswith("roundpipe-fx: ")
 
 
+def test_the_frontier_is_the_same_of_a_stored_plan_and_on_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a plan that fits as it is, too: nothing else was looked at for it."""
+    asked = [_MLP, "--batch", "4", "--memory-budget", "1.0"]
+    path = tmp_path / "plan.json"
+    points = _json(capsys, "frontier", *asked)
+    assert isinstance(points, list) and len(points) > 3
+    assert main(["plan", *asked, "--output", str(path)]) == 0
+    capsys.readouterr()
+    assert _json(capsys, "frontier", str(path)) == points
+    assert json.loads(path.read_text())["frontier"] == points  # what the page draws
+    found = Plan.from_json(path.read_text()).look_into().alternatives
+    assert [[other.bytes, other.seconds] for other in found.plans] == points
+
+
 def test_compare(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     main(["plan", _MLP, "--batch", "4", "--sequence", "8", "--memory-budget", "1.0", "--output", str(other)])
