@@ -49,7 +49,7 @@ function pipelineView(data) {
         ["values", copy.values.map(name => `${name}${data.byName.get(name)?.module ? ` of ${data.byName.get(name).module}` : ""}`).join(", ")]]));
   }
 
-  const memory = shown.length && shown[0].key === "predicted" ? deviceMemoryChart(shown[0].rows, data, devices) : null;
+  const memory = shown.length && shown[0].key === "predicted" ? deviceMemoryChart(shown[0].rows, data, devices, last) : null;
   const table = element("div", {});
 
   function redraw() {
@@ -170,10 +170,10 @@ function timelineChart({ key, title, bars, rows }, pipeline, devices, last, sele
 }
 
 /** Steps of memory, a row for each device, all to one scale. */
-function deviceMemoryChart(rows, { plan }, devices) {
+function deviceMemoryChart(rows, { plan }, devices, last) {
   const { pipeline } = plan;
   const most = axisTop(Math.max(...pipeline.peak_bytes), plan.budget) * 1.06;
-  const end = rows.flat().reduce((latest, bar) => Math.max(latest, bar.end), 0);
+  const end = rows.flat().reduce((latest, bar) => Math.max(latest, bar.end), last);
   const steps = { of: device => rows[device].map(bar => [bar.start, bar.end, bar.bytes]), end, color: () => categoryColor(0), name: "bytes allocated during an action" };
   return deviceMemoryRows("Memory of each device while its actions run, predicted", devices, () => [steps], { most, budget: plan.budget, peaks: pipeline.peak_bytes });
 }
