@@ -56,6 +56,7 @@ class _LineOfValue(NamedTuple):
     file: str
     line: int
     text: str
+    modules: int
 
 
 def details_as_data(details: PlanDetails) -> dict[str, Any]:

@@ -218,6 +218,28 @@ def test_values_are_searched_sorted_and_explained(plan: roundpipe_fx.Plan, page:
 
 
 @needs_browser
+def test_a_line_of_stages_that_are_alike_says_so(plan: roundpipe_fx.Plan, page: Page, tmp_path: Path) -> None:
+    step = plan.look_into().step
+    assert step is not None
+    page.open(plan.write_html(tmp_path / "plan.html"))
+    listed = {value.name for stage in plan.stages for value in (*stage.saved, *stage.recomputed)}
+    for shared in (True, False):
+        name, (line, *_) = next(
+            (name, own) for name, own in step.lines.items() if name in listed and (own[0].modules > 1) is shared
+        )
+        page.evaluate('document.querySelector("#view-values input").value = ""')
+        page.press("/")
+        page.type(name)
+        rows = page.evaluate('[...document.querySelectorAll("#view-values .row")].map(r => r.children[0].innerText)')
+        page.click(f"#view-values .table .row:nth-child({1 + rows.index(name)})", 0.05)
+        panel = page.text("#view-values .panel")
+        assert f"emitted, {line.file}:{line.line}" in panel
+        told = f"the code of {line.modules} stages that are alike, with the names of the first one"
+        assert (told in panel) is shared
+        page.click("#tab-memory")
+
+
+@needs_browser
 def test_points_of_the_frontier_show_what_differs(plan: roundpipe_fx.Plan, page: Page, tmp_path: Path) -> None:
     page.open(plan.write_html(tmp_path / "plan.html"))
     page.click("#tab-frontier")
