@@ -1,4 +1,4 @@
-"""The documentation's page of benchmarks, from the stored results: python -m benchmarks.page"""
+"""The documentation's page of benchmarks with its plots, from the stored results: python -m benchmarks.page"""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.plots import PLOTS
 from benchmarks.side_by_side import RESULTS
 
 DOCS = RESULTS.parent.parent / "docs"
-PICTURE = "pictures/frontier.png"
+PICTURES = DOCS / "pictures"
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,14 @@ class _Part:
         heading: what it is about.
         command: which prints it.
         text: what is measured, and how to read it.
-        picture: of the table's data, relative to the page.
+        pictures: files with what they show, beside the table.
     """
 
     name: str
     heading: str
     command: str
     text: str
-    picture: str | None = None
+    pictures: tuple[tuple[str, str], ...] = ()
 
 
 _PARTS = (
@@ -42,7 +43,11 @@ _PARTS = (
         "Eight models at eleven budgets each, beside eager, `torch.utils.checkpoint` per block, `torch.compile`'s "
         "`activation_memory_budget` and rotor's optimum. Peaks are measured; recomputation is in modelled seconds; "
         "steps are timed in pairs.",
-        PICTURE,
+        (
+            ("frontier.png", "Measured peaks against modelled recomputation, eight models beside their peers"),
+            ("lowest_peaks.svg", "The lowest peak of each way to train a model, as a share of eager's"),
+            ("step_times.svg", "Seconds of a step beside each peer's, at the peer's peak"),
+        ),
     ),
     _Part(
         "peak_memory",
@@ -122,6 +127,7 @@ _PARTS = (
         "A heavy head",
         "benchmarks.pipeline",
         "A language model whose head is its heaviest stage, over eight simulated devices.",
+        (("heavy_head.svg", "Modelled seconds of a step and highest peak of a device, by schedule"),),
     ),
     _Part(
         "pipeline_waits",
@@ -155,14 +161,14 @@ def page() -> str:
     ]
     for part in _PARTS:
         found = json.loads((RESULTS / f"{part.name}.json").read_text())
-        picture = [f"![{part.heading}]({part.picture})", ""] if part.picture else []
+        pictures = [line for name, text in part.pictures for line in (f"![{text}](pictures/{name})", "")]
         parts += [
             "",
             f"## {part.heading}",
             "",
             textwrap.fill(f"`python -m {part.command}`. {part.text}", 120),
             "",
-            *picture,
+            *pictures,
         ]
         parts += [f"*{found['title']}*", "", *_table(found["rows"]), "", _machine(found)]
     return "\n".join(parts) + "\n"
@@ -190,8 +196,10 @@ def _machine(found: dict[str, Any]) -> str:
 
 def main() -> None:
     (DOCS / "benchmarks.md").write_text(page())
-    (DOCS / PICTURE).parent.mkdir(exist_ok=True)
-    shutil.copyfile(Path(RESULTS, "frontier.png"), DOCS / PICTURE)
+    PICTURES.mkdir(exist_ok=True)
+    shutil.copyfile(Path(RESULTS, "frontier.png"), PICTURES / "frontier.png")
+    for name, draw in PLOTS.items():
+        draw().savefig(PICTURES / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":

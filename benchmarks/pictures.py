@@ -111,7 +111,7 @@ def clock_table() -> Figure:
     timed = timing()
     figure = Figure(figsize=(10, 2.4), layout="constrained")
     axes = figure.add_subplot()
-    bars = Timeline.of(timed, None).predicted
+    bars = Timeline.of(timed, None, {}).predicted
     for bar in bars:
         device, middle = bar.device, (bar.start + bar.end) / 2
         axes.barh(

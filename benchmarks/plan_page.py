@@ -44,6 +44,7 @@ def main() -> None:
             page.open(path, *_SIZE)
             clicks = {name: _milliseconds(page, *how) for name, how in _CLICKS.items()}
             _take_pictures(page, path)
+            _take_picture_of_copies(page, _offloaded().write_html(Path(folder) / "offloaded.html"))
     step = plan.look_into().step
     assert step is not None
     rows: list[dict[str, Any]] = [
@@ -62,6 +63,13 @@ def main() -> None:
 def _plan() -> roundpipe_fx.Plan:
     tokens = torch.empty(2, 4096, dtype=torch.long, device="meta")
     return roundpipe_fx.plan(llama_8b(), input_ids=tokens, labels=tokens, device="H100", memory_budget="25GiB")
+
+
+def _offloaded() -> roundpipe_fx.Plan:
+    tokens = torch.empty(4, 4096, dtype=torch.long, device="meta")
+    return roundpipe_fx.plan(
+        llama_8b(), input_ids=tokens, labels=tokens, device="RTX 4090", offloaded=True, num_microbatches=4
+    )
 
 
 def _milliseconds(page: Page, tab: str, selector: str, key: str) -> float:
@@ -94,6 +102,15 @@ def _take_pictures(page: Page, path: Path) -> None:
     page.click("#tab-frontier")
     page.click("#view-frontier canvas", 0.6, 0.7)
     _screenshot(page, _PICTURES / "plan-page-frontier.png")
+
+
+def _take_picture_of_copies(page: Page, path: Path) -> None:
+    page.open(path, *_SIZE)
+    page.click("#tab-pipeline")
+    page.evaluate('document.querySelector("#view-pipeline canvas[aria-label^=Copies]").focus()')
+    for key in ("ArrowRight", "ArrowDown", *["ArrowRight"] * 4):
+        page.press(key)
+    _screenshot(page, _PICTURES / "plan-page-pipeline.png")
 
 
 def _screenshot(page: Page, path: Path) -> None:

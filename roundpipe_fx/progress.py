@@ -7,7 +7,10 @@ is done inside of something that is shown is not shown.
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
@@ -28,6 +31,8 @@ T = TypeVar("T")
 
 _DELAY = 2.0
 _INTERVAL = 0.5
+_SIZE = {"ncols": 80, "nrows": 24}
+"""Of a terminal that does not say how large it is."""
 
 
 def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
@@ -41,7 +46,7 @@ def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterato
     Returns:
         an iterator over the items.
     """
-    return iter(tqdm(items, f"roundpipe_fx: {what}", total, leave=False, delay=_DELAY, disable=_disabled()))
+    return iter(tqdm(items, f"roundpipe_fx: {what}", total, **_shown()))
 
 
 @contextlib.contextmanager
@@ -52,7 +57,7 @@ def working(what: str) -> Iterator[None]:
         what: a few words for people.
     """
     told = f"roundpipe_fx: {what}"
-    line = tqdm(desc=told, bar_format="{desc}, {elapsed}", leave=False, delay=_DELAY, disable=_disabled())
+    line = tqdm(desc=told, bar_format="{desc}, {elapsed}", **_shown())
     if line.disable:
         yield
         return
@@ -67,6 +72,21 @@ def working(what: str) -> Iterator[None]:
         line.close()
 
 
+def _shown() -> dict[str, Any]:
+    """For tqdm: where and when."""
+    return {"leave": False, "delay": _DELAY, "disable": _disabled(), **_size()}
+
+
+def _size() -> dict[str, int]:
+    """For tqdm, which asks the terminal otherwise. One in a container or of ``script`` may say that it has no columns,
+    and all text would be cut."""
+    try:
+        size = os.get_terminal_size(sys.stderr.fileno())
+    except (OSError, ValueError):
+        return {}
+    return {} if size.columns else _SIZE
+
+
 def _disabled() -> bool | None:
     """For tqdm: ``None`` is wherever the output is no terminal, and a notebook's is none."""
     if not is_notebook():
@@ -79,4 +99,5 @@ def _tell(line: Any, over: threading.Event) -> None:
     wait = _DELAY
     while not over.wait(wait):
         line.refresh()
+        line.last_print_t = time.time()  # closing clears the line only if it was shown, and looks here
         wait = _INTERVAL

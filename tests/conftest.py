@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
+from torch import nn
 
 from roundpipe_fx.passes import workspaces
+from roundpipe_fx.pipeline import step
+from roundpipe_fx.pipeline.offloaded import Offloaded
 
 os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and find nothing
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
@@ -32,3 +36,18 @@ def _fresh():
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels need nothing for themselves: what is planned does not depend on the machine."""
     monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models lie on the host, workers elsewhere, as far as a step is concerned."""
+
+    def always(
+        devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None, beside: object
+    ) -> Offloaded:
+        found = known or Offloaded(torch.device("cpu"))
+        found.tensors = {id(v): v for module in modules for v in (*module.parameters(), *module.buffers())}
+        return found
+
+    monkeypatch.setattr(step, "offloaded", always)
+    monkeypatch.setattr(Offloaded, "pin", lambda self: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import roundpipe_fx
 from benchmarks.page import page
 from benchmarks.pictures import clock_table, memory_curve, timing, way_in
+from benchmarks.plots import PLOTS, heavy_head, lowest_peaks, step_times
+from benchmarks.side_by_side import RESULTS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -68,6 +71,24 @@ def test_the_reference_has_every_public_name() -> None:
 
 def test_the_page_of_benchmarks_is_that_of_the_stored_results() -> None:
     assert (DOCS / "benchmarks.md").read_text() == page()
+
+
+def test_plots_of_benchmarks_are_of_the_stored_results() -> None:
+    """Each bar and dot is a figure of a stored result, and each picture is on the page."""
+    lowest = json.loads((RESULTS / "frontier_lowest.json").read_text())["rows"]
+    peers = json.loads((RESULTS / "frontier_peers.json").read_text())["rows"]
+    eager = {row["model"]: row["peak MB"] for row in peers if row["peer"] == "eager"}
+    (axes,) = lowest_peaks().axes
+    own = [bar.get_width() for bar in axes.patches if bar.get_facecolor() == axes.patches[4].get_facecolor()]
+    assert own == pytest.approx([100 * row["ours MB"] / eager[row["model"]] for row in lowest])
+    (axes,) = step_times().axes
+    dots = sorted(line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o")
+    assert dots == sorted(row["step ratio"] for row in peers if row["step ratio"] is not None)
+    (axes,) = heavy_head().axes
+    heavy = json.loads((RESULTS / "pipeline_heavy_head.json").read_text())["rows"]
+    assert [bar.get_width() for bar in axes.patches] == [row["modelled s"] for row in heavy]
+    for name in PLOTS:
+        assert f"(pictures/{name}.svg)" in page() and (DOCS / "pictures" / f"{name}.svg").exists()
 
 
 def test_messages_on_the_page_of_errors_are_raised() -> None:

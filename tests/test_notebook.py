@@ -93,4 +93,4 @@ def test_torch_logs_prints_plans() -> None:
     )
     environment = {**os.environ, "TORCH_LOGS": "roundpipe_fx"}
     told = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert "roundpipe_fx plan: 1 stages of 1 segments" in told.stderr
+    assert "roundpipe_fx plan: 1 stage of 1 segment" in told.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.analysis.cost.of_node import tensor_bytes
 from roundpipe_fx.api import planning
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.command_line.largest_batch import largest_batch
@@ -56,6 +57,9 @@ def _read(path: Path) -> Plan:
 
 def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     """The plan of a step."""
+    for path in (asked.output, asked.html):
+        if path is not None and not path.parent.is_dir():  # said before planning, which can take minutes
+            raise CommandError(f"{path}: there is no folder {path.parent}")
     found = _planned_as_asked(asked)
     if asked.output is not None:
         asked.output.write_text(found.to_json())
@@ -106,11 +110,21 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
 
     rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
     again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
-    each = "images" if named.images else f"{asked.sequence} tokens"
-    text = f"largest batch of {each}: {rows} (peak {bytes_text(found.peak_bytes)}, {again})"
+    unit = "image" if named.images else "row"
+    each = "" if named.images else f" of {asked.sequence} tokens"
+    count = f"{rows} {unit}{'' if rows == 1 else 's'}{each}"
+    text = f"largest batch: {count} (peak {bytes_text(found.peak_bytes)}, {again})"
+    held = tensor_bytes([*named.model.parameters(), *named.model.buffers()])
+    if not asked.offloaded and asked.devices == 1:
+        state = 2 * tensor_bytes([own for own in named.model.parameters() if own.requires_grad])
+        text += (
+            f"\nbeside the peak: parameters and buffers, {bytes_text(held)}; what an optimizer keeps is not counted "
+            f"({bytes_text(state)} for AdamW): give a --memory-budget that leaves it"
+        )
     return text, {
         "batch": rows,
         "sequence": None if named.images else asked.sequence,
+        "parameter_bytes": held,
         "peak_bytes": found.peak_bytes,
         "recompute_seconds": found.recompute_seconds,
         "forward_seconds": found.forward_seconds,
@@ -120,23 +134,29 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
 def compare(asked: argparse.Namespace) -> tuple[str, Any]:
     """Two plans side by side."""
     plans = [_read(path) for path in asked.plans]
-    figures: list[tuple[str, Callable[[Plan], float], Callable[[float], str]]] = [
-        ("stages", lambda found: len(found.stages), lambda value: str(int(value))),
-        ("peak", lambda found: found.peak_bytes, lambda value: bytes_text(int(value))),
-        ("saved", lambda found: found.saved_bytes, lambda value: bytes_text(int(value))),
-        ("forward, ms", lambda found: found.forward_seconds, lambda value: f"{value * 1e3:.3f}"),
-        ("recomputed, ms", lambda found: found.recompute_seconds, lambda value: f"{value * 1e3:.3f}"),
+    figures: list[tuple[str, str, Callable[[Plan], float], Callable[[float], str]]] = [
+        ("stages", "stages", lambda found: len(found.stages), lambda value: str(int(value))),
+        ("peak", "peak_bytes", lambda found: found.peak_bytes, lambda value: bytes_text(int(value))),
+        ("saved", "saved_bytes", lambda found: found.saved_bytes, lambda value: bytes_text(int(value))),
+        ("forward, ms", "forward_seconds", lambda found: found.forward_seconds, lambda value: f"{value * 1e3:.3f}"),
+        (
+            "recomputed, ms",
+            "recompute_seconds",
+            lambda found: found.recompute_seconds,
+            lambda value: f"{value * 1e3:.3f}",
+        ),
     ]
-    rows = {name: [of(found) for found in plans] for name, of, _ in figures}
-    texts = [f"{name:<16}{show(rows[name][0]):>14}{show(rows[name][1]):>14}" for name, _, show in figures]
+    data: dict[str, list[Any]] = {key: [of(found) for found in plans] for _, key, of, _ in figures}
+    texts = [f"{name:<16}{show(data[key][0]):>14}{show(data[key][1]):>14}" for name, key, _, show in figures]
     if asked.html is not None:
         asked.html.write_text(page_of_plans(plans, list(map(str, asked.plans))), encoding="utf-8")
     kept = [{value.name: value for stage in found.stages for value in stage.saved} for found in plans]
+    data["saved_alone"] = []
     for index, path in enumerate(asked.plans):
         only = [value for name, value in kept[index].items() if name not in kept[1 - index]]
         texts.append(f"saved by {path} alone: {len(only)} values, {bytes_text(sum(v.bytes for v in only))}")
-        rows[f"saved alone {index}"] = [value.name for value in only]  # type: ignore[misc]
-    return "\n".join(texts), rows
+        data["saved_alone"].append([value.name for value in only])
+    return "\n".join(texts), data
 
 
 def devices(asked: argparse.Namespace) -> tuple[str, Any]:

@@ -23,6 +23,7 @@ from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_values
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
 from roundpipe_fx.ir.segment import Segment, StageCut
+from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
@@ -175,6 +176,8 @@ def _planned_loop(node: fx.Node, loop: TileLoop) -> PlannedTiles:
         rows=loop.rows,
         tiles=loop.tiles,
         seconds=node.meta[Mark.SECONDS],
+        line=line_of(node),
+        loop=node.name,
     )
 
 

@@ -20,14 +20,14 @@ from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, hos
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.report.plan_parts import PlannedPipeline
+from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, with_transfers
+from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, with_transfers
 from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
@@ -79,6 +79,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         loss_reduction=pipelining.loss_reduction,
         sent_bytes=sum(own.bytes for own in timing.offloads),
         sent_values=sum(len(own.values) for own in timing.offloads),
+        offloaded=_offloaded_values(pipeline, timing),
         host_weight_bytes=host.weights,
         host_gradient_bytes=host.gradients,
         host_value_bytes=host.values,
@@ -92,6 +93,27 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         pipeline=planned,
         timing=timing,
         measured=graph.measured,
+    )
+
+
+def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:
+    """The values that leave the devices, in the order in which they are computed."""
+    leaving: dict[int, set[int]] = {}
+    sizes: dict[int, int] = {}
+    for own in timing.offloads:
+        for number, size in own.values:
+            leaving.setdefault(number, set()).add(own.microbatch)
+            sizes[number] = max(size, sizes.get(number, 0))
+    nodes = list(pipeline.main.steps.maker)
+    return tuple(
+        OffloadedValue(
+            name=str(node.meta.get(Mark.ORIGIN, node.name)),
+            number=number,
+            bytes=sizes[number],
+            microbatches=len(leaving[number]),
+        )
+        for number in sorted(leaving)
+        for node in (viewed(nodes[number]),)
     )
 
 

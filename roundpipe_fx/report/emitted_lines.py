@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ class EmittedLine(NamedTuple):
         file: name of the file; of modules that do the same work, the first one's.
         line: number of the line, from 1.
         text: the line; where modules do the same work, with the names of the first one.
+        modules: number of modules that do the same work, which are this text.
     """
 
     file: str
     line: int
     text: str
+    modules: int
 
 
 def emitted_lines(
@@ -42,10 +45,12 @@ def emitted_lines(
     found: dict[str, list[EmittedLine]] = {}
     first: dict[str, str] = {}
     lines: dict[str, list[tuple[str, EmittedLine]]] = {}
-    for module in sorted(modules, key=lambda module: module.phase is not Phase.FORWARD):
+    every = list(modules)
+    alike = Counter(module.fingerprint for module in every)
+    for module in sorted(every, key=lambda module: module.phase is not Phase.FORWARD):
         file = first.setdefault(module.fingerprint, f"stage_{module.stage}.{module.phase}.py")
         if file not in lines:
-            lines[file] = list(_assigning(file, stage_text(module)))
+            lines[file] = list(_assigning(file, stage_text(module), alike[module.fingerprint]))
         for name, line in lines[file]:
             node = own_nodes[module.name].get(name)
             if node is not None:
@@ -53,8 +58,8 @@ def emitted_lines(
     return {name: tuple(own) for name, own in found.items()}
 
 
-def _assigning(file: str, text: str) -> Iterator[tuple[str, EmittedLine]]:
+def _assigning(file: str, text: str, modules: int) -> Iterator[tuple[str, EmittedLine]]:
     for number, line in enumerate(text.splitlines(), 1):
         assigned = _ASSIGNED.match(line)
         if assigned is not None:
-            yield assigned[1], EmittedLine(file, number, line.strip())
+            yield assigned[1], EmittedLine(file, number, line.strip(), modules)

@@ -37,8 +37,17 @@ def explained(plan: Plan, name: str) -> str:
         close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
         hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-    texts = [value_explained(stage, fate, value) for stage, fate, value in found]
+    texts = [value_explained(stage, fate, value) + _offloaded(plan, value.name) for stage, fate, value in found]
     return "\n".join([*texts, *map(tiles_explained, tiled)])
+
+
+def _offloaded(plan: Plan, name: str) -> str:
+    """What is added to the explanation of a value that leaves its device."""
+    for own in plan.pipeline.offloaded if plan.pipeline is not None else ():
+        if own.name == name:
+            count = plan.pipeline.microbatches if plan.pipeline is not None else 0
+            return f"; offloaded: it leaves for the host and comes back in {own.microbatches} of {count} microbatches"
+    return ""
 
 
 def _fates(plan: Plan) -> Iterator[tuple[int, str, PlannedValue]]:

@@ -112,7 +112,8 @@ class Plan:
                 "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
                 "of the compiled model."
             )
-        return Timeline.of(self.timing, self.measured[-1] if self.measured else None)
+        names = {own.number: own.name for own in self.pipeline.offloaded} if self.pipeline is not None else {}
+        return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
 
     @property
     def host_bytes(self) -> int:
@@ -215,6 +216,8 @@ class Plan:
 
     @functools.cached_property
     def _frontier(self) -> tuple[tuple[int, float], ...]:
+        if self.stored is not None:
+            return self.stored.frontier
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
@@ -244,7 +247,8 @@ class Plan:
             alternatives = alternatives_of(
                 self.operations, self._frontier, self.budget, self.peak_bytes, self.recompute_seconds
             )
-        return PlanDetails(step=self.read_step() if self.read_step is not None else None, alternatives=alternatives)
+        step = self.read_step() if self.read_step is not None else None
+        return PlanDetails(step=step, frontier=self._frontier, alternatives=alternatives)
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what the alternative would cost.

@@ -39,12 +39,14 @@ class PlanDetails:
 
     Attributes:
         step: what is read off its programs; ``None`` for a plan without programs.
+        frontier: what :meth:`Plan.frontier` returns; empty without a budget.
         alternatives: the plans on its frontier.
         timeline: when each device of a pipeline runs which action; ``None`` if there is no pipeline, or
             its schedule has more actions than a page can draw.
     """
 
     step: EmittedStep | None = None
+    frontier: tuple[tuple[int, float], ...] = ()
     alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
     timeline: Timeline | None = None
 
@@ -54,6 +56,7 @@ class _LineOfValue(NamedTuple):
     file: str
     line: int
     text: str
+    modules: int
 
 
 def details_as_data(details: PlanDetails) -> dict[str, Any]:
@@ -89,12 +92,16 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
             for name, bars in (("predicted", details.timeline.predicted), ("measured", details.timeline.measured))
         }
         timeline["copies"] = [
-            [copy.device, str(copy.action), copy.to_host, copy.start, copy.end, copy.bytes]
+            [
+                *(copy.device, str(copy.action), copy.what, copy.to_host, copy.start, copy.end, copy.bytes),
+                [strings.setdefault(name, len(strings)) for name in copy.values],
+            ]
             for copy in details.timeline.copies
         ]
     return {
         "memory": memory,
         "lines": lines,
+        "frontier": details.frontier,
         "alternatives": alternatives,
         "timeline": timeline,
         "strings": list(strings),
@@ -134,8 +141,17 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             for name in ("predicted", "measured")
         }
         copies = tuple(
-            CopyBar(device=device, action=Action.parse(action), to_host=to_host, start=start, end=end, bytes=size)
-            for device, action, to_host, start, end, size in data["timeline"].get("copies", ())
+            CopyBar(
+                device=device,
+                action=Action.parse(action),
+                what=what,
+                to_host=to_host,
+                start=start,
+                end=end,
+                bytes=size,
+                values=tuple(strings[number] for number in values),
+            )
+            for device, action, what, to_host, start, end, size, values in data["timeline"]["copies"]
         )
         timeline = Timeline(**bars, copies=copies)
     found = data["alternatives"]
@@ -145,7 +161,8 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
         plans=tuple(map(_alternative, found["plans"])),
         own=found["own"],
     )
-    return PlanDetails(step=step, alternatives=alternatives, timeline=timeline)
+    frontier = tuple((int(size), float(seconds)) for size, seconds in data["frontier"])
+    return PlanDetails(step=step, frontier=frontier, alternatives=alternatives, timeline=timeline)
 
 
 def _alternative(data: Mapping[str, Any]) -> Alternative:

@@ -8,14 +8,21 @@ from typing import TYPE_CHECKING, Any
 
 from roundpipe_fx.analysis.simulator import LiveValue, PeakMoment
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
-from roundpipe_fx.report.plan_parts import LISTS, PlannedPipeline, PlannedStage, PlannedTiles, PlannedValue
+from roundpipe_fx.report.plan_parts import (
+    LISTS,
+    OffloadedValue,
+    PlannedPipeline,
+    PlannedStage,
+    PlannedTiles,
+    PlannedValue,
+)
 
 if TYPE_CHECKING:
     from roundpipe_fx.report.plan import Plan
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
-_FORMAT = "roundpipe_fx plan 7"
+_FORMAT = "roundpipe_fx plan 8"
 _LEFT_OUT = ("modules", "programs", "read_operations", "read_step", "stored", "alternatives", "timing", "measured")
 """Fields of a plan that are no plain data."""
 
@@ -57,9 +64,12 @@ def fields_of_json(text: str) -> dict[str, Any]:
     fields["tiles"] = tuple(PlannedTiles(**tiles) for tiles in fields.get("tiles", ()))
     if fields["pipeline"] is not None:
         lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
-        fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
+        offloaded = tuple(OffloadedValue(**value) for value in fields["pipeline"]["offloaded"])
+        fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists | {"offloaded": offloaded}))
     fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
-    details = {name: fields.pop(name) for name in ("memory", "lines", "alternatives", "timeline", "strings")}
+    details = {
+        name: fields.pop(name) for name in ("memory", "lines", "frontier", "alternatives", "timeline", "strings")
+    }
     return {**fields, "stored": details_from_data(details), "modules": (), "programs": ()}
 
 

@@ -28,6 +28,7 @@ _SCRIPTS = (
     "values_view",
     "device_rows",
     "curve_chart",
+    "copies_chart",
     "frontier_view",
     "pipeline_view",
     "compare_view",

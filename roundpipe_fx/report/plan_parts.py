@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["LISTS", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+__all__ = ["LISTS", "OffloadedValue", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
 
 LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
 """Lists of values that a stage has; each value is in one of them, replayed ones in two."""
@@ -50,6 +50,8 @@ class PlannedTiles:
         rows: number of rows.
         tiles: number of tiles.
         seconds: modelled seconds of all tiles.
+        line: file and line of the user's program that computes it, as ``model.py:12``; empty if unknown.
+        loop: name of the loop over the tiles in the emitted code.
     """
 
     name: str
@@ -59,6 +61,8 @@ class PlannedTiles:
     rows: int
     tiles: int
     seconds: float
+    line: str = ""
+    loop: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +104,23 @@ class PlannedStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OffloadedValue:
+    """A saved value that leaves its device for the host between two of its readers, in some microbatches or all.
+
+    Attributes:
+        name: name of the value.
+        number: what the schedule's offloads call it.
+        bytes: of one microbatch.
+        microbatches: in how many microbatches of a step it leaves.
+    """
+
+    name: str
+    number: int
+    bytes: int
+    microbatches: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
     """How a step is pipelined.
 
@@ -117,6 +138,7 @@ class PlannedPipeline:
         loss_reduction: how the microbatches' losses are combined to the batch's loss.
         sent_bytes: bytes of values that leave the devices for the host in a step, and come back.
         sent_values: how many values these are, over all microbatches.
+        offloaded: these values.
         host_weight_bytes: bytes of an offloaded model's weights on the host.
         host_gradient_bytes: bytes of their gradients on the host.
         host_value_bytes: bytes of the buffers on the host for values that leave the devices.
@@ -136,6 +158,7 @@ class PlannedPipeline:
     loss_reduction: str = "mean"
     sent_bytes: int = 0
     sent_values: int = 0
+    offloaded: tuple[OffloadedValue, ...] = field(default=(), repr=False)
     host_weight_bytes: int = 0
     host_gradient_bytes: int = 0
     host_value_bytes: int = 0

@@ -30,7 +30,8 @@ def header_lines(plan: Plan) -> list[str]:
     if plan.training:
         kind = f"recompute={plan.recompute!r}, training" if plan.budget is None else "training within a budget"
     total, different = plan.segments
-    lines = [f"roundpipe_fx plan: {len(plan.stages)} stages of {total} segments ({different} different), {kind}"]
+    cut = f"{_counted(len(plan.stages), 'stage')} of {_counted(total, 'segment')} ({different} different)"
+    lines = [f"roundpipe_fx plan: {cut}, {kind}"]
     if plan.budget is not None:
         lines.append(f"budget: {bytes_text(plan.budget)} ({plan.budget} bytes)")
     if plan.gathered_bytes:
@@ -61,6 +62,10 @@ def _moment(peak: PeakMoment) -> str:
     module = f" of {peak.module}" if peak.module else ""
     line = f" ({peak.line})" if peak.line else ""
     return f"in {peak.call} at {peak.value}{module}{line}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _bounds(sizes: Mapping[str, int]) -> str:
@@ -108,8 +113,9 @@ def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     """How a step is pipelined, and what that takes."""
     again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     return [
-        f"pipelined: {pipeline.microbatches} microbatches by schedule {pipeline.schedule!r} on "
-        f"{len(pipeline.devices)} devices{again}; {_REDUCTIONS[pipeline.loss_reduction]}",
+        f"pipelined: {pipeline.microbatches} microbatch{'' if pipeline.microbatches == 1 else 'es'} by schedule "
+        f"{pipeline.schedule!r} on {_counted(len(pipeline.devices), 'device')}{again}; "
+        f"{_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {_peaks_text(pipeline.peak_bytes)}",
         *_host_lines(pipeline),
@@ -126,7 +132,9 @@ def _host_lines(pipeline: PlannedPipeline) -> list[str]:
     left = ""
     if pipeline.sent_values:
         parts.append(f"values from the devices {bytes_text(pipeline.host_value_bytes)}")
-        left = f", and {pipeline.sent_values} values ({bytes_text(pipeline.sent_bytes)}) to the host and back"
+        left = (
+            f", and {_counted(pipeline.sent_values, 'value')} ({bytes_text(pipeline.sent_bytes)}) to the host and back"
+        )
     optimizer = ""
     if pipeline.host_optimizer_bytes:
         optimizer = f"; optimizer {bytes_text(pipeline.host_optimizer_bytes)}"

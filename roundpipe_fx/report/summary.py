@@ -92,8 +92,10 @@ def _decisions(stage: PlannedStage) -> str:
     ]
     if stage.recompute_seconds:
         parts.append(f"recomputes {stage.recompute_seconds * 1e3:.3f} of {stage.forward_seconds * 1e3:.3f} ms")
-    else:
+    elif stage.forward_seconds:
         parts.append(f"forward {stage.forward_seconds * 1e3:.3f} ms")
+    else:  # of a schedule that cuts backwards elsewhere than forwards
+        parts.append(f"backward {stage.backward_seconds * 1e3:.3f} ms")
     return ", ".join(parts)
 
 
@@ -102,7 +104,7 @@ def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
     rows = []
     for (_, line), own in groups.items():
         seconds = sum(value.seconds * max(value.times, 1) for value in own)
-        where = ", ".join(part for part in (_module(own) or own[0].name, line) if part)
+        where = ", ".join(part for part in (_module(own), line) if part) or own[0].name
         held = bytes_text(sum(value.bytes for value in own))
         rows.append((seconds, f"{where}{_count(own)}, saved, {'it' if len(own) == 1 else 'they'} would hold {held}"))
     rows.sort(key=lambda row: -row[0])
@@ -117,10 +119,10 @@ def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
     groups = _grouped(values, lambda value: (value.reason, folded(value.module)))
     if not groups:
         return []
-    rows = [
-        f"  {_module(own) or own[0].name}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}"
-        for (reason, _), own in groups.items()
-    ]
+    rows = []
+    for (reason, _), own in groups.items():
+        where = _module(own) or own[0].line or own[0].name
+        rows.append(f"  {where}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}")
     return ["computed once a step, never repeated:", *rows[:_REASONS], *_rest(rows, "others", _REASONS)]
 
 

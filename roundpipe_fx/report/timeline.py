@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,23 +35,27 @@ class Bar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyBar:
-    """A copy of values of an offloaded model to the host, or back, as predicted.
+    """A copy between a device of an offloaded model and the host, as predicted.
 
     Attributes:
         device: index of the device.
-        action: for a copy to the host, the action behind which it begins; for one back, the action that reads.
+        action: for a copy to the host, the action behind which it begins; for one to the device, the action that reads.
+        what: ``"weights"`` that some actions read, their ``"gradients"``, or ``"values"`` of a microbatch.
         to_host: whether it is to the host.
         start: seconds since the beginning of the step.
         end: likewise.
         bytes: number of bytes.
+        values: names of the values.
     """
 
     device: int
     action: Action
+    what: str
     to_host: bool
     start: float
     end: float
     bytes: int
+    values: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Timeline:
     Attributes:
         predicted: simulated, with modelled costs.
         measured: measured in the latest step; empty before the first one.
-        copies: simulated copies of values that leave for the host, and come back.
+        copies: simulated copies between the devices and the host, if the model is offloaded.
     """
 
     predicted: tuple[Bar, ...]
@@ -69,24 +73,20 @@ class Timeline:
     copies: tuple[CopyBar, ...] = ()
 
     @classmethod
-    def of(cls, timing: Timing, spans: Sequence[Sequence[Span]] | None) -> Timeline:
+    def of(cls, timing: Timing, spans: Sequence[Sequence[Span]] | None, names: Mapping[int, str]) -> Timeline:
         """Make a timeline.
 
         Args:
             timing: the simulated schedule.
             spans: for each device, the times of its actions in a step; ``None`` if there was no step.
+            names: of values that leave the devices, by number.
 
         Returns:
             the timeline.
         """
-        predicted, copies = [], []
+        predicted = []
         orders = [timing.schedule.actions(device) for device in range(timing.schedule.devices)]
-        for own, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
-            maker, reader = orders[own.device][own.leaves - 1], orders[own.device][own.back]
-            for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
-                copies.append(
-                    CopyBar(device=own.device, action=action, to_host=to_host, start=start, end=end, bytes=own.bytes)
-                )
+        copies = list(_copies(timing, orders, names))
         for device, columns in enumerate(zip(timing.starts, timing.ends, timing.action_bytes, strict=True)):
             actions = orders[device]
             predicted += [
@@ -99,7 +99,8 @@ class Timeline:
     def write(self, path: str | Path) -> Path:
         """Write a Chrome trace (JSON), which ui.perfetto.dev opens, with a row for each device.
 
-        Values that leave for the host have rows of their own, one for each direction of a device's link.
+        Copies between the devices of an offloaded model and the host have rows of their own, one for each direction of
+        a device's link.
 
         Args:
             path: the file to write.
@@ -151,13 +152,13 @@ class Timeline:
         return events + [
             {
                 "ph": "X",
-                "name": f"{'after' if copy.to_host else 'for'} {copy.action}",
-                "cat": "copy of values",
+                "name": f"{copy.what} {'after' if copy.to_host else 'for'} {copy.action}",
+                "cat": f"copy of {copy.what}",
                 "pid": 0,
                 "tid": rows[copy.device, copy.to_host],
                 "ts": copy.start * 1e6,
                 "dur": (copy.end - copy.start) * 1e6,
-                "args": {"bytes": copy.bytes},
+                "args": {"bytes": copy.bytes, **({"values": " ".join(copy.values)} if copy.values else {})},
             }
             for copy in self.copies
         ]
@@ -197,6 +198,33 @@ class Timeline:
         target = Path(path)
         figure.savefig(target, dpi=120)
         return target
+
+
+def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[int, str]) -> Iterator[CopyBar]:
+    """The copies between the devices and the host."""
+    for copy in timing.window_copies:
+        yield CopyBar(
+            device=copy.device,
+            action=orders[copy.device][copy.place],
+            what="gradients" if copy.to_host else "weights",
+            to_host=copy.to_host,
+            start=copy.start,
+            end=copy.end,
+            bytes=copy.bytes,
+        )
+    for own, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
+        maker, reader = orders[own.device][own.leaves - 1], orders[own.device][own.back]
+        for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
+            yield CopyBar(
+                device=own.device,
+                action=action,
+                what="values",
+                to_host=to_host,
+                start=start,
+                end=end,
+                bytes=own.bytes,
+                values=tuple(names[number] for number, _ in own.values),
+            )
 
 
 _COPY_ROWS = 1 << 20

@@ -16,15 +16,38 @@ and the gradients of a window must have been copied before the window after the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.residency import ResidencyWindow
 
-__all__ = ["HostLink"]
+__all__ = ["HostLink", "WindowCopy"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WindowCopy:
+    """A copy of what a residency window reads to its device, or of its gradients to the host.
+
+    Attributes:
+        device: number of the device.
+        place: position of an action in the order of the device: the window's first one, before which its tensors must
+            be there, or its last one, behind which its gradients leave.
+        to_host: whether it is of gradients, to the host.
+        start: seconds since the beginning of the step.
+        end: likewise.
+        bytes: number of bytes.
+    """
+
+    device: int
+    place: int
+    to_host: bool
+    start: float
+    end: float
+    bytes: int
 
 
 @dataclass(slots=True)
@@ -59,6 +82,7 @@ class HostLink:
             bandwidth: bytes per second, in each direction.
             offloads: values that are on the host for a while.
         """
+        self._windows, self._bandwidth = windows, bandwidth
         rows = [np.zeros((length, 4)) for length in lengths]
         for own, table in zip(windows, rows, strict=True):
             left = 0
@@ -67,6 +91,9 @@ class HostLink:
                 left = sum(window.gradients.values())
         self._table = np.concatenate([np.zeros((0, 4)), *rows])
         self._table[:, 1:] /= bandwidth
+        self._ended = np.zeros((len(self._table), 3))
+        """At the first action of each window, when copies end: of its tensors if it is the first one, of those of the
+        next one, of the previous one's gradients."""
         self._last = np.array([sum(own[-1].gradients.values()) / bandwidth if own else 0.0 for own in windows])
         count = len(lengths)
         self._incoming, self._outgoing = np.zeros(count), np.zeros(count)
@@ -78,10 +105,10 @@ class HostLink:
         """By offload, when its copy that was issued last will have ended."""
         self.spans = [[0.0, 0.0, 0.0, 0.0] for _ in offloads]
         self._values: dict[int, _Copies] = {}
-        offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
+        self._offsets = np.concatenate([[0], np.cumsum(lengths)]).tolist()
         for number, value in enumerate(offloads):
             for name in ("leaves", "freed", "reloads", "back"):
-                place = offsets[value.device] + getattr(value, name)
+                place = self._offsets[value.device] + getattr(value, name)
                 getattr(self._values.setdefault(place, _Copies()), name).append(number)
 
     def ready(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
@@ -101,8 +128,10 @@ class HostLink:
         incoming = np.where(first > 0, np.maximum(incoming, clock) + first, incoming)
         tensors = np.where(first > 0, incoming, self._tensors[devices])
         ready = np.where(begins, np.maximum(tensors, self._gradients[devices]), 0.0)
+        first_ended = incoming
         incoming = np.where(begins, np.maximum(incoming, clock) + following, incoming)
         outgoing = np.where(begins & (left > 0), np.maximum(outgoing, clock) + left, outgoing)
+        self._ended[places] = np.stack([first_ended, incoming, outgoing], axis=1)
         self._incoming[devices], self._outgoing[devices] = incoming, outgoing
         self._tensors[devices] = np.where(begins, incoming, self._tensors[devices])
         gone = np.where(left > 0, outgoing, 0.0)
@@ -139,3 +168,29 @@ class HostLink:
             clock: seconds at which the devices have finished their last actions.
         """
         return float((np.maximum(self._outgoing, clock) + self._last).max(initial=0.0))
+
+    def window_copies(self, clock: np.ndarray) -> Iterator[WindowCopy]:
+        """Copies of tensors and gradients, once all actions were simulated.
+
+        Args:
+            clock: seconds at which the devices have finished their last actions.
+        """
+        for device, windows in enumerate(self._windows):
+            offset = self._offsets[device]
+
+            def copy(place: int, to_host: bool, size: int, end: float, device: int = device) -> Iterator[WindowCopy]:
+                if size:
+                    start = end - size / self._bandwidth
+                    yield WindowCopy(device=device, place=place, to_host=to_host, start=start, end=end, bytes=size)
+
+            for window in windows:
+                ended = float(self._ended[offset + window.places.start, 0])
+                yield from copy(window.places.start, False, window.first, ended)
+            for before, window in pairwise(windows):
+                ended = float(self._ended[offset + before.places.start, 1])
+                yield from copy(window.places.start, False, before.brought, ended)
+                gone = float(self._ended[offset + window.places.start, 2])
+                yield from copy(before.places.stop - 1, True, sum(before.gradients.values()), gone)
+            if windows:
+                gone = max(float(self._outgoing[device]), float(clock[device])) + float(self._last[device])
+                yield from copy(windows[-1].places.stop - 1, True, sum(windows[-1].gradients.values()), gone)

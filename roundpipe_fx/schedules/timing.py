@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, StageAction
-from roundpipe_fx.schedules.host_link import HostLink
+from roundpipe_fx.schedules.host_link import HostLink, WindowCopy
 from roundpipe_fx.schedules.memory import peaks_of
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
@@ -57,6 +57,7 @@ class Timing:
         left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
         offloads: values that are on the host for a while.
         offload_spans: for each of them, the seconds at which its copy to the host starts and ends, and its copy back.
+        window_copies: copies of the model's tensors to the devices, and of gradients to the host.
         returned_bytes: bytes of each gradient that is copied to the host.
     """
 
@@ -70,6 +71,7 @@ class Timing:
     left: float | None = None
     offloads: tuple[Offload, ...] = ()
     offload_spans: tuple[tuple[float, ...], ...] = field(repr=False, default=())
+    window_copies: tuple[WindowCopy, ...] = field(repr=False, default=())
     returned_bytes: tuple[int, ...] = ()
 
     @property
@@ -148,7 +150,8 @@ def simulate_time(
     )
     if link is None:
         return timing
-    left = link.all_left(np.array([end[-1] if len(end) else 0.0 for end in ends]))
+    clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
+    left = link.all_left(clock)
     brought = sum(window.first + window.brought for own in windows for window in own)
     returned = tuple(size for own in windows for window in own for size in window.gradients.values())
     return dataclasses.replace(
@@ -157,6 +160,7 @@ def simulate_time(
         left=left,
         offloads=tuple(offloads),
         offload_spans=tuple(map(tuple, link.spans)),
+        window_copies=tuple(link.window_copies(clock)),
         returned_bytes=returned,
     )
 

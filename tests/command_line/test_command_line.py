@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
+from roundpipe_fx.command_line import commands
 from roundpipe_fx.command_line.largest_batch import largest_batch
 from roundpipe_fx.command_line.main import main
 from roundpipe_fx.command_line.model_of import named_model
@@ -54,6 +55,22 @@ def test_explain_and_frontier_of_a_stored_plan(stored: Path, capsys: pytest.Capt
     assert error.count("\n") == 1 and "Did you mean" in error and error.startswith("roundpipe-fx: ")
 
 
+def test_the_frontier_is_the_same_of_a_stored_plan_and_on_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a plan that fits as it is, too: nothing else was looked at for it."""
+    asked = [_MLP, "--batch", "4", "--memory-budget", "1.0"]
+    path = tmp_path / "plan.json"
+    points = _json(capsys, "frontier", *asked)
+    assert isinstance(points, list) and len(points) > 3
+    assert main(["plan", *asked, "--output", str(path)]) == 0
+    capsys.readouterr()
+    assert _json(capsys, "frontier", str(path)) == points
+    assert json.loads(path.read_text())["frontier"] == points  # what the page draws
+    found = Plan.from_json(path.read_text()).look_into().alternatives
+    assert [[other.bytes, other.seconds] for other in found.plans] == points
+
+
 def test_compare(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other.json"
     main(["plan", _MLP, "--batch", "4", "--sequence", "8", "--memory-budget", "1.0", "--output", str(other)])
@@ -61,8 +78,11 @@ def test_compare(stored: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     rows = _json(capsys, "compare", str(stored), str(other))
     plans = [Plan.from_json(path.read_text()) for path in (stored, other)]
     assert isinstance(rows, dict)
-    assert rows["peak"] == [plan.peak_bytes for plan in plans] and rows["peak"][0] < rows["peak"][1]
-    assert rows["saved alone 1"] and not rows["saved alone 0"]
+    assert rows["peak_bytes"] == [plan.peak_bytes for plan in plans] and rows["peak_bytes"][0] < rows["peak_bytes"][1]
+    assert rows["recompute_seconds"] == [plan.recompute_seconds for plan in plans] and rows["recompute_seconds"][0] > 0
+    assert rows["saved_alone"][1] and not rows["saved_alone"][0]
+    assert main(["compare", str(stored), str(other)]) == 0
+    assert re.search(rf"recomputed, ms +{plans[0].recompute_seconds * 1e3:.3f} +0.000\n", capsys.readouterr().out)
 
 
 def test_pages(stored: Path, tmp_path: Path) -> None:
@@ -94,6 +114,8 @@ def test_what_does_not_fit_is_exit_code_1(capsys: pytest.CaptureFixture[str]) ->
         (["plan", _MLP, "--dtype", "bfloat"], "not a floating-point dtype"),
         (["fit", _MLP, "--device", "cpu"], "has no limit"),
         (["fit", _MLP, "--memory-budget", "0.5"], "is a share"),
+        (["plan", _MLP, "--output", "nowhere/plan.json"], "there is no folder nowhere"),
+        (["plan", _MLP, "--html", "nowhere/plan.html"], "there is no folder nowhere"),
         (["show", "nowhere.json"], "roundpipe-fx: nowhere.json: No such file"),
         (["show", __file__], "not a roundpipe_fx plan"),
     ],
@@ -261,6 +283,35 @@ def test_fit_says_what_plan_would(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["plan", _MLP, "--sequence", "64", "--memory-budget", "1MiB", "--batch"]
     assert main([*asked, str(rows)]) == 0
     assert main([*asked, str(rows + 1)]) == 1
+
+
+def test_fit_says_what_is_beside_the_peak(
+    stored: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan.from_json(stored.read_text())
+    monkeypatch.setattr(commands, "largest_batch", lambda planned, note: (3, plan))
+    asked = ["fit", _MLP, "--device", "RTX 4090", "--sequence", "64"]
+    parameters = 3 * 4 * (2 * 64 * 256 + 256 + 64)
+    assert main(asked) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(f"largest batch: 3 rows of 64 tokens (peak {bytes_text(plan.peak_bytes)}, recomputes ")
+    assert f"parameters and buffers, {bytes_text(parameters)};" in told
+    assert f"({bytes_text(2 * parameters)} for AdamW)" in told
+    found = _json(capsys, *asked)
+    assert isinstance(found, dict) and (found["batch"], found["parameter_bytes"]) == (3, parameters)
+    assert main([*asked, "--offloaded"]) == 0  # the optimizer's state is on the host
+    assert "AdamW" not in capsys.readouterr().out
+
+
+@pytest.mark.long
+def test_an_encoder_and_decoder_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "decoder_start_token_id": 0}
+    t5 = _configured(tmp_path, "T5ForConditionalGeneration", model_type="t5", pad_token_id=0, eos_token_id=1, **sizes)
+    found = _json(capsys, "plan", t5, "--batch", "2", "--sequence", "16", "--device", "RTX 4090")
+    assert isinstance(found, dict) and found["peak"]["bytes"] > 0
+    modules = {value["module"] for stage in found["stages"] for value in stage["saved"]}
+    assert any(name.startswith("encoder.block.0") for name in modules)
+    assert any(name.startswith("decoder.block.0") for name in modules)
 
 
 @pytest.mark.long

@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Page", "chromium_path", "open_page"]
+import pytest
+
+__all__ = ["Page", "chromium_path", "needs_browser", "open_page"]
 
 _FLAGS = (
     "--headless=new",
@@ -36,6 +38,11 @@ def chromium_path() -> str | None:
     """Where Chromium is; ``None`` if it is not installed."""
     names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
     return next((found for name in names if (found := shutil.which(name))), None)
+
+
+needs_browser = pytest.mark.skipif(
+    chromium_path() is None, reason="no Chromium: apt-get install --no-install-recommends chromium"
+)
 
 
 class Page:

@@ -57,6 +57,8 @@ def test_stages_that_do_the_same_work_have_values_of_their_own(plan: roundpipe_f
         for line in step.lines[name]:
             text = sources[line.file].splitlines()[line.line - 1]
             assert text.strip() == line.text and re.match(r'\w+: "', line.text)
+            same = [f"# the same work on the same shapes as {line.file}\n" == other for other in sources.values()]
+            assert line.modules == 1 + sum(same)
         assert step.lines[name][0].file.endswith(".forward.py")
 
 

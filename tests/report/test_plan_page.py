@@ -8,7 +8,6 @@ import re
 import sys
 import types
 import webbrowser
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,8 @@ from roundpipe_fx.report.timeline import Bar, Timeline
 from roundpipe_fx.schedules import Action
 from tests.golden_models import DropoutMLP, MixtureOfExperts, TiedTransformer
 from tests.pipeline.steps import CPUS, Blocks, batch_of, squares
-from tests.report.chromium import Page, chromium_path, open_page
+from tests.report.chromium import Page, needs_browser
 
-needs_browser = pytest.mark.skipif(
-    chromium_path() is None, reason="no Chromium: apt-get install --no-install-recommends chromium"
-)
 _HOSTILE = '</script><script>document.title="taken"</script><img src=x onerror=alert(1)>'
 
 
@@ -42,19 +38,6 @@ def _tied(budget: float) -> roundpipe_fx.Plan:
 @pytest.fixture(scope="module")
 def plan() -> roundpipe_fx.Plan:
     return _tied(0.2)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with open_page(tmp_path_factory.mktemp("profile")) as page:
-        yield page
-
-
-@pytest.fixture
-def page(browser: Page) -> Iterator[Page]:
-    yield browser
-    assert not browser.errors
-    browser.errors.clear()
 
 
 def _data(page: str) -> Any:
@@ -232,6 +215,28 @@ def test_values_are_searched_sorted_and_explained(plan: roundpipe_fx.Plan, page:
     page.press("ArrowDown")
     assert page.evaluate('document.querySelectorAll("#view-values .row[aria-selected=true]").length') == 1
     assert page.evaluate('document.querySelectorAll("#view-values .row")[1].getAttribute("aria-selected")') == "true"
+
+
+@needs_browser
+def test_a_line_of_stages_that_are_alike_says_so(plan: roundpipe_fx.Plan, page: Page, tmp_path: Path) -> None:
+    step = plan.look_into().step
+    assert step is not None
+    page.open(plan.write_html(tmp_path / "plan.html"))
+    listed = {value.name for stage in plan.stages for value in (*stage.saved, *stage.recomputed)}
+    for shared in (True, False):
+        name, (line, *_) = next(
+            (name, own) for name, own in step.lines.items() if name in listed and (own[0].modules > 1) is shared
+        )
+        page.evaluate('document.querySelector("#view-values input").value = ""')
+        page.press("/")
+        page.type(name)
+        rows = page.evaluate('[...document.querySelectorAll("#view-values .row")].map(r => r.children[0].innerText)')
+        page.click(f"#view-values .table .row:nth-child({1 + rows.index(name)})", 0.05)
+        panel = page.text("#view-values .panel")
+        assert f"emitted, {line.file}:{line.line}" in panel
+        told = f"the code of {line.modules} stages that are alike, with the names of the first one"
+        assert (told in panel) is shared
+        page.click("#tab-memory")
 
 
 @needs_browser

@@ -13,8 +13,10 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.simulator import LiveValue
+from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedTiles, PlannedValue
 from roundpipe_fx.report.summary import folded
+from tests.pipeline.steps import Blocks, squares
 
 _LINES = 40
 
@@ -76,6 +78,19 @@ def test_what_no_module_computes_is_named_by_its_line() -> None:
     assert f"KiB  test_summary.py:{line}" in alive and "exp" not in alive
 
 
+def test_what_no_module_computes_is_named_by_its_line_where_it_is_recomputed_or_hoisted() -> None:
+    class Own(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = (x.sum(1) > 0).nonzero().squeeze(1)
+            return ((x[rows] * x[rows]).exp() + 1).tanh().sum()
+
+    plan = roundpipe_fx.compile(Own(), recompute="full").trace(torch.randn(64, 64, requires_grad=True))
+    first = Own.forward.__code__.co_firstlineno
+    text = str(plan)
+    assert re.search(rf"^ +[\d.]+  test_summary.py:{first + 2}( \(\d+ values\))?, saved, ", text, re.M)
+    assert re.search(rf"^  test_summary.py:{first + 1}( \(\d+ values\))?, \d+.*B: ", text, re.M)
+
+
 def test_one_module_is_named_with_its_numbers() -> None:
     text = str(_plan(1))
     assert "0.up" in text and "*.up" not in text
@@ -116,7 +131,39 @@ def test_a_pipeline_is_in_the_header() -> None:
     compiled = roundpipe_fx.compile(model, devices=["cpu", "cpu"], num_microbatches=2)
     text = str(compiled.trace(torch.randn(8, 8)))
     assert len(text.splitlines()) <= _LINES
-    assert "pipelined: 2 microbatches" in text
+    assert re.search("pipelined: 2 microbatches by schedule '[^']+' on 2 devices, ", text)
+
+
+def test_a_screen_for_what_stays_on_the_host(on_the_host: None) -> None:
+    compiled = roundpipe_fx.compile(
+        Blocks(32, 4), devices=["cpu"], num_microbatches=8, memory_budget=12_000_000, tiling="never"
+    )
+    x, y = torch.randn(2, 2048, 32)
+    plan = compiled.trace(x, labels=y, loss_fn=squares)
+    assert plan.pipeline is not None and plan.pipeline.offloaded
+    text = str(plan)
+    assert len(text.splitlines()) <= _LINES and "on 1 device;" in text
+    assert f"and {plan.pipeline.sent_values} values ({bytes_text(plan.pipeline.sent_bytes)}) to the host and" in text
+    own = [stage for stage in plan.stages if not stage.forward_seconds and not stage.recompute_seconds]
+    assert f"backward {own[0].backward_seconds * 1e3:.3f} ms" in text and "forward 0.000 ms" not in text
+    assert "\n" not in repr(plan) and plan._repr_html_().startswith("<pre>roundpipe_fx plan: ")
+
+
+def test_a_screen_for_what_is_computed_in_tiles() -> None:
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.head = nn.Sequential(_Block(32), _Block(32)), nn.Linear(32, 4096)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.head(self.blocks(x)), labels)
+
+    x, labels = torch.randn(512, 32), torch.randint(4096, (512,))
+    plan = roundpipe_fx.compile(Logits(), memory_budget="3MiB").trace(x, labels)
+    (tiles,) = plan.tiles
+    text = str(plan)
+    assert len(text.splitlines()) <= _LINES and "\n" not in repr(plan)
+    assert f"in tiles, so sums round differently: head (float32[512, 4096], 8.0 MiB) in {tiles.tiles} tiles" in text
 
 
 def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:

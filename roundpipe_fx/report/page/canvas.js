@@ -79,6 +79,15 @@ function drawByteAxis(context, plot, most) {
   }
 }
 
+/** Milliseconds below a chart whose `plot.x` takes seconds. */
+function drawTimeAxis(context, plot, end, y) {
+  context.fillStyle = styleColor("quiet");
+  context.textAlign = "center";
+  for (const tick of plainTicks(end * 1e3, 7)) {
+    if (plot.x(tick / 1e3) < plot.right - 20) context.fillText(`${Number(tick.toPrecision(4))} ms`, plot.x(tick / 1e3), y);
+  }
+}
+
 function drawDashed(context, [x0, y0], [x1, y1], color, dash = [5, 4]) {
   context.save();
   context.strokeStyle = color;

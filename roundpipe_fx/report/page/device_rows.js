@@ -128,11 +128,7 @@ function deviceMemoryRows(label, window, steps, { most, budget, peaks }) {
       }
       drawDeviceName(context, device, bottom - high / 2 + 6);
     });
-    context.fillStyle = styleColor("quiet");
-    context.textAlign = "center";
-    for (const tick of plainTicks(end * 1e3, 7)) {
-      if (x(tick / 1e3) < width - 20) context.fillText(`${Number(tick.toPrecision(4))} ms`, x(tick / 1e3), 20 + window.count * high + 10);
-    }
+    drawTimeAxis(context, { right: width, x }, end, 20 + window.count * high + 10);
   });
 }
 

@@ -2,8 +2,7 @@
 
 function frontierView(data) {
   const { plan, alternatives } = data;
-  const frontier = plan.trade_off.length > 1 || !alternatives.plans.length ? plan.trade_off
-    : alternatives.plans.map(({ bytes, seconds }) => [bytes, seconds]);
+  const { frontier } = plan;
   const own = alternatives.own === null ? null : alternatives.plans[alternatives.own];
   // A pipeline that recomputes while devices wait need not be on the frontier: its step is what is shorter.
   const beside = own && !frontier.some(([bytes, seconds]) => bytes === own.bytes && seconds === own.seconds);

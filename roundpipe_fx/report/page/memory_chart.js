@@ -57,7 +57,7 @@ function stackOf(data, stacking) {
   });
   const others = [
     ...beside(countText(rest.length, "smaller one"), at => rest.reduce((sum, layer) => sum + layer.bytes[at], 0)),
-    ...beside("workspaces of kernels", at => data.moments[at].workspace),
+    ...beside(data.plan.tiles.length ? "workspaces of kernels, and tiles" : "workspaces of kernels", at => data.moments[at].workspace),
     ...beside("rounding of the allocator", at => Math.max(0, data.moments[at].bytes - data.moments[at].workspace - sums[at])),
   ];
   return [...colored, ...others.map((layer, at) => ({ ...layer, color: () => at ? styleColor("quiet") : restColor() }))];

@@ -28,7 +28,7 @@ function memoryView(data, { openValue }) {
       ["moment", `${moment + 1} of ${data.moments.length}`],
       ["in", at.call],
       ["module", at.module],
-      ["workspace", at.workspace ? bytesText(at.workspace) : ""],
+      [data.plan.tiles.some(({ loop }) => loop === at.value) ? "for one tile" : "workspace", at.workspace ? bytesText(at.workspace) : ""],
       ["allocator", rounding > 0 ? `${bytesText(rounding)} for rounding` : ""],
     ]), at.line ? code(at.line, data.source[at.line] || "") : "");
     details.className = "block";

@@ -37,7 +37,7 @@ function viewsOf(data) {
   const find = name => found.find(view => view.name === name).view;
   if (data.moments.length) found.push({ name: "Memory", view: memoryView(data, { openValue: value => { open("Values"); values.openValue(value); } }) });
   found.push({ name: "Values", view: values });
-  if (data.plan.trade_off.length) found.push({ name: "Frontier", view: frontierView(data) });
+  if (data.plan.frontier.length) found.push({ name: "Frontier", view: frontierView(data) });
   if (data.plan.pipeline) found.push({ name: "Pipeline", view: pipelineView(data) });
   if (plans.length > 1) found.push({ name: "Side by side", view: compareView(...plans) });
   return found;

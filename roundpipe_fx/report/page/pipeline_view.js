@@ -9,9 +9,12 @@ function pipelineView(data) {
     .filter(([key]) => timeline && timeline[key].length)
     .map(([key, title]) => ({ key, title, bars: barsOf(timeline[key]) }));
   for (const one of shown) one.rows = barsByDevice(one.bars, pipeline.devices.length);
+  const copies = timeline ? copiesOf(timeline, plan.strings) : [];
+  const last = copies.reduce((latest, copy) => Math.max(latest, copy.end), 0);
   const devices = deviceWindow(pipeline.peak_bytes, plan.budget, redraw);
   const panel = element("div", { class: "panel", "aria-live": "polite" });
-  const charts = shown.map(one => timelineChart(one, pipeline, devices, show));
+  const charts = shown.map(one => timelineChart(one, pipeline, devices, one.key === "predicted" ? last : 0, show));
+  const link = copies.length ? copiesChart(copies, shown[0].bars, devices, showCopy) : null;
   const kinds = Object.keys(ACTIONS).filter(kind => shown.some(({ bars }) => bars.some(bar => bar.kind === kind)));
   const legend = element("ul", { class: "legend" });
 
@@ -34,12 +37,25 @@ function pipelineView(data) {
         ["device's memory", predicted && predicted.bytes ? `${bytesText(predicted.bytes)}, predicted` : ""]]));
   }
 
-  const memory = shown.length && shown[0].key === "predicted" ? deviceMemoryChart(shown[0].rows, data, devices) : null;
+  function showCopy(copy) {
+    const [stage, microbatch] = copy.action.slice(1).split(".");
+    const when = copy.toHost ? "begins after" : "is there for";
+    panel.replaceChildren(
+      element("h2", {}, `${bytesText(copy.bytes)} of ${copy.what} to the ${copy.toHost ? "host" : "device"}`),
+      facts([["device", `${copy.device}: ${pipeline.devices[copy.device] || ""}`],
+        ["takes", `${millisecondsText(copy.end - copy.start)}, from ${millisecondsText(copy.start)}, predicted`],
+        [when, `${ACTIONS[copy.action[0]]} of stage ${stage}, microbatch ${microbatch}`], ["stage", plan.stages[stage]?.modules || ""],
+        ["bytes", copy.bytes.toLocaleString("en")],
+        ["values", copy.values.map(name => `${name}${data.byName.get(name)?.module ? ` of ${data.byName.get(name).module}` : ""}`).join(", ")]]));
+  }
+
+  const memory = shown.length && shown[0].key === "predicted" ? deviceMemoryChart(shown[0].rows, data, devices, last) : null;
   const table = element("div", {});
 
   function redraw() {
     drawLegend();
     for (const { chart } of charts) chart.redraw();
+    if (link) link.redraw();
     if (memory) memory.redraw();
     devices.redraw();
     table.replaceChildren(deviceTable(data, shown, devices.list()));
@@ -48,9 +64,11 @@ function pipelineView(data) {
   const section = element("section", { "aria-label": "Pipeline" },
     element("p", { class: "note" }, `${countText(pipeline.microbatches, "microbatch").replace("microbatchs", "microbatches")} by schedule ${pipeline.schedule} on ${countText(pipeline.devices.length, "device")}`
       + `; a step takes ${millisecondsText(pipeline.makespan)} modelled, of which the devices wait ${(100 * pipeline.bubble).toFixed(1)} %`
-      + (pipeline.brought_bytes ? `; ${bytesText(pipeline.brought_bytes)} of the model are copied to the devices` : "") + "."),
+      + (pipeline.brought_bytes ? `; ${bytesText(pipeline.brought_bytes)} of the model are copied to the devices` : "")
+      + (pipeline.sent_values ? `; ${countText(pipeline.sent_values, "value")} (${bytesText(pipeline.sent_bytes)}) leave for the host and come back` : "") + "."),
     element("div", { class: "split" },
       element("div", { class: "block" }, devices.box, charts.map(({ title, chart }) => [element("h2", {}, title), chart.box]),
+        link ? [element("h2", {}, "copies between host and devices, predicted"), link.box, link.legend] : "",
         shown.length ? legend : element("p", { class: "note" }, "This plan has no timeline, or one of too many actions to draw."),
         memory ? [element("h2", {}, "memory of each device while its actions run, predicted"), memory.box] : "", table),
       panel));
@@ -59,8 +77,8 @@ function pipelineView(data) {
   return { section, focus: charts.length ? charts[0].chart.canvas : section, shown: redraw };
 }
 
-function timelineChart({ key, title, bars, rows }, pipeline, devices, select) {
-  const end = bars.reduce((latest, bar) => Math.max(latest, bar.end), 0) || 1;
+function timelineChart({ key, title, bars, rows }, pipeline, devices, last, select) {
+  const end = bars.reduce((latest, bar) => Math.max(latest, bar.end), last) || 1;
   const transfers = transfersOf(pipeline.order, bars);
   const rowOf = ({ device }) => device - devices.first();
   const drawn = bar => rowOf(bar) >= 0 && rowOf(bar) < devices.count;
@@ -71,11 +89,7 @@ function timelineChart({ key, title, bars, rows }, pipeline, devices, select) {
     context.textBaseline = "middle";
     devices.list().forEach((device, row) => drawDevice(context, device, row));
     drawTransfers(context);
-    context.fillStyle = styleColor("quiet");
-    context.textAlign = "center";
-    for (const tick of plainTicks(end * 1e3, 7)) {
-      if (plot.x(tick / 1e3) < plot.right - 20) context.fillText(`${Number(tick.toPrecision(4))} ms`, plot.x(tick / 1e3), tall - 10);
-    }
+    drawTimeAxis(context, plot, end, tall - 10);
   });
   const { canvas } = chart;
 
@@ -156,10 +170,10 @@ function timelineChart({ key, title, bars, rows }, pipeline, devices, select) {
 }
 
 /** Steps of memory, a row for each device, all to one scale. */
-function deviceMemoryChart(rows, { plan }, devices) {
+function deviceMemoryChart(rows, { plan }, devices, last) {
   const { pipeline } = plan;
   const most = axisTop(Math.max(...pipeline.peak_bytes), plan.budget) * 1.06;
-  const end = rows.flat().reduce((latest, bar) => Math.max(latest, bar.end), 0);
+  const end = rows.flat().reduce((latest, bar) => Math.max(latest, bar.end), last);
   const steps = { of: device => rows[device].map(bar => [bar.start, bar.end, bar.bytes]), end, color: () => categoryColor(0), name: "bytes allocated during an action" };
   return deviceMemoryRows("Memory of each device while its actions run, predicted", devices, () => [steps], { most, budget: plan.budget, peaks: pipeline.peak_bytes });
 }

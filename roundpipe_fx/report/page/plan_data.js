@@ -5,6 +5,7 @@ const FATES = {
   hoisted: "saved, and never recomputed",
   recomputed: "recomputed in the backward",
   replayed: "recomputed from its saved generator state",
+  offloaded: "leaves the device for the host, and comes back for the backward",
   tiled: "computed in tiles, never there as a whole",
   passing: "needed only by the forward",
   backward: "of the backward, freed before it ends",
@@ -58,12 +59,16 @@ function readPlan({ name, plan }) {
   };
 }
 
+function emittedText(lines) {
+  return lines.map(({ file, line }) => `${file}:${line}`).join(", ");
+}
+
 /** Every value once: those that the plan lists, and the others that are alive at some moment of the step. */
 function valuesOf(plan, lifetimes, emitted) {
   const values = new Map();
   const add = value => values.set(value.name, {
     reason: "", times: 0, seconds: 0, price: null, type: "", lifetimes: [], emitted: emitted.get(value.name) || [],
-    emittedText: (emitted.get(value.name) || []).map(line => `${line.file}:${line.line}`).join(", "), ...value,
+    emittedText: emittedText(emitted.get(value.name) || []), ...value,
   });
   for (const stage of plan.stages) {
     for (const fate of ["passing", "saved", "hoisted", "recomputed", "replayed"]) {
@@ -73,8 +78,10 @@ function valuesOf(plan, lifetimes, emitted) {
     }
   }
   for (const tiles of plan.tiles) {
-    add({ ...tiles, fate: "tiled", stage: null, line: "", price: null,
-      reason: `${tiles.tiles} tiles of ${tiles.rows} rows, one after another` });
+    if (values.has(tiles.name) && values.get(tiles.name).fate === "tiled") continue; // a loop that is run again
+    const lines = emitted.get(tiles.loop) || [];
+    add({ ...tiles, fate: "tiled", stage: null, price: null, emitted: lines, emittedText: emittedText(lines),
+      reason: `${tiles.tiles} tiles of its ${tiles.rows} rows, one after another` });
   }
   const copies = new Set(lifetimes.filter(({ name, origin }) => name !== origin).map(({ origin }) => origin));
   const forward = plan.memory ? plan.memory.forward : 0;
@@ -98,6 +105,12 @@ function valuesOf(plan, lifetimes, emitted) {
       value.reason = "through a view of it, or as an output that the caller holds";
     }
   }
+  for (const away of plan.pipeline ? plan.pipeline.offloaded : []) {
+    if (!values.has(away.name)) add({ name: away.name, stage: null, module: "", line: "", bytes: away.bytes });
+    const value = values.get(away.name);
+    value.fate = "offloaded";
+    value.reason = `to make room, in ${away.microbatches} of ${plan.pipeline.microbatches} microbatches`;
+  }
   return [...values.values()];
 }
 
@@ -111,6 +124,12 @@ function stageOf(plan, moment) {
 function barsOf(rows) {
   return rows.map(([device, action, start, end, bytes]) =>
     ({ device, action, kind: action[0], start, end, bytes }));
+}
+
+/** Copies between the devices and the host, of an offloaded model. */
+function copiesOf(timeline, strings) {
+  return timeline.copies.map(([device, action, what, toHost, start, end, bytes, values]) =>
+    ({ device, action, what, toHost, start, end, bytes, values: values.map(number => strings[number]) }));
 }
 
 /** Transfers of a pipeline: from which bar's end on, to which bar's start. */

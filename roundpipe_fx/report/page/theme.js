@@ -7,8 +7,9 @@ const CATEGORIES = {
   dark: ["#6d9ce0", "#f0a558", "#76bf7c", "#e57f7b", "#ab90d6", "#63bfc0", "#dabf4d", "#d48db3", "#a8937f", "#9cc7ec",
     "#bad98b", "#e6bdab"],
 };
-const FATE_COLORS = { saved: 0, hoisted: 4, recomputed: 1, replayed: 6, tiled: 5, gradient: 2, incoming: 7, backward: 8 };
+const FATE_COLORS = { saved: 0, hoisted: 4, recomputed: 1, replayed: 6, tiled: 5, offloaded: 3, gradient: 2, incoming: 7, backward: 8 };
 const ACTION_COLORS = { F: 0, R: 1, B: 2, I: 10, W: 5 };
+const COPY_COLORS = { weights: 4, gradients: 7, values: 3 };
 
 function categoryColor(index) {
   const colors = CATEGORIES[darkScheme.matches ? "dark" : "light"];
@@ -25,6 +26,10 @@ function fateColor(fate) {
 
 function actionColor(kind) {
   return categoryColor(ACTION_COLORS[kind]);
+}
+
+function copyColor(what) {
+  return categoryColor(COPY_COLORS[what]);
 }
 
 function styleColor(name) {

@@ -73,7 +73,7 @@ function valuesView(data, { openMoment }) {
       value.lifetimes.length ? element("div", { class: "block" }, meter, element("div", { class: "bar" }, value.lifetimes.map(({ name, first, last }, at) =>
         element("button", { class: "button", type: "button", onclick: () => openMoment(first) }, `${at ? "again" : "alive"} ${first + 1} – ${last + 1}`)))) : "",
       value.line ? code(`yours, ${value.line}`, data.source[value.line] || "") : "",
-      ...value.emitted.map(({ file, line, text }) => code(`emitted, ${file}:${line}`, text)));
+      ...value.emitted.map(({ file, line, text, modules }) => code(`emitted, ${file}:${line}${sharedText(modules)}`, text)));
   }
 
   function openValue(value) {
@@ -92,9 +92,15 @@ function valuesView(data, { openMoment }) {
   return { section, focus: search, shown: refresh, openValue, search };
 }
 
+/** What is said of a line of stages that are alike: they are one text, with the names of the first one. */
+function sharedText(modules) {
+  return modules > 1 ? `, the code of ${modules} stages that are alike, with the names of the first one` : "";
+}
+
 function alternativeText({ fate, price, bytes, seconds }) {
   if (price === null) return fate === "tiled" ? `as a whole it would hold ${bytesText(bytes)}; all tiles take ${millisecondsText(seconds)}` : "";
   if (fate === "saved") return `recomputing it instead would take ${millisecondsText(price)}`;
+  if (fate === "offloaded") return `recomputing it instead would take ${millisecondsText(price)}`;
   if (fate === "hoisted") return "none: its operation must not run twice";
   return `recomputing it takes ${millisecondsText(price)}; saving it instead would hold ${bytesText(bytes)}`;
 }
