@@ -336,8 +336,9 @@ class Plan:
             the text, with some ten lines a stage.
         """
         lines = header_lines(self)
+        offloaded = {value.name for value in self.pipeline.offloaded} if self.pipeline is not None else set()
         for stage in self.stages:
-            lines += stage_lines(stage, self.training)
+            lines += stage_lines(stage, self.training, offloaded)
         return "\n".join(lines)
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from roundpipe_fx.analysis.simulator import PeakMoment
@@ -73,12 +73,13 @@ def _bounds(sizes: Mapping[str, int]) -> str:
     return shown if len(sizes) <= _SHOWN else f"{shown}, … {len(sizes) - _SHOWN} more"
 
 
-def stage_lines(stage: PlannedStage, training: bool) -> list[str]:
+def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] = ()) -> list[str]:
     """A stage: its modelled milliseconds, and its largest values by list.
 
     Args:
         stage: the stage.
         training: whether there is a backward.
+        offloaded: names of values that leave for the host.
     """
     lines = []
     same = f"  (same as stage {stage.same_as})" if stage.same_as is not None else ""
@@ -90,7 +91,7 @@ def stage_lines(stage: PlannedStage, training: bool) -> list[str]:
         seconds += f", of which before its gradients arrive {stage.early_seconds * 1e3:.3f}"
     lines.append(f"{seconds}; enters {bytes_text(stage.entry_bytes)}")
     for title in ("saved", "hoisted", "recomputed", "replayed"):
-        lines += _listing(title, getattr(stage, title))
+        lines += _listing(title, getattr(stage, title), offloaded)
     return lines
 
 
@@ -156,14 +157,15 @@ def _peaks_text(peaks: Sequence[int]) -> str:
     return f"{shown}, … {rest} more; {bytes_text(max(peaks))} at most"
 
 
-def _listing(title: str, values: Sequence[PlannedValue]) -> list[str]:
+def _listing(title: str, values: Sequence[PlannedValue], offloaded: Collection[str]) -> list[str]:
     if not values:
         return []
     lines = [f"  {title}: {len(values)} values, {bytes_text(sum(value.bytes for value in values))}"]
     for value in sorted(values, key=lambda value: -value.bytes)[:_SHOWN]:
         where = f" in {value.module}" if value.module else ""
         reason = f" — {value.reason}" if value.reason else ""
-        lines.append(f"    {value.name} {value.type} {bytes_text(value.bytes)}{where}{reason}")
+        leaves = "; offloaded" if value.name in offloaded else ""
+        lines.append(f"    {value.name} {value.type} {bytes_text(value.bytes)}{where}{reason}{leaves}")
     if len(values) > _SHOWN:
         lines.append(f"    … and {len(values) - _SHOWN} smaller")
     return lines

@@ -105,6 +105,8 @@ def test_values_that_leave_are_offloaded(offloaded: roundpipe_fx.Plan, page: Pag
     assert f"offloaded: it leaves for the host and comes back in {chosen.microbatches} of 8" in offloaded.explain(
         chosen.name
     )
+    listed = [line for line in offloaded.details().splitlines() if line.endswith("; offloaded")]
+    assert listed and {line.split()[0] for line in listed} <= set(names)
     page.click("#tab-memory")
     page.click("#view-memory .choice button:nth-child(3)")
     assert "offloaded" in page.text("#view-memory .legend")
