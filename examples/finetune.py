@@ -120,6 +120,9 @@ def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
 
 def main() -> None:
     given = arguments()
+    checkpoint = given.out / "checkpoint.pt"
+    if given.resume and not checkpoint.exists():
+        raise SystemExit(f"There is no {checkpoint} to resume from.")
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(given.seed)
     rows = rows_of(given)
@@ -141,7 +144,6 @@ def main() -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     begin, losses = 0, []
-    checkpoint = given.out / "checkpoint.pt"
     if given.resume:
         state = torch.load(checkpoint)
         model.load_state_dict(state["model"], strict=False)
