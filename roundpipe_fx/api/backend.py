@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
@@ -17,6 +18,7 @@ from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, withi
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.plans_of_modules import note_plan
+from roundpipe_fx.api.undisturbed import old_objects_frozen
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
 from roundpipe_fx.ir.joint_graph import module_paths
@@ -67,8 +69,15 @@ def make_backend(
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
-    roundpipe_fx.around_compilations = lambda: around_compilations(warned, budgeted, outside)  # type: ignore[attr-defined]
+    roundpipe_fx.around_compilations = lambda: _around(warned, budgeted, outside)  # type: ignore[attr-defined]
     return roundpipe_fx
+
+
+@contextlib.contextmanager
+def _around(*how: Any) -> Iterator[None]:
+    """What Dynamo compiles a frame in; arguments of :func:`around_compilations`."""
+    with old_objects_frozen(), around_compilations(*how):
+        yield
 
 
 _warned: set[UserLine] = set()
@@ -165,7 +174,7 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
 
 
 _backend_by_name.__name__ = "roundpipe_fx"  # in Dynamo's messages
-_backend_by_name.around_compilations = lambda: around_compilations(_warned)  # type: ignore[attr-defined]
+_backend_by_name.around_compilations = lambda: _around(_warned)  # type: ignore[attr-defined]
 
 
 def __getattr__(name: str) -> Backend:

@@ -1,19 +1,23 @@
-"""Runs the passes undisturbed by the interpreter.
+"""Compiles undisturbed by the interpreter.
 
 Passes create many objects that stay alive, and garbage collection would scan them again and again. And CPython keeps
 the frames of a thread in chunks of 16 KiB: a function that is called at the end of a chunk gets a new one, mapped and
 unmapped by the operating system at each call (seen with CPython 3.11). Where a chunk ends depends on how deep the
 user's call is, and so would the time that the same plan takes.
+
+Tracing makes many objects as well, and takes longer, so collection goes on there; but each full one would walk all that
+the process has loaded before, which is much more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-__all__ = ["undisturbed"]
+__all__ = ["old_objects_frozen", "undisturbed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -41,3 +45,19 @@ def undisturbed(function: Callable[P, T]) -> Callable[P, T]:
 
     run.__code__ = run.__code__.replace(co_stacksize=_SLOTS)
     return functools.update_wrapper(run, function)
+
+
+@contextlib.contextmanager
+def old_objects_frozen() -> Iterator[None]:
+    """Context manager in which garbage collection leaves out the objects that there were before.
+
+    Where some are frozen already, by the user or by a compilation in another thread, that stays as it is.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

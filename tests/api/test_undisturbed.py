@@ -1,12 +1,18 @@
-"""Passes run without garbage collection, and without a new chunk of the interpreter's stack at each call."""
+"""Passes run without garbage collection, and without a new chunk of the interpreter's stack at each call; tracing runs
+without collection of what there was before."""
 
 from __future__ import annotations
 
 import gc
 import resource
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import roundpipe_fx
 from roundpipe_fx.api.undisturbed import undisturbed
 
 _CALLS = 500
@@ -55,3 +61,48 @@ def test_calls_map_no_memory_however_deep_the_caller_is() -> None:
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     assert max(map(at, range(200))) < _CALLS // 5
+
+
+class _Asking(nn.Module):
+    """Notes how many objects are frozen while it is traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.frozen = nn.Linear(2, 2), []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def passes(self, passes: list) -> list:
+        self.frozen.append(gc.get_freeze_count())
+        return passes
+
+
+@pytest.fixture(params=["wrapper", "backend"])
+def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[..., nn.Module]]:
+    def compiled(model: _Asking, **options: Any) -> nn.Module:
+        options["passes"] = model.passes
+        if request.param == "wrapper":
+            return roundpipe_fx.compile(model, **options)
+        return torch.compile(model, backend="roundpipe_fx", options=options)
+
+    gc.unfreeze()
+    yield compiled
+    gc.freeze()  # as the suite has it
+
+
+def test_what_there_was_is_frozen_while_tracing(compiled: Callable[..., nn.Module]) -> None:
+    model = _Asking()
+    compiled(model)(torch.ones(1, 2))
+    assert max(model.frozen) > 100_000 and not gc.get_freeze_count()
+    model = _Asking()
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
+        compiled(model, memory_budget=1)(torch.ones(1, 2))
+    assert max(model.frozen) > 100_000 and not gc.get_freeze_count()
+
+
+def test_what_the_user_has_frozen_stays_so(compiled: Callable[..., nn.Module]) -> None:
+    model = _Asking()
+    gc.freeze()
+    compiled(model)(torch.ones(1, 2))
+    assert model.frozen and gc.get_freeze_count() > 100_000
