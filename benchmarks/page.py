@@ -92,6 +92,12 @@ _PARTS = (
         "A model so small that only the way into and out of it takes time.",
     ),
     _Part(
+        "first_step",
+        "The first step",
+        "benchmarks.first_step",
+        "Tracing and compiling included, in processes of their own.",
+    ),
+    _Part(
         "planning",
         "Planning",
         "benchmarks.planning",

@@ -11,6 +11,7 @@ BENCHMARKS = (
     "peak_memory",
     "step_time",
     "compile_time",
+    "first_step",
     "drawing",
     "planning",
     "frontier",
