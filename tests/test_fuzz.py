@@ -16,7 +16,7 @@ from benchmarks.fuzz.meter import AllocatorPeak, StoragePeak
 from benchmarks.fuzz.operations import BODIES, KINDS
 from benchmarks.fuzz.program import write_program
 from benchmarks.fuzz.reduce import reduced, script
-from roundpipe_fx.analysis import recomputation
+from roundpipe_fx.analysis import snapshots
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes import pipeline
 from tests.long import long_but
@@ -76,7 +76,7 @@ def test_a_lost_copy_of_a_buffer_is_found(monkeypatch: pytest.MonkeyPatch) -> No
     """Recomputation that reads buffers as they are by then."""
     case = _case("linear", "counter_read_twice", "sin", "linear", way={"mode": "step", "recompute": "full"})
     assert not check_case(case).failures
-    monkeypatch.setattr(recomputation.Snapshots, "of", lambda self, source: source)
+    monkeypatch.setattr(snapshots.Snapshots, "of", lambda self, source: source)
     (failure,) = check_case(case).failures
     assert failure.kind == "exception RuntimeError" and "inplace" in failure.text
 

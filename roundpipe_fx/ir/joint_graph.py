@@ -152,7 +152,7 @@ MARK_USES: Mapping[str, MarkUse] = {
         "early_recompute split_backward accumulate_gradients analysis codegen compiler remat",
         "stages rounds",
     ),
-    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler report"),
+    Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler pipeline report"),
     Mark.STRIDED: _use("strided_gradients", "pipeline runtime"),
     Mark.BROUGHT: _use("", "analysis"),
     Mark.LOSS_TIMES: _use("", "analysis"),
