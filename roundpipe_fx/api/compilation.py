@@ -34,7 +34,7 @@ from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
-from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
+from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.forward_calls import observed
@@ -154,7 +154,7 @@ class _Compilation:
         )
         pipeline = self._for_sizes(joint, num_fwd_outputs, run_passes, lambda pipeline: pipeline.main.lowered)
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
-        self.graph = pipelined_graph(pipeline, differentiated, seen)
+        self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
         self.on_plan(plan_of_pipeline(self.graph, pipelining))
         assert self.lowered.backward is not None
@@ -235,7 +235,7 @@ class _Compilation:
                     training=False,
                     like=self.compile_state.structure,
                 )
-            graph = pipelined_graph(pipeline, [])
+            graph = pipelined_graph(pipeline, [], self.pipelining.loss_reduction)
             self.on_plan(plan_of_pipeline(graph, self.pipelining))
             return pipelined(graph, [])
         with torch_private.without_modes():
@@ -286,10 +286,12 @@ def compile_graph(
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compile_state = compile_state or StepCompileState()
     if pipelining is not None:
+        # Losses that are divided by the count of the whole batch are parts of one mean.
+        parts = compile_state.counted and torch_private.reads_input(module, COUNT_OF_BATCH)
         pipelining = dataclasses.replace(
             pipelining,
             offloaded=compile_state.offloaded,
-            loss_reduction=compile_state.loss_reduction,
+            loss_reduction="sum" if parts else pipelining.loss_reduction,
             optimizer=compile_state.optimizer,
         )
     compilation = _Compilation(

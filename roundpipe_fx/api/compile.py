@@ -113,8 +113,8 @@ def compile(
         loss_reduction: how the microbatches' losses, and other outputs of one floating-point number, become the
             batch's: ``"mean"`` weighs them by rows, so that loss and gradients are those of the step without
             microbatches for a loss that is a mean over rows; ``"sum"`` is for losses that are sums, and for rows that
-            count differently. Where the model is given ``num_items_in_batch``, as by Hugging Face's Trainer, its losses
-            are parts of one mean, and added in any case.
+            count differently. Where the model reads ``num_items_in_batch``, as Hugging Face's Trainer passes it, its
+            losses are parts of one mean, and added in any case.
         deferred_batch_norm: update the running statistics of batch norm once per step, from all microbatches, instead
             of once per microbatch.
         host_budget: for a model on the CPU and devices that are GPUs, the most bytes of pinned host memory that its

@@ -46,6 +46,7 @@ class PipelinedGraph:
         strided: by incoming gradient, whether its strides matter even if it is missing and replaced by zeros.
         numbers: inputs that Python's numbers may have become, of those that are read, by number.
         tensors: the other inputs that are read, by number.
+        loss_reduction: how the losses of microbatches become the batch's.
         measured: when the actions of the latest step ran, for each device; empty before the first.
     """
 
@@ -57,6 +58,7 @@ class PipelinedGraph:
     strided: tuple[bool, ...]
     numbers: tuple[int, ...]
     tensors: tuple[int, ...]
+    loss_reduction: str
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
@@ -150,13 +152,14 @@ class Seen(NamedTuple):
 
 
 def pipelined_graph(
-    pipeline: LoweredPipeline, differentiated: Sequence[int], seen: Seen | None = None
+    pipeline: LoweredPipeline, differentiated: Sequence[int], loss_reduction: str, seen: Seen | None = None
 ) -> PipelinedGraph:
     """Compile the stage modules of a lowered pipeline.
 
     Args:
         pipeline: the lowered pipeline.
         differentiated: the output that each tangent is the gradient of.
+        loss_reduction: how the losses of microbatches become the batch's.
         seen: callbacks for what steps show; ``None``: there are none.
     """
     cache: dict[str, _Compiled] = {}
@@ -174,6 +177,7 @@ def pipelined_graph(
         last=last,
         outputs=tuple(node.meta.get("val") if isinstance(node, fx.Node) else node for node in results),
         tangents=tuple(node.meta["val"] for node in tangents),
+        loss_reduction=loss_reduction,
         strided=tuple(lowered.stage_compiler != "eager" or Mark.STRIDED in node.meta for node in tangents),
         numbers=tuple(place for place in read if place in numbers),
         tensors=tuple(place for place in read if place not in numbers),

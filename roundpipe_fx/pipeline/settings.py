@@ -11,11 +11,21 @@ import torch
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
 from roundpipe_fx.schedules import Schedule
 
-__all__ = ["CHECKPOINTS", "LOSS_REDUCTIONS", "SCHEDULES", "Pipelining", "StepCompileState", "parse_pipelining"]
+__all__ = [
+    "CHECKPOINTS",
+    "COUNT_OF_BATCH",
+    "LOSS_REDUCTIONS",
+    "SCHEDULES",
+    "Pipelining",
+    "StepCompileState",
+    "parse_pipelining",
+]
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "roundpipe")
 CHECKPOINTS = ("always", "except_last", "never")
 LOSS_REDUCTIONS = ("mean", "sum")
+COUNT_OF_BATCH = "num_items_in_batch"
+"""The input by which Hugging Face's models divide the sum of their rows' losses; the Trainer counts it."""
 
 
 @dataclass(kw_only=True)
@@ -26,7 +36,7 @@ class StepCompileState:
         structure: how its first graph was cut (a ``Structure``), once there is one.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         offloaded: whether the model lies on the host, and devices have of it what they need at the time.
-        loss_reduction: how the microbatches' losses become the batch's in this step.
+        counted: whether the model is given the number of what counts in the batch.
         optimizer: host memory of the optimizer, if it is known.
         pinned: how every graph is cut (a ``Structure``), where the parameters of stages cannot move.
         kept: how graphs are cut since microbatches of one step were cut differently (a ``Structure``), by whether
@@ -36,7 +46,7 @@ class StepCompileState:
     structure: Any = None
     forwards_before_backwards: bool = False
     offloaded: bool = False
-    loss_reduction: str = "mean"
+    counted: bool = False
     optimizer: OptimizerMemory = NO_OPTIMIZER
     pinned: Any = None
     kept: dict[bool, Any] = field(default_factory=dict)

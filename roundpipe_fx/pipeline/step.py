@@ -39,7 +39,7 @@ from roundpipe_fx.pipeline.microbatch import (
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
-from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
+from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
 from roundpipe_fx.pipeline.updating import updating
@@ -249,7 +249,8 @@ class Pipeline:
         else:
             given = batch, torch.is_grad_enabled()
             captured = self._processes.agreed(given, self._home, prepare, runs, self.settings.microbatches)
-        return captured, made[1], made[2]
+        added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
+        return captured, made[1], [1.0] * len(made[2]) if added else made[2]
 
     def _calls_of_model(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -277,9 +278,9 @@ class Pipeline:
         return calls, splits, self._weights(args, kwargs, pieces)
 
     def _weights(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[float]:
-        """The weight of each microbatch's loss in that of the batch; notes how the losses are put together."""
-        self._compile_state.loss_reduction = _reduction(self.settings, kwargs)
-        if self._compile_state.loss_reduction == "sum" or len(pieces) == 1:
+        """The weight of each microbatch's loss in that of the batch, unless it reads the count of the whole batch."""
+        self._compile_state.counted = kwargs.get(COUNT_OF_BATCH) is not None
+        if self.settings.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
         rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
         return [own / sum(rows) for own in rows]
@@ -457,15 +458,6 @@ class Pipeline:
             if isinstance(value, torch.Tensor) and kind in (None, value.device.type):
                 return value.device
         return torch.device("cpu")
-
-
-_COUNT_OF_BATCH = "num_items_in_batch"
-"""The input by which Hugging Face's models divide the sum of their rows' losses; the Trainer counts it."""
-
-
-def _reduction(settings: Pipelining, kwargs: Mapping[str, Any]) -> str:
-    """How a step's losses are put together: those that are parts of one mean already are added."""
-    return "sum" if kwargs.get(_COUNT_OF_BATCH) is not None else settings.loss_reduction
 
 
 def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:

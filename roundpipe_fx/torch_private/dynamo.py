@@ -34,6 +34,7 @@ __all__ = [
     "module_path_text",
     "modules_being_compiled",
     "passed_through",
+    "reads_input",
     "traced_forward_call",
     "tracing_inside_checkpoint",
     "try_again",
@@ -230,6 +231,28 @@ def input_path(placeholder: fx.Node) -> tuple[str, bool]:
         rest = re.sub(r"[^0-9A-Za-z]+", "_", found.group(2)).strip("_")
         return found.group(1) + (f"_{rest}" if rest else ""), False
     return str(placeholder.target), False
+
+
+def reads_input(module: fx.GraphModule, key: str) -> bool:
+    """Whether a graph of Dynamo's that is being compiled reads an input that its caller passes by this name.
+
+    A number that is an input is found among the graph's (:func:`dynamo_flags`), but for those that Dynamo takes for
+    constants all the same, as 0 and 1: that it has read such a value it notes as a guard.
+    """
+    suffix = f"['{key}']"
+
+    def text(source: Any) -> str:
+        name = getattr(source, "name", "")
+        return str(name() if callable(name) else name)
+
+    for placeholder in module.graph.find_nodes(op="placeholder"):
+        argument = placeholder.meta.get("grapharg")
+        source = getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
+        if text(source).endswith(suffix) and placeholder.users:
+            return True
+    tracing = torch._guards.TracingContext.try_get()
+    guards = tracing.guards_context.dynamo_guards if tracing is not None else ()
+    return any(text(guard).endswith(suffix) and guard.create_fn_name() == "CONSTANT_MATCH" for guard in guards)
 
 
 def checkpoint_body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

@@ -33,6 +33,10 @@ _local = _Local()
 _patching = threading.Lock()
 
 
+_COUNT = r".*\['num_items_in_batch'\]"
+"""The number of what counts in a batch, which Hugging Face's Trainer passes: another one each step."""
+
+
 @contextlib.contextmanager
 def dynamo_flags() -> Iterator[None]:
     """Context manager that sets Dynamo's flags for our compilation and restores them on exit.
@@ -60,9 +64,11 @@ def dynamo_flags() -> Iterator[None]:
         allow_rnn=True,
         optimize_ddp=False,
     )
+    sources = filter(None, [torch.compiler.config.dynamic_sources, _COUNT])
+    numbers = torch.compiler.config.patch(dynamic_sources=",".join(sources))  # type: ignore[attr-defined]
     _local.flags_are_set = True
     try:
-        with flags:
+        with flags, numbers:
             yield
     finally:
         _local.flags_are_set = False

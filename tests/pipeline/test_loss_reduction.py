@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -150,3 +150,59 @@ def test_a_step_with_an_input_that_is_the_same_for_each() -> None:
     loss.backward()
     assert_close(left_behind(model, loss), expected)
     torch.testing.assert_close(scale.grad, gradient)
+
+
+class Output(NamedTuple):
+    """Of a model that computes its loss."""
+
+    loss: torch.Tensor
+
+
+class Counting(nn.Module):
+    """Is given the number of what counts in the batch, as by Hugging Face's Trainer."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.body, self.way = Blocks(depth=2), way
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Output:
+        output = self.body(x)
+        if self.way == "looks at it" and kwargs.get("num_items_in_batch") is not None:
+            output = output * 1.0
+        if self.way == "passes it on":
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+        losses = (output - labels).square()
+        return Output(losses.sum() / kwargs["num_items_in_batch"] if self.way == "divides" else losses.mean())
+
+
+@pytest.mark.parametrize("way", ["ignores it", "looks at it", "passes it on", "divides"])
+@pytest.mark.parametrize("kind", [torch.tensor, int])
+@pytest.mark.parametrize("call", ["autograd", "forward_backward"])
+def test_a_count_matters_where_it_is_read(way: str, kind: Any, call: str) -> None:
+    """Whatever the model does with it, losses and gradients are those without microbatches."""
+    model = Counting(way)
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), num_microbatches=4)
+    for rows, count in ((8, 1), (8, 128), (12, 100), (8, None)):
+        if count is None and way == "divides":
+            continue
+        x, y = torch.randn(rows, 16), torch.randn(rows, 16)
+        given = None if count is None else kind(count)
+        model.zero_grad(), compiled.zero_grad()
+        loss = model(x, y, num_items_in_batch=given).loss
+        loss.backward()
+        if call == "autograd":
+            found = compiled(x, y, num_items_in_batch=given).loss
+            found.backward()
+        else:
+            found = compiled.forward_backward(x, labels=y, num_items_in_batch=given)
+        assert_close(left_behind(compiled, found), left_behind(model, loss))
+    assert compiled.plan.pipeline is not None
+    assert compiled.plan.pipeline.loss_reduction == ("sum" if way == "divides" else "mean")
+
+
+def test_a_sum_stays_one_where_a_count_is_not_read() -> None:
+    model = Counting("ignores it")
+    compiled = roundpipe_fx.compile(copy.deepcopy(model), num_microbatches=4, loss_reduction="sum")
+    x, y = torch.randn(8, 16), torch.randn(8, 16)
+    found = compiled(x, y, num_items_in_batch=torch.tensor(128)).loss
+    torch.testing.assert_close(found, 4 * model(x, y).loss)

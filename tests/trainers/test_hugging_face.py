@@ -117,6 +117,38 @@ def test_trainer_with_microbatches(tmp_path: Path) -> None:
     assert compiled.plan.pipeline is not None and compiled.plan.pipeline.loss_reduction == "sum"
 
 
+class _Sentences(torch.utils.data.Dataset):
+    """Rows of tokens with a class each."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(64, (8,), generator=torch.Generator().manual_seed(place))
+        return {"input_ids": tokens, "labels": tokens.sum() % 3}
+
+
+def test_trainer_with_microbatches_of_a_model_that_ignores_the_count(tmp_path: Path) -> None:
+    """The Trainer passes the number of items to models whose loss is a plain mean as well."""
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, num_labels=3
+    )
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    torch.manual_seed(0)
+    eager = transformers.BertForSequenceClassification(config)
+    model = copy.deepcopy(eager)
+    logs = []
+    for own in (eager, roundpipe_fx.compile(model, num_microbatches=4)):
+        arguments = transformers.TrainingArguments(
+            tmp_path, max_steps=3, per_device_train_batch_size=8, logging_steps=1, report_to=[], use_cpu=True
+        )
+        trainer = transformers.Trainer(own, arguments, train_dataset=_Sentences())
+        trainer.train()
+        logs.append([(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log])
+    assert len(logs[0]) == 3
+    torch.testing.assert_close(logs[1], logs[0], rtol=1e-3, atol=0)
+
+
 def _accelerated(wrap: Wrap, prepare_first: bool) -> tuple[list[float], nn.Module]:
     model = _gpt2()
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
