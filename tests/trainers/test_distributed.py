@@ -51,6 +51,10 @@ def _per_block(model: nn.Module) -> nn.Module:
 WAYS: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[nn.Module], nn.Module]]] = {
     "DDP around it": (lambda model: DistributedDataParallel(_compiled(model)), DistributedDataParallel),
     "DDP inside it": (lambda model: _compiled(DistributedDataParallel(model)), DistributedDataParallel),
+    "DDP between": (
+        lambda model: _compiled(DistributedDataParallel(roundpipe_fx.compile(model))),
+        DistributedDataParallel,
+    ),
     "FSDP2 of it": (lambda model: _sharded(_compiled(model)), _sharded),
     "FSDP2 inside it": (lambda model: _compiled(_sharded(model)), _sharded),
     "FSDP2 of its blocks": (_per_block, lambda model: _sharded(model)),
@@ -161,6 +165,8 @@ def _check_refused(_rank: int, _folder: str) -> None:
     with pytest.raises(ValueError, match=r"^num_microbatches .* but '1' is one\."):
         inside = nn.Sequential(nn.Linear(16, 16), DistributedDataParallel(Net()))
         roundpipe_fx.compile(inside, num_microbatches=2)
+    with pytest.raises(TypeError, match="is compiled already"):
+        _compiled(DistributedDataParallel(_compiled(Net())))
     x = torch.randn(4, 16)
     part = roundpipe_fx.compile(Net(), num_microbatches=2)
     whole = DistributedDataParallel(nn.Sequential(nn.Identity(), part))

@@ -70,6 +70,19 @@ def _same_weights(first: nn.Module, second: nn.Module) -> bool:
     return all(map(torch.equal, first.state_dict().values(), second.state_dict().values()))
 
 
+def _check_ready_to_push(trainer: transformers.Trainer, eager: nn.Module, folder: Path) -> None:
+    """What ``push_to_hub`` would upload is what it would be of the eager model, with a card."""
+    trainer.save_model(str(folder / "pushed"))
+    trainer.args.output_dir = str(folder / "pushed")
+    trainer.create_model_card(model_name="tiny", dataset="bytes")
+    eager.save_pretrained(folder / "expected")
+    for expected in (folder / "expected").iterdir():
+        assert (folder / "pushed" / expected.name).read_bytes() == expected.read_bytes(), expected.name
+    assert {own.name for own in (folder / "expected").iterdir()} >= {"config.json", "model.safetensors"}
+    assert "tiny" in (folder / "pushed" / "README.md").read_text()
+    assert (folder / "pushed" / "training_args.bin").exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -93,6 +106,7 @@ def test_trainer(arguments: dict[str, Any], tmp_path: Path) -> None:
     assert json.loads((saved / "config.json").read_text())["architectures"] == ["GPT2LMHeadModel"]
     again = transformers.GPT2LMHeadModel.from_pretrained(saved)
     assert _same_weights(again, eager) and again.lm_head.weight is again.transformer.wte.weight
+    _check_ready_to_push(trainer, eager, tmp_path)
     resumed = _gpt2()
     trainer = _trainer(roundpipe_fx.compile(resumed, memory_budget=0.5), tmp_path / "resumed", **arguments)
     trainer.train(resume_from_checkpoint=str(tmp_path / "compiled" / "checkpoint-2"))
