@@ -68,7 +68,7 @@ def main() -> None:
         }
         for way, found in seconds.items()
     ]
-    report("first_step", "the first step (target: ratio at most 0.6)", rows)
+    report("first_step", "the first step", rows)
 
 
 if __name__ == "__main__":

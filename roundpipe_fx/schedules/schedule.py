@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -155,8 +155,7 @@ class Schedule:
             the copy.
         """
         numbers = [NUMBER[kind] for kind in kinds]
-        orders = tuple(order[np.isin(order[:, 0], numbers)] for order in self.orders)
-        return dataclasses.replace(self, orders=orders)
+        return self._where(lambda order: np.isin(order[:, 0], numbers))
 
     def halves(self) -> Schedule:
         """A copy with all forwards before all backwards.
@@ -177,11 +176,8 @@ class Schedule:
         Returns:
             the copy.
         """
-        known = np.array([NUMBER[kind] << 20 | stage for kind, stage in graph.steps], dtype=np.int32)
-        keep = (np.isin(order[:, 0] << 20 | order[:, 1], known) for order in self.orders)
-        return dataclasses.replace(
-            self, orders=tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True))
-        )
+        known = [_code(kind, stage) for kind, stage in graph.steps]
+        return self._where(lambda order: np.isin(_codes(order), known))
 
     def without_missing_halves(self, graph: StageGraph) -> Schedule:
         """A copy without halves of backwards that their stages do not have.
@@ -197,15 +193,16 @@ class Schedule:
         """
         parts = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT
         missing = [
-            NUMBER[kind] << 20 | stage
+            _code(kind, stage)
             for kind, other in (parts, parts[::-1])
             for own, stage in graph.steps
             if own is other and not graph.has(kind, stage)
         ]
-        keep = (~np.isin(order[:, 0] << 20 | order[:, 1], missing) for order in self.orders)
-        return dataclasses.replace(
-            self, orders=tuple(order[kept] for order, kept in zip(self.orders, keep, strict=True))
-        )
+        return self._where(lambda order: ~np.isin(_codes(order), missing))
+
+    def _where(self, keep: Callable[[np.ndarray], np.ndarray]) -> Schedule:
+        """A copy with the actions of each device that are to be kept."""
+        return dataclasses.replace(self, orders=tuple(order[keep(order)] for order in self.orders))
 
     def __eq__(self, other: object) -> bool:
         return (
@@ -221,6 +218,15 @@ class Schedule:
         return "\n".join(
             f"{device}: {' '.join(str(action) for action in self.actions(device))}" for device in range(self.devices)
         )
+
+
+def _code(kind: ActionKind, stage: int) -> int:
+    """A number for an action without its microbatch."""
+    return NUMBER[kind] << 20 | stage
+
+
+def _codes(order: np.ndarray) -> np.ndarray:
+    return order[:, 0] << 20 | order[:, 1]
 
 
 def _lines(text: str) -> list[str]:

@@ -218,11 +218,9 @@ def module_path_text(source: str) -> str:
 
 def input_path(placeholder: fx.Node) -> tuple[str, bool]:
     """Readable name of an input of Dynamo's graph, and whether it is a parameter or buffer."""
-    argument = placeholder.meta.get("grapharg")
-    source = getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
-    if source is None:
+    text = _source_text(placeholder)
+    if not text:
         return str(placeholder.target), False
-    text = source.name() if callable(source.name) else source.name
     path = module_path_text(text)
     if path and ("_parameters[" in text or "_buffers[" in text):
         return path, True
@@ -233,26 +231,31 @@ def input_path(placeholder: fx.Node) -> tuple[str, bool]:
     return str(placeholder.target), False
 
 
+def _source_text(placeholder: fx.Node) -> str:
+    """Where an input of Dynamo's graph comes from, as ``L['x']``; ``""`` if it is not known."""
+    argument = placeholder.meta.get("grapharg")
+    return _name_of(getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None))
+
+
+def _name_of(source: Any) -> str:
+    name = getattr(source, "name", "")  # a method, or in newer versions a property
+    return str(name() if callable(name) else name)
+
+
 def reads_input(module: fx.GraphModule, key: str) -> bool:
     """Whether a graph of Dynamo's that is being compiled reads an input that its caller passes by this name.
 
-    A number that is an input is found among the graph's (:func:`dynamo_flags`), but for those that Dynamo takes for
-    constants all the same, as 0 and 1: that it has read such a value it notes as a guard.
+    Tensors, and integers whose sources are dynamic (:func:`dynamo_flags`), are inputs of the graph if they are read.
+    Of what Dynamo has taken for a constant, as a float, there is only a guard, also if it was but compared with
+    ``None``: that counts as read.
     """
     suffix = f"['{key}']"
-
-    def text(source: Any) -> str:
-        name = getattr(source, "name", "")
-        return str(name() if callable(name) else name)
-
-    for placeholder in module.graph.find_nodes(op="placeholder"):
-        argument = placeholder.meta.get("grapharg")
-        source = getattr(argument, "source", None) or getattr(placeholder, "_dynamo_source", None)
-        if text(source).endswith(suffix) and placeholder.users:
-            return True
+    placeholders = module.graph.find_nodes(op="placeholder")
+    if any(_source_text(node).endswith(suffix) and node.users for node in placeholders):
+        return True
     tracing = torch._guards.TracingContext.try_get()
     guards = tracing.guards_context.dynamo_guards if tracing is not None else ()
-    return any(text(guard).endswith(suffix) and guard.create_fn_name() == "CONSTANT_MATCH" for guard in guards)
+    return any(_name_of(guard).endswith(suffix) and guard.create_fn_name() == "CONSTANT_MATCH" for guard in guards)
 
 
 def checkpoint_body(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:

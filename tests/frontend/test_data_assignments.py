@@ -74,3 +74,27 @@ def test_memory_of_another_tensor_is_never_copied(model: type[Assigning], why: s
     with pytest.raises(ValueError, match=rf"assigns data to a buffer or a parameter {why}") as refused:
         roundpipe_fx.compile(model(), **options)(torch.ones(3, 4))
     assert "self.mean.data = " in str(refused.value)
+
+
+class Advised(Assigning):
+    """Does what the error says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.data = x[0].clone()
+        hidden = self.layer(x) + self.mean  # which no gradient reads
+        self.mean.copy_(x[1])
+        hidden = (hidden * self.mean).sin()
+        self.mean = x[2]
+        return (hidden * self.mean).sum()
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.0])
+def test_what_the_error_advises(budget: float) -> None:
+    eager = Advised().double()
+    model = copy.deepcopy(eager)
+    compiled = roundpipe_fx.compile(model, memory_budget=budget)
+    for seed in range(2):
+        x = torch.linspace(-seed, 1, 12, dtype=torch.float64).view(3, 4)
+        expected, found = train_step(eager, eager, {"x": x}), train_step(compiled, model, {"x": x})
+        torch.testing.assert_close(found.gradients, expected.gradients, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-12, atol=1e-14)

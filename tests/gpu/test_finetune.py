@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def test_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Losses fall as they do on the CPU; afterwards nothing is on the device."""
+    """Losses fall as they do on the CPU."""
     model, data = small_model_and_data(tmp_path)
     sizes = ["--length", "32", "--batch", "4", "--microbatches", "2", "--rate", "1e-2", "--warmup", "1", "--steps", "4"]
     losses = []
@@ -26,4 +26,4 @@ def test_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         runpy.run_path(str(Path(__file__).parents[2] / "examples/finetune.py"), run_name="__main__")
         lines = (tmp_path / device / "losses.csv").read_text().splitlines()[1:]
         losses.append([float(line.split(",")[1]) for line in lines])
-    assert losses[0][3] < losses[0][0] and losses[1] == pytest.approx(losses[0], rel=2e-2)
+    assert losses[0][3] < losses[0][0] and losses[1] == pytest.approx(losses[0], rel=1e-2)
