@@ -165,6 +165,11 @@ class OperationGraph:
     segments: int
     step: StepNeeds | None = None
 
+    @property
+    def seconds(self) -> float:
+        """Modelled seconds of all operations, each once."""
+        return sum(own.seconds for part in (self.forward, *self.backward.values()) for own in part)
+
     @functools.cached_property
     def always_live(self) -> frozenset[int]:
         """Forward storages that live until the backward under every plan: hoisted ones and outputs."""

@@ -88,10 +88,13 @@ def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
     """Peak bytes against modelled seconds of recomputation."""
     found = _plan_asked(asked)
     try:
-        points = found.frontier()
+        points, untiled = found.frontier(), set(found.frontier(tiles=False))
     except RuntimeError as error:
         raise CommandError(str(error)) from error
-    rows = [f"{bytes_text(size):>12}  {seconds * 1e3:12.3f} ms" for size, seconds in points]
+    rows = [
+        f"{bytes_text(size):>12}  {seconds * 1e3:12.3f} ms{'' if (size, seconds) in untiled else '  in tiles'}"
+        for size, seconds in points
+    ]
     return "\n".join(["        peak  recomputation", *rows]), points
 
 

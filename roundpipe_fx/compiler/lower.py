@@ -5,43 +5,44 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model, tensor_bytes
+from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.analysis.read_operations import read_operations
-from roundpipe_fx.analysis.simulator import (
-    allocation_granularity,
-)
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
-from roundpipe_fx.analysis.tiling import TileRegion
 from roundpipe_fx.budget import default_budget
 from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import (
+    cut,
+    operations_of,
+    summed,
+    tiled,
+    with_gradients,
+    without_common_subexpressions,
+)
 from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap, stages_to_overlap
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
 from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, saved_values, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, tensor_values
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.ir.region import budget_of_region
-from roundpipe_fx.ir.segment import backward_stages
-from roundpipe_fx.passes.cse import common_subexpressions
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.remat.choose import Chosen, choose
 from roundpipe_fx.remat.early import early_within
 from roundpipe_fx.remat.follow_sequence import fit_sequence
-from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
+from roundpipe_fx.remat.least_bytes import least_bytes
 from roundpipe_fx.remat.save_policy import SavePolicy, recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.remat.schedule import remat_schedule
 from roundpipe_fx.remat.search import Candidate
@@ -52,17 +53,11 @@ __all__ = [
     "bounded_in_bytes",
     "emit",
     "emit_by_policy",
-    "least_bytes_of",
     "lower",
     "prepare",
-    "summed",
-    "tiled",
 ]
 
 log = logging.getLogger(__name__)
-
-_WORTH_SHARING = 0.001
-"""Share of what the backward reads that equal values must hold."""
 
 SAVE_POLICIES: Mapping[str, SavePolicy] = {"none": save_all, "full": save_stage_inputs}
 
@@ -112,13 +107,13 @@ def lower(
         budget = step.limit
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
-        lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(setting))
+        lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(_looking_in_tiles(joint, setting)))
         if file is not None and not lowered.plan.tiles:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
                 file.write(_to_cache(lowered, marks))
     else:
-        joint = setting.run(_cut(joint, setting), PassLevel.STAGED)
+        joint = setting.run(cut(joint, setting), PassLevel.STAGED)
         lowered = (
             emit_by_policy(joint, setting, SAVE_POLICIES[options.recompute or "none"])
             if training
@@ -229,58 +224,21 @@ def emit_by_policy(
     return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums)
 
 
-def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> OperationGraph:
-    """The operations of a graph for the planner.
-
-    Args:
-        joint: a graph with stages; not changed.
-        setting: what else there is to know.
-        sums: whether gradients of parameters are added to sums that are at hand.
-    """
-    granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
-    found = read_operations(joint, len(joint.segments), granularity, in_place, sums)
-    return dataclasses.replace(found, stages=backward_stages(joint.cuts))
+def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
+    """The same for a graph whose plan tells, when it is asked, what plans in tiles reach."""
+    options = setting.options
+    if options.tiling == "never" or options.rotor is not None:
+        return setting
+    return dataclasses.replace(setting, read_in_tiles=functools.partial(plans_in_tiles, joint, setting))
 
 
 def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: summed(joint, setting),
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
-        planned=lambda joint, budget, limit: _within(_cut(joint, setting), setting, budget, limit),
+        planned=lambda joint, budget, limit: _within(cut(joint, setting), setting, budget, limit),
         share=setting.share,
     )
-
-
-def summed(joint: JointGraph, setting: Setting) -> JointGraph:
-    """A copy of a graph, not cut, in which means are sums that are divided."""
-    copy = joint.copy()
-    for node in copy.computed():
-        node.meta.pop(Mark.SEGMENT, None)
-        node.meta.pop(Mark.STAGE, None)
-    return setting.run(copy, PassLevel.SUMMED)
-
-
-def tiled(joint: JointGraph, tiles: Sequence[tuple[TileRegion, int]], setting: Setting) -> JointGraph:
-    """A copy of a graph in which regions are loops."""
-    return setting.knowing(tiles=tiles).run(joint.copy(), PassLevel.TILED)
-
-
-def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:
-    """Bytes that a step needs under every plan.
-
-    Args:
-        joint: a training graph that is not cut; not changed.
-        setting: what else there is to know.
-    """
-    staged = setting.run(_cut(joint.copy(), setting), PassLevel.STAGED)
-    return least_bytes(operations_of(staged, setting))
-
-
-def _cut(joint: JointGraph, setting: Setting) -> JointGraph:
-    """Cut a graph into segments and stages."""
-    for level in (PassLevel.ANNOTATED, PassLevel.SEGMENTED):
-        joint = setting.run(joint, level)
-    return joint
 
 
 def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
@@ -337,7 +295,7 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    lowered = emit(own, setting.knowing(schedule=schedule), chosen=recalled)
+    lowered = emit(own, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
     if lowered.plan.peak_bytes != cached.peak:
         raise ValueError(f"its programs peak at {lowered.plan.peak_bytes} bytes, not {cached.peak}")
     log.info("%s", lowered.plan)
@@ -356,9 +314,9 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
     Raises:
         UnmetError: no plan stays within it.
     """
-    step = _with_gradients(setting.step, joint)
+    step = with_gradients(setting.step, joint)
     rotor = setting.options.rotor
-    shared = _without_common_subexpressions(joint, setting) if rotor is None else None
+    shared = without_common_subexpressions(joint, setting) if rotor is None else None
     joint = setting.run(joint, PassLevel.STAGED)
     operations = dataclasses.replace(operations_of(joint, setting), step=step)
     if limit is not None and rotor is None:
@@ -395,33 +353,6 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
         emitted.append((chosen.candidate, lowered.plan.peak_bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
-
-
-def _with_gradients(step: StepNeeds | None, joint: JointGraph) -> StepNeeds | None:
-    """What a step needs, with the gradients of the graph that is planned: no plan changes them."""
-    if step is None:
-        return None
-    gradients: Counter[int] = Counter()
-    for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True):
-        if isinstance(node, fx.Node) and owner is not None:
-            gradients[owner] += tensor_bytes(tensor_values(node))
-    return dataclasses.replace(step, gradients=dict(gradients))
-
-
-def _without_common_subexpressions(joint: JointGraph, setting: Setting) -> JointGraph | None:
-    """A copy that the passes for plans that save everything have run on.
-
-    ``None`` if hardly any values are equal, or parts of the model have budgets of their own or are not kept.
-    """
-    forward = joint.in_phase(Phase.FORWARD)
-    if any(budget_of_region(node) is not None or Mark.MUST_RECOMPUTE in node.meta for node in forward):
-        return None
-    saved = sum(tensor_bytes(tensor_values(node)) for node in saved_values(joint) if node.op != "placeholder")
-    freed = sum(tensor_bytes(tensor_values(node)) for node in common_subexpressions(joint))
-    # A few numbers that layers count with are not worth reading the graph once more.
-    if freed <= _WORTH_SHARING * saved:
-        return None
-    return setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED)
 
 
 def emit(

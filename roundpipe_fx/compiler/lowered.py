@@ -101,6 +101,7 @@ class Lowered:
             functools.partial(
                 _emitted_step, joint, self.modules, self.forward, self.backward, self.tangents, setting.device
             ),
+            setting.read_in_tiles,
         )
 
     @functools.cached_property

@@ -27,12 +27,13 @@ from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.report.alternatives import PlansInTiles
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_details import EmittedStep
 from roundpipe_fx.report.plan_parts import PlannedStage, PlannedTiles
 from roundpipe_fx.torch_private import assumed_sizes, input_sizes, module_path_text, size_hint
 
-__all__ = ["make_plan"]
+__all__ = ["make_plan", "planned_tiles"]
 
 
 def make_plan(
@@ -48,6 +49,7 @@ def make_plan(
     beyond_plan: int = 0,
     alive: int = 1,
     read_step: Callable[[], EmittedStep] | None = None,
+    read_in_tiles: Callable[[], PlansInTiles] | None = None,
 ) -> Plan:
     """Read the plan off a finished graph.
 
@@ -64,6 +66,7 @@ def make_plan(
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says; the peak includes them.
         alive: how many calls are assumed to be alive at once; the peak includes them.
         read_step: gives memory over the step, and where values stand in the emitted code.
+        read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
     """
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
     tangents = [value for node in joint.tangents for value in tensor_values(node)]
@@ -83,7 +86,8 @@ def make_plan(
         programs=(forward,) if backward is None else (forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,
         read_step=read_step,
-        tiles=_planned_tiles(joint),
+        read_in_tiles=read_in_tiles,
+        tiles=planned_tiles(joint),
     )
 
 
@@ -161,7 +165,12 @@ def _equal_stages(cuts: Sequence[StageCut], modules: Mapping[tuple[int, Phase], 
     return equal
 
 
-def _planned_tiles(joint: JointGraph) -> tuple[PlannedTiles, ...]:
+def planned_tiles(joint: JointGraph) -> tuple[PlannedTiles, ...]:
+    """The loops over tiles of a graph.
+
+    Args:
+        joint: a graph with costs.
+    """
     loops = [(node, node.target) for node in joint.computed() if isinstance(node.target, TileLoop)]
     return tuple(_planned_loop(node, loop) for node, loop in loops)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from roundpipe_fx.compiler.run_passes import run_passes
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options, StageCompiler
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
+from roundpipe_fx.report.alternatives import PlansInTiles
 
 __all__ = ["Setting"]
 
@@ -29,6 +30,7 @@ class Setting:
         share: of the budget that may be used.
         beyond_plan: bytes that compiled stages are assumed to hold beyond what the graph says.
         step: what the step holds besides this call, if it makes several.
+        read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
     """
 
     passes: Sequence[Pass]
@@ -36,6 +38,7 @@ class Setting:
     share: float = 1.0
     beyond_plan: int = 0
     step: StepNeeds | None = None
+    read_in_tiles: Callable[[], PlansInTiles] | None = None
 
     @property
     def options(self) -> Options:

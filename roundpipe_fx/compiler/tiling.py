@@ -9,6 +9,7 @@ What is tried so depends on the budget. The least budget that an error names has
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -27,7 +28,7 @@ from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
 from roundpipe_fx.torch_private import input_sizes
 
-__all__ = ["Needs", "TilingSteps", "UnmetError", "plan_with_tiles", "tile_sequence"]
+__all__ = ["Needs", "TilingSteps", "UnmetError", "plan_with_tiles", "tile_down", "tile_sequence"]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
@@ -137,6 +138,21 @@ def plan_with_tiles(joint: JointGraph, tiling: str | None, budget: int | float, 
     refused = refusal(dataclasses.replace(unmet.chosen, limit=asked), unmet.needs.bytes, budget)
     refused.wants_sizes = tiling != "never" and bool(input_sizes(joint.module))
     raise refused
+
+
+def tile_down(joint: JointGraph, steps: TilingSteps) -> None:
+    """Have plans made in more and more tiles, as long as they lower the peak.
+
+    Args:
+        joint: an annotated graph; not changed.
+        steps: how graphs are made; ``planned`` raises :class:`UnmetError` for each of them.
+    """
+    kinds = _Kinds(joint, steps)
+    with contextlib.suppress(UnmetError):
+        try:
+            kinds.planned({}, 0, None)
+        except UnmetError as error:
+            _in_tiles(kinds, error, 0, 0)
 
 
 def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:

@@ -29,11 +29,9 @@ from roundpipe_fx.compiler.lower import (
     asked_budget,
     emit,
     emit_by_policy,
-    least_bytes_of,
     prepare,
-    summed,
-    tiled,
 )
+from roundpipe_fx.compiler.operations import least_bytes_of, summed, tiled
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import tile_sequence
 from roundpipe_fx.ir.joint_graph import JointGraph

@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
-from roundpipe_fx.compiler.lower import emit, emit_by_policy, operations_of
+from roundpipe_fx.compiler.lower import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.compiler.operations import operations_of
 from roundpipe_fx.pipeline.alternatives import chosen_among
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from roundpipe_fx.remat.search import Candidate, everything_kept, refine, search
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["Alternative", "AlternativeValue", "Alternatives", "alternatives_of"]
+__all__ = ["Alternative", "AlternativeValue", "Alternatives", "Noted", "PlansInTiles", "alternatives_of", "joined"]
 
 _PIECES = 800
 """Number of pieces that the curve of a plan is given in, at most."""
@@ -54,7 +54,7 @@ class Alternative:
 
     Attributes:
         bytes: its peak, as the frontier says.
-        seconds: modelled seconds of recomputation, likewise.
+        seconds: modelled seconds of recomputation, likewise; of a plan in tiles, with what its operations take longer.
         curve: bytes allocated at most in each piece of the step: as many operations each, in order. Its maximum can
             differ from ``bytes``, which may count values that are equal once, or several calls.
         forward: number of pieces of the forward.
@@ -63,6 +63,7 @@ class Alternative:
         devices: of a pipeline, which has no ``curve``, for each device the bytes allocated at most by an action that
             runs there in each piece of the step: as many seconds each, 0 where it waits.
         makespan: of a pipeline, the modelled seconds of its step.
+        tiles: what is carried out in tiles; empty: nothing.
     """
 
     bytes: int
@@ -73,6 +74,7 @@ class Alternative:
     recomputed: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...] = ()
     makespan: float = 0.0
+    tiles: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,102 @@ class Alternatives:
     own: int | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlansInTiles:
+    """What plans in tiles reach.
+
+    Attributes:
+        plans: in tiles, and those without; some may be dominated.
+        seconds: modelled seconds of a step without tiles and recomputation.
+        anywhere: whether a plan in tiles is taken wherever it takes fewer seconds; else only below the lowest peak
+            that is reached without.
+    """
+
+    plans: Alternatives
+    seconds: float
+    anywhere: bool
+
+
+class Noted:
+    """Plans of one graph or several as plain data; values of the same name are the same."""
+
+    def __init__(self) -> None:
+        self._plans: list[Alternative] = []
+        self._values: dict[str, AlternativeValue] = {}
+        self._numbers: dict[str, int] = {}
+
+    def note(self, graph: OperationGraph, candidate: Candidate, point: tuple[int, float], tiles: str = "") -> None:
+        """Add a plan.
+
+        Args:
+            graph: what it was made from.
+            candidate: the plan.
+            point: its peak in bytes and its seconds, as they are told.
+            tiles: what is carried out in tiles.
+        """
+        schedule = candidate.schedule
+        levels = np.array(levels_of_schedule(graph, schedule), dtype=np.int64)
+        forward = _pieces(levels[: len(graph.forward)], len(levels))
+        backward = _pieces(levels[len(graph.forward) :], len(levels))
+        steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
+        again = dict.fromkeys(storage for step in steps for storage in step.makes)
+        plan = Alternative(
+            bytes=point[0],
+            seconds=point[1],
+            curve=(*forward, *backward),
+            forward=len(forward),
+            saved=self._indices(graph, sorted(schedule.choice.kept)),
+            recomputed=self._indices(graph, again),
+            tiles=tiles,
+        )
+        self._plans.append(plan)
+
+    def alternatives(self, own: int | None = None) -> Alternatives:
+        """All of them, in order.
+
+        Args:
+            own: index of the plan that was chosen, if it is one of them.
+        """
+        return Alternatives(values=tuple(self._values.values()), plans=tuple(self._plans), own=own)
+
+    def _indices(self, graph: OperationGraph, storages: Iterable[int]) -> tuple[int, ...]:
+        nodes = {graph.values[own].name: own for own in storages if graph.sizes[own] and own in graph.values}
+        for name, storage in nodes.items():
+            if name not in self._values:
+                self._values[name] = _value(graph, storage)
+        return tuple(self._numbers.setdefault(name, len(self._numbers)) for name in nodes)
+
+
+def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]) -> Alternatives:
+    """Some plans of several frontiers as those of one, highest peak first.
+
+    Args:
+        parts: frontiers; values of the same name are the same. The plan that was chosen is of the first.
+        is_told: says of a plan whether it is one of them; the one that was chosen always is.
+    """
+    values: dict[str, AlternativeValue] = {}
+    numbers: dict[str, int] = {}
+    plans: list[tuple[Alternative, bool]] = []
+    known: set[tuple[int, float]] = set()
+
+    def renumbered(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
+        own = [part.values[index] for index in indices]
+        for value in own:
+            values.setdefault(value.name, value)
+        return tuple(numbers.setdefault(value.name, len(numbers)) for value in own)
+
+    for place, part in enumerate(parts):
+        for index, plan in enumerate(part.plans):
+            is_own, point = not place and index == part.own, (plan.bytes, plan.seconds)
+            if is_own or (is_told(plan) and point not in known):
+                known.add(point)
+                saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
+                plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
+    plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
+    own = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
+    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=own)
+
+
 def alternatives_of(
     graph: OperationGraph, points: Sequence[tuple[int, float]], limit: int, own_bytes: int, own_seconds: float
 ) -> Alternatives:
@@ -104,18 +202,19 @@ def alternatives_of(
         own_seconds: its modelled seconds of recomputation.
     """
     found = _candidates(graph, points[0], limit)
-    numbers: dict[int, int] = {}
-    plans: list[Alternative] = []
-    own = None
+    noted = Noted()
+    own: tuple[int, int] | None = None
+    count = 0
     for size, seconds in points:
         candidate = found.get((size, seconds))
         if candidate is None:
             continue
         alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
-        if alike and (own is None or abs(size - own_bytes) < abs(plans[own].bytes - own_bytes)):
-            own = len(plans)
-        plans.append(_alternative(graph, candidate, (size, seconds), numbers))
-    return Alternatives(values=tuple(_value(graph, storage) for storage in numbers), plans=tuple(plans), own=own)
+        if alike and (own is None or abs(size - own_bytes) < abs(own[1] - own_bytes)):
+            own = count, size
+        noted.note(graph, candidate, (size, seconds))
+        count += 1
+    return noted.alternatives(own[0] if own is not None else None)
 
 
 def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -> dict[tuple[int, float], Candidate]:
@@ -130,30 +229,6 @@ def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -
             kept = Candidate(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
         found = search(blocks, kept=kept)
     return {(item.peak.bytes, item.seconds): item for item in refine(blocks, found, limit)}
-
-
-def _alternative(
-    graph: OperationGraph, candidate: Candidate, point: tuple[int, float], numbers: dict[int, int]
-) -> Alternative:
-    schedule = candidate.schedule
-    levels = np.array(levels_of_schedule(graph, schedule), dtype=np.int64)
-    forward = _pieces(levels[: len(graph.forward)], len(levels))
-    backward = _pieces(levels[len(graph.forward) :], len(levels))
-    steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
-    again = dict.fromkeys(storage for step in steps for storage in step.makes)
-
-    def indices(storages: Iterable[int]) -> tuple[int, ...]:
-        named = (storage for storage in storages if graph.sizes[storage] and storage in graph.values)
-        return tuple(numbers.setdefault(storage, len(numbers)) for storage in named)
-
-    return Alternative(
-        bytes=point[0],
-        seconds=point[1],
-        curve=(*forward, *backward),
-        forward=len(forward),
-        saved=indices(sorted(schedule.choice.kept)),
-        recomputed=indices(again),
-    )
 
 
 def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
-from roundpipe_fx.report.alternatives import Alternatives, alternatives_of
+from roundpipe_fx.report.alternatives import Alternatives, PlansInTiles, alternatives_of, joined
 from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
 from roundpipe_fx.report.plan_page import page_of_plans
 from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedStage, PlannedTiles
-from roundpipe_fx.report.plan_text import header_lines, stage_lines
+from roundpipe_fx.report.plan_text import header_lines, stage_lines, tiles_text
 from roundpipe_fx.report.shown import show_page
 from roundpipe_fx.report.summary import summary_lines
 from roundpipe_fx.report.timeline import Timeline
@@ -60,6 +60,7 @@ class Plan:
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
         read_step: gives memory over the step, and where values stand in the emitted code; ``None`` without programs.
+        read_in_tiles: gives what plans in tiles reach; ``None`` without a budget, or where none are looked for.
         stored: what :meth:`look_into` tells of a plan that was read from JSON.
         alternatives: of a pipeline, the plans of its frontier; others search for them when :meth:`look_into` asks.
         tiles: regions that are carried out in tiles; sums over tiles round differently.
@@ -87,6 +88,7 @@ class Plan:
     programs: tuple[Program, ...] = field(compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
     read_step: Callable[[], EmittedStep] | None = field(compare=False, default=None)
+    read_in_tiles: Callable[[], PlansInTiles] | None = field(compare=False, default=None)
     stored: PlanDetails | None = field(compare=False, default=None)
     alternatives: Alternatives = field(compare=False, default_factory=Alternatives)
     tiles: tuple[PlannedTiles, ...] = ()
@@ -191,10 +193,18 @@ class Plan:
             written.append(path)
         return written
 
-    def frontier(self) -> list[tuple[int, float]]:
+    def frontier(self, *, tiles: bool = True) -> list[tuple[int, float]]:
         """The trade-off: (peak bytes, modelled seconds of recomputation), highest peak first.
 
+        Plans in tiles are among them: where ``tiling="auto"`` was given, wherever they pay; else those below the
+        lowest peak that is reached without, as a budget in bytes would have them. What their operations take longer in
+        tiles is counted as recomputation. They are looked for when it is first asked, which takes seconds for a large
+        model.
+
         Of a pipeline: bytes of the device that needs most, and seconds for a microbatch, of what was looked at.
+
+        Args:
+            tiles: whether those in tiles are listed.
 
         Returns:
             pairs of bytes and seconds.
@@ -207,7 +217,21 @@ class Plan:
                 "this plan was made without a budget, so there is no frontier: compile with memory_budget=, for "
                 "example 1.0, which recomputes nothing."
             )
-        return list(self._frontier)
+        if self.stored is not None:
+            in_tiles = {(plan.bytes, plan.seconds) for plan in self.stored.alternatives.plans if plan.tiles}
+            return [point for point in self.stored.frontier if tiles or point not in in_tiles]
+        return list(self._frontier if tiles else self._frontier_untiled)
+
+    def point(self) -> tuple[int, float]:
+        """This plan as :meth:`frontier` counts.
+
+        Returns:
+            its peak in bytes, and its modelled seconds of recomputation, with what its operations take longer in tiles.
+        """
+        alternatives = self.look_into().alternatives if self.tiles else Alternatives()
+        if alternatives.own is None:
+            return self.peak_bytes, self.recompute_seconds
+        return self.peak_bytes, alternatives.plans[alternatives.own].seconds
 
     @functools.cached_property
     def operations(self) -> OperationGraph | None:
@@ -216,14 +240,43 @@ class Plan:
 
     @functools.cached_property
     def _frontier(self) -> tuple[tuple[int, float], ...]:
-        if self.stored is not None:
-            return self.stored.frontier
+        untiled = self._frontier_untiled
+        if self._in_tiles is None:
+            return untiled
+        every = (*self._in_tiles.plans.plans, *self._own_alternatives.plans)
+        tiled = {(plan.bytes, plan.seconds) for plan in every if plan.tiles}
+        if self._in_tiles.anywhere:
+            return _undominated([*untiled, *tiled])
+        lowest = min(size for size, _ in untiled)
+        return (*untiled, *_undominated(point for point in tiled if point[0] < lowest))
+
+    @functools.cached_property
+    def _frontier_untiled(self) -> tuple[tuple[int, float], ...]:
+        if self.tiles and self._in_tiles is not None:
+            return tuple((plan.bytes, plan.seconds) for plan in self._in_tiles.plans.plans if not plan.tiles)
         if len(self.trade_off) > 1 or self.operations is None or self.pipeline is not None:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
         (whole,) = self.trade_off
         found = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
         return (whole, *(point for point in found if point[0] < whole[0]))
+
+    @functools.cached_property
+    def _in_tiles(self) -> PlansInTiles | None:
+        return self.read_in_tiles() if self.read_in_tiles is not None else None
+
+    @functools.cached_property
+    def _own_alternatives(self) -> Alternatives:
+        """The plans that this one was chosen from."""
+        if not self.trade_off or self.operations is None or self.pipeline is not None or self.budget is None:
+            return Alternatives()
+        points = self.trade_off if self.tiles else self._frontier_untiled
+        found = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
+        if not self.tiles or self._in_tiles is None:
+            return found
+        longer, tiles = self.operations.seconds - self._in_tiles.seconds, tiles_text(self.tiles)
+        plans = (dataclasses.replace(plan, seconds=plan.seconds + longer, tiles=tiles) for plan in found.plans)
+        return dataclasses.replace(found, plans=tuple(plans))
 
     def look_into(self) -> PlanDetails:
         """What the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each operation
@@ -242,13 +295,13 @@ class Plan:
 
     @functools.cached_property
     def _details(self) -> PlanDetails:
-        alternatives = self.alternatives
-        if self.trade_off and self.operations is not None and self.pipeline is None and self.budget is not None:
-            alternatives = alternatives_of(
-                self.operations, self._frontier, self.budget, self.peak_bytes, self.recompute_seconds
-            )
+        alternatives, frontier = self.alternatives, self._frontier if self.trade_off else ()
+        if frontier and self.pipeline is None:
+            told = set(frontier)
+            parts = [self._own_alternatives, *([self._in_tiles.plans] if self._in_tiles is not None else [])]
+            alternatives = joined(parts, lambda plan: (plan.bytes, plan.seconds) in told)
         step = self.read_step() if self.read_step is not None else None
-        return PlanDetails(step=step, frontier=self._frontier, alternatives=alternatives)
+        return PlanDetails(step=step, frontier=frontier, alternatives=alternatives)
 
     def explain(self, name: str) -> str:
         """What happens to a value, or to all values of a module, and what the alternative would cost.
@@ -352,3 +405,12 @@ class Plan:
             f"<pre>{html.escape(str(self))}</pre>"
             f"<details><summary>every stage</summary><pre>{html.escape(self.details())}</pre></details>"
         )
+
+
+def _undominated(points: Iterable[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
+    """Those that no other beats in both, highest peak first."""
+    best: list[tuple[int, float]] = []
+    for size, seconds in sorted(points, key=lambda point: (point[1], point[0])):
+        if not best or size < best[-1][0]:
+            best.append((size, seconds))
+    return tuple(best)

@@ -22,8 +22,18 @@ if TYPE_CHECKING:
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
-_FORMAT = "roundpipe_fx plan 8"
-_LEFT_OUT = ("modules", "programs", "read_operations", "read_step", "stored", "alternatives", "timing", "measured")
+_FORMAT = "roundpipe_fx plan 9"
+_LEFT_OUT = (
+    "modules",
+    "programs",
+    "read_operations",
+    "read_step",
+    "read_in_tiles",
+    "stored",
+    "alternatives",
+    "timing",
+    "measured",
+)
 """Fields of a plan that are no plain data."""
 
 

@@ -23,18 +23,23 @@ def plot_frontier(plan: Plan, path: str | Path) -> Path:
         ImportError: matplotlib is not installed.
         RuntimeError: the plan was made without a budget.
     """
-    frontier = plan.frontier()
+    untiled = plan.frontier(tiles=False)
+    tiled = [point for point in plan.frontier() if point not in set(untiled)]
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("plot_frontier needs matplotlib: pip install 'roundpipe_fx[plot]'") from error
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    sizes = [size / 2**20 for size, _ in frontier]
-    shares = [100 * seconds / max(plan.forward_seconds, 1e-12) for _, seconds in frontier]
-    axes.step(sizes, shares, "o-", where="pre", markersize=4, label="plans considered")
-    own = 100 * plan.recompute_seconds / max(plan.forward_seconds, 1e-12)
-    axes.plot([plan.peak_bytes / 2**20], [own], "D", color="tab:red", label="this plan")
+    for points, label in ((untiled, "plans considered"), (tiled, "in tiles")):
+        sizes = [size / 2**20 for size, _ in points]
+        shares = [100 * seconds / max(plan.forward_seconds, 1e-12) for _, seconds in points]
+        if points:
+            axes.step(sizes, shares, "o-", where="pre", markersize=4, label=label)
+    size, seconds = plan.point()
+    axes.plot(
+        [size / 2**20], [100 * seconds / max(plan.forward_seconds, 1e-12)], "D", color="tab:red", label="this plan"
+    )
     if plan.budget is not None:
         axes.axvline(plan.budget / 2**20, linestyle="--", color="gray", label="budget")
     axes.set(xlabel="peak of a step, MiB", ylabel="recomputation, % of the forward (modelled)", xlim=(0, None))

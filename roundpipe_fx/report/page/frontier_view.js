@@ -11,12 +11,24 @@ function frontierView(data) {
     alternatives.plans.find(one => one.bytes === bytes && one.seconds === seconds) || null);
   const ownPoint = own ? planOf.indexOf(own) : -1;
   const mostBytes = points.reduce((most, [bytes]) => Math.max(most, bytes), data.peak);
-  const mostSeconds = points.reduce((most, [, seconds]) => Math.max(most, seconds), data.recomputeSeconds) || data.forwardSeconds || 1e-6;
+  // In tiles, operations take longer or, where the rest was slowed by memory, shorter: a plan can have less than none.
+  const ownSeconds = own && own.tiles ? own.seconds : data.recomputeSeconds;
+  const mostSeconds = points.reduce((most, [, seconds]) => Math.max(most, seconds), ownSeconds) || data.forwardSeconds || 1e-6;
+  const leastSeconds = points.reduce((least, [, seconds]) => Math.min(least, seconds), 0);
+  const seconds = (mostSeconds - leastSeconds) * 1.08;
   const panel = element("div", { class: "panel", "aria-live": "polite" });
-  let chosen = ownPoint >= 0 ? ownPoint : nearest(data.peak, data.recomputeSeconds), plot = null;
+  let chosen = ownPoint >= 0 ? ownPoint : nearest(data.peak, ownSeconds), plot = null;
 
-  function nearest(bytes, seconds) {
-    const distances = points.map(([size, time]) => Math.hypot((size - bytes) / mostBytes, (time - seconds) / mostSeconds));
+  function headline() {
+    const tiled = points.filter((point, at) => isTiled(at)).length;
+    const parts = [`${countText(frontier.length - tiled, "plan")} that no other beats in peak and recomputation`];
+    if (tiled) parts[0] += `, and ${countText(tiled, "plan")} in tiles`;
+    if (beside) parts.push(plan.pipeline ? "this plan has a shorter step than those that fit" : "this plan is beside them");
+    return parts.join("; ");
+  }
+
+  function nearest(bytes, at) {
+    const distances = points.map(([size, time]) => Math.hypot((size - bytes) / mostBytes, (time - at) / mostSeconds));
     return distances.indexOf(Math.min(...distances));
   }
 
@@ -25,7 +37,7 @@ function frontierView(data) {
     plot = {
       left: 74, right: width - 16, top, bottom,
       x: bytes => 74 + bytes / (mostBytes * 1.05) * (width - 90),
-      y: seconds => bottom - seconds / (mostSeconds * 1.08) * (bottom - top),
+      y: at => bottom - (at - leastSeconds) / seconds * (bottom - top),
     };
     drawAxes(context, plot);
     drawSteps(context, plot);
@@ -49,7 +61,7 @@ function frontierView(data) {
     context.strokeStyle = styleColor("line");
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (const tick of plainTicks(mostSeconds * 1e3, 6)) {
+    for (const tick of signedTicks(leastSeconds * 1e3, mostSeconds * 1e3)) {
       const at = Math.round(y(tick / 1e3)) + 0.5;
       context.beginPath();
       context.moveTo(left, at);
@@ -76,18 +88,23 @@ function frontierView(data) {
     context.stroke();
   }
 
+  function isTiled(at) {
+    return Boolean(planOf[at] && planOf[at].tiles);
+  }
+
   function drawPoint(context, { x, y }, [bytes, seconds], at) {
     context.beginPath();
     context.arc(x(bytes), y(seconds), at === chosen ? 7 : 4, 0, 2 * Math.PI);
-    context.fillStyle = planOf[at] ? categoryColor(0) : styleColor("ground");
-    context.strokeStyle = at === chosen ? styleColor("text") : categoryColor(0);
+    const color = categoryColor(isTiled(at) ? 2 : 0);
+    context.fillStyle = planOf[at] ? color : styleColor("ground");
+    context.strokeStyle = at === chosen ? styleColor("text") : color;
     context.lineWidth = at === chosen ? 2.5 : 1.5;
     context.fill();
     context.stroke();
   }
 
   function drawOwn(context, { x, y }) {
-    const [left, top] = [x(data.peak), y(data.recomputeSeconds)];
+    const [left, top] = [x(data.peak), y(ownSeconds)];
     context.fillStyle = categoryColor(1);
     context.strokeStyle = styleColor("ground");
     context.lineWidth = 1.5;
@@ -144,14 +161,17 @@ function frontierView(data) {
 
   function showPlan(bytes, seconds, other) {
     const parts = [
-      element("h2", {}, `${bytesText(bytes)}, recomputes ${millisecondsText(seconds)}`),
+      element("h2", {}, `${bytesText(bytes)}, ${other && other.tiles ? `in tiles: ${signed(seconds, millisecondsText)}` : `recomputes ${millisecondsText(seconds)}`}`),
       facts([
-        ["against this plan", chosen === ownPoint ? "it is this plan" : `${signed(bytes - data.peak, bytesText)}, ${signed(seconds - data.recomputeSeconds, millisecondsText)}`],
-        ["of the forward", shareText(seconds, data.forwardSeconds)],
+        ["against this plan", chosen === ownPoint ? "it is this plan" : `${signed(bytes - data.peak, bytesText)}, ${signed(seconds - ownSeconds, millisecondsText)}`],
+        ...(seconds >= 0 ? [["of the forward", shareText(seconds, data.forwardSeconds)]] : []),
         ...(plan.pipeline && other ? [["a step, modelled", `${millisecondsText(other.makespan)}${other === own ? "" : `, ${signed(other.makespan - own.makespan, millisecondsText)}`}`],
           ["during actions", deviceRange(other.devices)]] : []),
       ]),
     ];
+    if (other && other.tiles) {
+      parts.push(element("p", { class: "note" }, `Carried out in tiles, so sums round differently: ${other.tiles}. The time is that of recomputation and of what tiles change.`));
+    }
     if (!other) {
       parts.push(element("p", { class: "note" }, "This plan was tried on the way and is not among those that a search finds again: only these figures are known."));
     } else if (!plan.pipeline) {
@@ -198,10 +218,16 @@ function frontierView(data) {
   });
 
   const section = element("section", { "aria-label": "Frontier" },
-    element("div", { class: "bar" }, element("span", {}, `${countText(frontier.length, "plan")} that no other beats in peak and recomputation${beside ? "; this plan has a shorter step than those that fit" : ""}`), element("span", { class: "spring" }),
+    element("div", { class: "bar" }, element("span", {}, headline()), element("span", { class: "spring" }),
       element("span", { class: "hint" }, element("kbd", {}, "←"), " ", element("kbd", {}, "→"), " plans, ", element("kbd", {}, "p"), " this plan")),
     element("div", { class: "split" }, chart.box, panel), ofDevices ? ofDevices.box : "", difference);
   return { section, focus: canvas, shown: () => { choose(chosen); } };
+}
+
+/** Ticks of an axis that may begin below zero. */
+function signedTicks(least, most) {
+  const above = plainTicks(Math.max(most, -least), 6);
+  return [...above.filter(tick => tick && tick <= -least).map(tick => -tick), ...above.filter(tick => tick <= most)];
 }
 
 function signed(value, text) {

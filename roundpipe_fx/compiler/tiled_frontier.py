@@ -1,0 +1,68 @@
+"""What plans in tiles reach, for the frontier of a plan: more and more tiles, down to the least peak.
+
+It goes the way that planning for ever smaller budgets goes, and emits nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NoReturn
+
+from roundpipe_fx.compiler.make_plan import planned_tiles
+from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.progress import working
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.search import refine, search
+from roundpipe_fx.remat.several_calls import search_for_step
+from roundpipe_fx.report.alternatives import Noted, PlansInTiles
+from roundpipe_fx.report.plan_text import tiles_text
+
+__all__ = ["plans_in_tiles"]
+
+
+def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
+    """The plans on the frontiers of a graph in more and more tiles, the graph as it is among them.
+
+    Args:
+        joint: an annotated graph, cut or not; not changed.
+        setting: what else there is to know.
+    """
+    noted = Noted()
+    whole: list[float] = []
+    anywhere = setting.options.tiling == "auto"
+    lowest = math.inf
+
+    def planned(graph: JointGraph, budget: int | float, limit: int | None) -> NoReturn:
+        nonlocal lowest
+        staged = setting.run(cut(uncut(graph), setting), PassLevel.STAGED)
+        operations = operations_of(staged, setting)
+        operations = dataclasses.replace(operations, step=with_gradients(setting.step, staged))
+        blocks = Blocks(operations)
+        found = search(blocks) if operations.step is None else search_for_step(blocks)
+        candidates = refine(blocks, found, 0)
+        tiles = tiles_text(planned_tiles(staged))
+        whole.append(operations.seconds)
+        for candidate in candidates:
+            if anywhere or not tiles or candidate.peak.bytes < lowest:
+                seconds = candidate.seconds + (operations.seconds - whole[0])
+                noted.note(operations, candidate, (candidate.peak.bytes, seconds), tiles)
+        lowest = min(lowest, candidates[-1].peak.bytes) if not tiles else lowest
+        points = tuple((own.peak.bytes, own.seconds) for own in candidates)
+        chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
+        raise UnmetError(Needs.of_plan(chosen, chosen.candidate.peak.bytes), chosen)
+
+    steps = TilingSteps(
+        summed=lambda graph: summed(graph, setting),
+        tiled=lambda graph, tiles: tiled(graph, tiles, setting),
+        planned=planned,
+        share=1.0,
+    )
+    with working("looking for plans in tiles"):
+        tile_down(joint, steps)
+    return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)
