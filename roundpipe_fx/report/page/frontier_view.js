@@ -95,7 +95,7 @@ function frontierView(data) {
   function drawPoint(context, { x, y }, [bytes, seconds], at) {
     context.beginPath();
     context.arc(x(bytes), y(seconds), at === chosen ? 7 : 4, 0, 2 * Math.PI);
-    const color = categoryColor(isTiled(at) ? 2 : 0);
+    const color = isTiled(at) ? fateColor("tiled") : categoryColor(0);
     context.fillStyle = planOf[at] ? color : styleColor("ground");
     context.strokeStyle = at === chosen ? styleColor("text") : color;
     context.lineWidth = at === chosen ? 2.5 : 1.5;
