@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_outputs import CausalLMOutput, ImageClassifierOutput
 
 
@@ -96,8 +97,20 @@ class UNet(nn.Module):
         return ImageClassifierOutput(loss=(self.head(x).mean((1, 2, 3)) - labels).square().mean())
 
 
-def llama_8b() -> nn.Module:
-    """A Llama of 8B parameters in bfloat16, on the meta device."""
+def without_mask() -> str:
+    """The name of an attention of transformers that leaves the causal mask to the kernel, as transformers itself does
+    where nothing is traced; while tracing it builds a mask of length times length."""
+    transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
+    transformers.AttentionMaskInterface.register("sdpa_without_mask", lambda *args, **kwargs: None)
+    return "sdpa_without_mask"
+
+
+def llama_8b(attention: str = "sdpa") -> nn.Module:
+    """A Llama of 8B parameters in bfloat16, on the meta device.
+
+    Args:
+        attention: the name of an attention of transformers.
+    """
     config = transformers.LlamaConfig(
         hidden_size=4096,
         intermediate_size=14336,
@@ -106,6 +119,7 @@ def llama_8b() -> nn.Module:
         num_key_value_heads=8,
         vocab_size=128256,
         use_cache=False,
+        attn_implementation=attention,
     )
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config).bfloat16()

@@ -29,10 +29,9 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import roundpipe_fx
-from benchmarks.models import llama_8b
+from benchmarks.models import llama_8b, without_mask
 from benchmarks.side_by_side import checkpoint_blocks, console, fresh, paired, report, seconds_of
 from benchmarks.tiling_by_hand import WAYS, Head, tile_mlps
 from roundpipe_fx.api import compilation
@@ -179,8 +178,6 @@ def cases(vocabulary: int = _VOCABULARY, layers: int = 8, length: int = 256, lon
     def predictions(model: Any) -> Head:
         return Head(model.cls.predictions.decoder, before=model.cls.predictions.transform)
 
-    transformers.AttentionInterface.register("sdpa_without_mask", sdpa_attention_forward)
-    transformers.AttentionMaskInterface.register("sdpa_without_mask", lambda *args, **kwargs: None)
     decoder = tuple(f"model.layers.{i}" for i in range(layers))
     few = max(1, layers // 4)
     return [
@@ -220,7 +217,7 @@ def cases(vocabulary: int = _VOCABULARY, layers: int = 8, length: int = 256, lon
         ),
         Case(
             name="long Llama",
-            make=lambda: llama(few, attn_implementation="sdpa_without_mask"),
+            make=lambda: llama(few, attn_implementation=without_mask()),
             make_batch=tokens(1, long),
             blocks=tuple(f"model.layers.{i}" for i in range(few)),
             hidden=decoder_hidden,
