@@ -2,6 +2,9 @@
 
 python -m benchmarks.host_optimizer [--pairs N] [--width W] [--depth D]
 
+First the update alone, of float32 parameters on all threads: PyTorch's AdamW, and DeepSpeed's for CPUs if ``deepspeed``
+is installed, beside a copy of as many bytes as an update at least reads and writes.
+
 A chain of blocks on the CPU, run by one thread; the optimizer's updates have another thread. The backward takes as long
 as the optimizer's step, because the batch has that many rows; or because it waits that long, as the host does while a
 device computes. Stages are what is updated together. A step after which nobody waits (``synchronize=False``) has its
@@ -15,12 +18,13 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 import roundpipe_fx
-from benchmarks.side_by_side import fresh, paired, report, seconds_of
+from benchmarks.side_by_side import console, fresh, paired, report, seconds_of
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
@@ -68,6 +72,39 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
+def updates(model: nn.Module, pairs: int) -> list[dict[str, Any]]:
+    """Seconds of an update with each optimizer, beside the bound by memory."""
+
+    def stepping(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Callable[[], float]:
+        parameters = [*copy.deepcopy(model).parameters()]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = make(parameters)
+        return lambda: seconds_of(optimizer.step)
+
+    count = sum(parameter.numel() for parameter in model.parameters())
+    # An update reads a parameter, its gradient and two moments, and writes all but the gradient: 28 bytes.
+    source, target = torch.ones(count * 7 // 2), torch.empty(count * 7 // 2)
+    clocks = {name: stepping(make) for name, make in OPTIMIZERS.items()}
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+    except ImportError:
+        console.print("DeepSpeed is not installed: pip install deepspeed")
+    else:
+        clocks["DeepSpeedCPUAdam"] = stepping(DeepSpeedCPUAdam)
+    clocks["copy"] = lambda: seconds_of(lambda: target.copy_(source))
+    took = paired(clocks, pairs)
+    return [
+        {
+            "update": name,
+            "ms": statistics.median(own[name] for own in took) * 1e3,
+            "of AdamW fused": statistics.median(own[name] / own["AdamW fused"] for own in took),
+            "GB/s": 28 * count / 1e9 / statistics.median(own[name] for own in took),
+        }
+        for name in clocks
+    ]
+
+
 def seconds_alone(model: nn.Module, optimizer: torch.optim.Optimizer, rows: int, width: int) -> tuple[float, float]:
     """Seconds of a backward, eager, and of the optimizer's step."""
     x = torch.randn(rows, width)
@@ -113,9 +150,13 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=8, help="number of blocks, and of stages")
     arguments = parser.parse_args()
     width, depth = arguments.width, arguments.depth
-    torch.set_num_threads(1)
     torch.manual_seed(0)
     model = Blocks(width, depth)
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    report(
+        "host_updates", f"an update of {millions:.1f} M float32 parameters on the host", updates(model, arguments.pairs)
+    )
+    torch.set_num_threads(1)
     rows = []
     for name, make, waiting in fresh([(*own, waiting) for own in OPTIMIZERS.items() for waiting in (True, False)]):
         own = copy.deepcopy(model)
@@ -144,7 +185,6 @@ def main() -> None:
                 "after / not waiting": statistics.median(own["after"] / own["without waiting"] for own in took),
             }
         )
-    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     title = f"the optimizer's step after the backward and beside it, on two threads; {millions:.1f} M parameters"
     report("host_optimizer", title, rows)
 
