@@ -79,6 +79,7 @@ class CompiledState:
         self.forward = forward_like(original)
         self.replaced: Callable[..., Any] | None = None
         self.ran = False
+        self.stepped = False
         if isinstance(options.stages, tuple):
             options = dataclasses.replace(options, following=_following(original))
         self.options = options

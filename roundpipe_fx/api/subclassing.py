@@ -27,6 +27,9 @@ T = TypeVar("T", bound=nn.Module)
 _SLOT = "_state_of_roundpipe_fx"
 """The one attribute that the model does not have."""
 
+_STEP = "training_step"
+"""The method of a LightningModule, in any package of that name, that its trainer calls."""
+
 
 class State(Protocol):
     """What an object of a generated class has besides the model's attributes.
@@ -37,6 +40,7 @@ class State(Protocol):
         replaced: the user's replacement of ``forward``.
         ran: whether the compiled forward has run since, or the user has been told that it does not.
         own_options: whether it is compiled with options that another compilation, of a module around it, must not drop.
+        stepped: whether a ``training_step`` has run, and the user been told if it does not call the compiled forward.
     """
 
     original: nn.Module
@@ -44,6 +48,7 @@ class State(Protocol):
     replaced: Callable[..., Any] | None
     ran: bool
     own_options: bool
+    stepped: bool
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the compiled forward."""
@@ -86,6 +91,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
             "__doc__": base.__doc__,
             "__slots__": (_SLOT,),
             "forward": _Forward(base),
+            **({_STEP: _TrainingStep(base)} if hasattr(base, _STEP) else {}),
             "__new__": lambda cls, *args, **kwargs: base(*args, **kwargs),  # containers make slices of themselves so
             **{name: _of_model(name) for name in (*of_model, *_slots(base))},
         }
@@ -183,6 +189,53 @@ def _watched(state: State, replaced: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return forward
+
+
+class _TrainingStep:
+    """``training_step``: the model's own, which warns if its first step has not run the compiled forward.
+
+    It is not compiled itself: Dynamo fails in Lightning's ``self.log``.
+    """
+
+    def __init__(self, base: type) -> None:
+        self.base = base
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        own = getattr(self.base, _STEP)
+        if instance is None:
+            return own
+        if instance._state_of_roundpipe_fx.stepped or torch.compiler.is_compiling():
+            return types.MethodType(own, instance)
+        return types.MethodType(_watched_step(instance._state_of_roundpipe_fx, own), instance)
+
+
+def _watched_step(state: State, own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        before, state.ran = state.ran, False
+        try:
+            outputs = own(self, *args, **kwargs)
+            if not state.ran:
+                _warn_of_step(state.original, own)
+            state.stepped = True
+        finally:
+            state.ran = state.ran or before or state.stepped
+        return outputs
+
+    return training_step
+
+
+def _warn_of_step(model: nn.Module, own: Callable[..., Any]) -> None:
+    parts = [name for name, part in model.named_children() if next(part.parameters(), None) is not None]
+    text = (
+        f"roundpipe_fx: {own.__qualname__} does not call the compiled model, self(...): the step runs eagerly, and no "
+        "memory_budget applies. Call self(...) there, with a forward that computes what needs memory, or compile the "
+        "part that it calls"
+    )
+    if parts:
+        text += f", as in model.{parts[0]} = roundpipe_fx.compile(model.{parts[0]}, memory_budget=…)"
+    code = inspect.unwrap(own).__code__
+    warnings.warn_explicit(text + ".", UserWarning, code.co_filename, code.co_firstlineno)
 
 
 def _stays_apart(state: State) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -63,3 +65,49 @@ def test_lightning(inside: bool, tmp_path: Path) -> None:
     assert all(map(torch.equal, model.state_dict().values(), eager.state_dict().values()))
     (saved,) = (tmp_path / "compiled").rglob("*.ckpt")
     assert all(map(torch.equal, Regression.load_from_checkpoint(saved).parameters(), eager.parameters()))
+
+
+class Direct(Regression):
+    """Its step calls the network, not ``self``."""
+
+    def training_step(self, batch: Any, _index: int) -> torch.Tensor:
+        loss = self.body(batch[0]).square().mean()
+        self.log("loss", loss)
+        return loss
+
+
+class Validated(Direct):
+    """Its validation alone calls ``self``."""
+
+    def on_train_start(self) -> None:
+        self(torch.zeros(1, 4))
+
+
+@pytest.mark.parametrize("cls", [Direct, Validated])
+def test_a_training_step_that_does_not_call_the_compiled_model_is_told_of(cls: type[Direct], tmp_path: Path) -> None:
+    expected = _fit(Direct(), tmp_path / "eager")
+    compiled = roundpipe_fx.compile(cls(), memory_budget=0.5)
+    with pytest.warns(UserWarning, match=r"training_step does not call the compiled .* eagerly") as told:
+        assert _fit(compiled, tmp_path / "compiled") == expected
+    (warning,) = [one for one in told if "roundpipe_fx" in str(one.message)]
+    assert "model.body = roundpipe_fx.compile(model.body, memory_budget=…)" in str(warning.message)
+    assert warning.filename == __file__
+
+    part = Direct()  # what the warning says
+    part.body = roundpipe_fx.compile(part.body, memory_budget=0.5)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "roundpipe_fx")
+        assert _fit(part, tmp_path / "part") == expected
+    assert roundpipe_fx.plans(part)
+
+
+def test_a_training_step_looks_like_the_models_own() -> None:
+    model = Regression()
+    compiled = roundpipe_fx.compile(model)
+    assert inspect.signature(compiled.training_step) == inspect.signature(model.training_step)
+    assert type(compiled).training_step is Regression.training_step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compiled.log = lambda *_: None  # type: ignore[method-assign]
+        compiled.training_step([torch.randn(2, 4)], 0)
+    assert compiled.training_step.__func__ is Regression.training_step
