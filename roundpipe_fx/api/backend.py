@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from roundpipe_fx.analysis.sync_ops import registered_sync_ops
 from roundpipe_fx.api.beside_graphs import BesideGraphs, beside_graphs_of, within_the_rest
 from roundpipe_fx.api.compilation import compile_graph
 from roundpipe_fx.api.learned import Learned
-from roundpipe_fx.api.plans_of_modules import note_plan
+from roundpipe_fx.api.plans_of_modules import note_plan, noting_models
 from roundpipe_fx.api.undisturbed import old_objects_frozen
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.frontend.graph_breaks import around_compilations
@@ -107,8 +106,15 @@ def _backend_by_name(
     def compile_within(options: Options, on_plan: Callable[[Plan], None]) -> Callable[..., Any]:
         return compile_graph(module, example_inputs, options, registered_sync_ops(), on_plan, _warned, learned)
 
-    on_plan = functools.partial(note_plan, modules)
-    return within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
+    references = [weakref.ref(module) for module in modules]  # what Dynamo keeps must not keep the model
+    made: list[Plan] = []
+
+    def on_plan(plan: Plan) -> None:
+        made.append(plan)
+        note_plan((module for reference in references if (module := reference()) is not None), plan)
+
+    run = within_the_rest(beside_graphs_of(modules), parsed, on_plan, compile_within)
+    return noting_models(run, modules, made)
 
 
 def _refuse_inlined(module: fx.GraphModule, roots: Sequence[nn.Module]) -> None:

@@ -1,17 +1,59 @@
-"""The plans of a model, whichever way it was compiled."""
+"""The plans of a model, whichever way it was compiled.
+
+Dynamo keeps compiled code for all models of a class, and passes a model's parameters to it. So a second model may run
+what was compiled for the first one, without another compilation: it is found by the parameters of its calls.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from roundpipe_fx.report.plan import Plan
 
-__all__ = ["note_plan", "plans"]
+__all__ = ["note_plan", "noting_models", "plans"]
 
 _plans: weakref.WeakKeyDictionary[nn.Module, list[Plan]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """That a graph has run with certain parameters.
+
+    Attributes:
+        cls: the class of the module whose they are.
+        names: their names in it.
+        parameters: weak references to them.
+        plans: of the graph.
+    """
+
+    cls: type[nn.Module]
+    names: tuple[str, ...]
+    parameters: tuple[weakref.ref[torch.Tensor], ...]
+    plans: Sequence[Plan]
+
+    def equals(self, other: _Run) -> bool:
+        """Whether another one is of the same graph with the same parameters."""
+        pairs = zip(self.parameters, other.parameters, strict=False)
+        same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
+        return same and all(own() is others() for own, others in pairs)
+
+    def is_of(self, module: nn.Module, own: dict[str, nn.Parameter]) -> bool:
+        """Whether a module with these parameters is the one that the graph has run for."""
+        return type(module) is self.cls and all(
+            name in own and own[name] is parameter()
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+        )
+
+
+_runs = WeakTensorKeyDictionary()
+"""Lists of runs by the first of their parameters."""
 
 
 def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
@@ -20,11 +62,72 @@ def note_plan(modules: Iterable[nn.Module], plan: Plan) -> None:
         _plans.setdefault(module, []).append(plan)
 
 
+def noting_models(run: Callable[..., Any], modules: Iterable[nn.Module], made: Sequence[Plan]) -> Callable[..., Any]:
+    """A compiled graph that records its plans for each model that it runs for.
+
+    In a step of the model that ran last, it costs the comparison of two parameters.
+
+    Args:
+        run: takes the inputs of Dynamo's graph, parameters among them.
+        modules: those that it was compiled for; not kept alive.
+        made: its plans.
+    """
+    compiled_for = [weakref.ref(module) for module in modules]
+    if not compiled_for:
+        return run
+    of_owners: list[tuple[type[nn.Module], dict[int, str]]] | None = None
+    watching, first, last = True, 0, 0
+    at_first: Callable[[], torch.Tensor | None] = _nothing
+    at_last: Callable[[], torch.Tensor | None] = _nothing
+
+    def note(inputs: Sequence[Any]) -> None:
+        nonlocal of_owners, watching, first, last, at_first, at_last
+        if of_owners is None:
+            owners = [owner for reference in compiled_for if (owner := reference()) is not None]
+            of_owners = [(type(owner), names) for owner in owners if (names := _names_of(owner, inputs))]
+            watching = bool(of_owners)
+            if not watching:
+                return
+            places = sorted({place for _, names in of_owners for place in names})
+            # What is trained differs most likely between models that share parameters.
+            trained = [place for place in places if inputs[place].requires_grad] or places
+            first, last = trained[0], trained[-1]
+        for cls, names in of_owners:
+            parameters = tuple(weakref.ref(inputs[place]) for place in names)
+            _add(_Run(cls, tuple(names.values()), parameters, made), inputs[next(iter(names))])
+        at_first, at_last = weakref.ref(inputs[first]), weakref.ref(inputs[last])
+
+    def noted(*inputs: Any) -> Any:
+        if watching and inputs and (inputs[first] is not at_first() or inputs[last] is not at_last()):
+            note(inputs)
+        return run(*inputs)
+
+    return noted
+
+
+def _nothing() -> None:
+    return None
+
+
+def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
+    """The names of a module's parameters among the inputs of a graph, by place."""
+    names = {id(parameter): name for name, parameter in owner.named_parameters()}
+    return {place: names[id(value)] for place, value in enumerate(inputs) if id(value) in names}
+
+
+def _add(run: _Run, parameter: torch.Tensor) -> None:
+    known: list[_Run] = _runs.setdefault(parameter, [])
+    known[:] = [own for own in known if all(reference() is not None for reference in own.parameters)]
+    if not any(own.equals(run) for own in known):
+        known.append(run)
+
+
 def plans(model: nn.Module) -> tuple[Plan, ...]:
     """All plans of a model and of its submodules, in the order in which they were made for each.
 
-    If models of the same class are compiled in place or by ``torch.compile``, the second one may run what Dynamo has
-    compiled for the first one; only the first one then has plans.
+    If models of the same class are compiled in place or by ``torch.compile``, Dynamo may run for the second one what it
+    has compiled for the first one. Both have these plans then, once they have run; a model without parameters has none.
+    A graph that has run with parameters that all are shared by several models of a class is each of theirs.
 
     ::
 
@@ -43,6 +146,15 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
     found: list[Plan] = []
     for module in model.modules():
         state = getattr(type(module), "_state_of_roundpipe_fx", None)
-        made = _plans.get(module, []) if state is None else state.__get__(module).plans
+        made = [*_plans.get(module, ()), *_of_runs(module)] if state is None else state.__get__(module).plans
         found.extend(plan for plan in made if not any(plan is other for other in found))
     return tuple(found)
+
+
+def _of_runs(module: nn.Module) -> Iterator[Plan]:
+    """The plans of graphs that have run for a module."""
+    own = dict(module.named_parameters())
+    for parameter in own.values():
+        for run in _runs.get(parameter, ()):
+            if run.is_of(module, own):
+                yield from run.plans
