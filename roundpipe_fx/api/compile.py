@@ -144,7 +144,7 @@ def compile(
         }
     )
     edited_passes(options.passes)  # an invalid list raises now, not at the first call
-    over_processes.check_shard(mesh, shard, options)
+    over_processes.check_shard(mesh, shard)
     if mesh is not None:
         devices = over_processes.devices_of(
             mesh,

@@ -74,11 +74,11 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: A
     return [device] * size_of(mesh, PIPELINE)
 
 
-def check_shard(mesh: DeviceMesh | None, shard: str | None, options: Options) -> None:
+def check_shard(mesh: DeviceMesh | None, shard: str | None) -> None:
     """Check the option ``shard``.
 
     Raises:
-        ValueError: it is unknown, there is no dimension of that name, or it does not go with another option.
+        ValueError: it is unknown, or there is no dimension of that name.
     """
     if shard is None:
         return
@@ -88,11 +88,6 @@ def check_shard(mesh: DeviceMesh | None, shard: str | None, options: Options) ->
         raise ValueError(
             f"shard={shard!r} shares out parameters over the replicas of a mesh, and there is no dimension {DATA!r}: "
             f"give mesh=init_device_mesh('cpu', (2,), mesh_dim_names=({DATA!r},))."
-        )
-    if options.memory_budget is not None:
-        raise ValueError(
-            "shard='dp' has no plan for a memory_budget yet, since plans do not count parameters that are gathered: "
-            "leave memory_budget out, and give recompute='full' to save memory, or compile without shard."
         )
 
 

@@ -146,7 +146,6 @@ class Averaging:
                 values[key] = self._prepared(key, total, own)
                 del total
             self._start(values)
-            del values
             self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
 
     def go_without_values(self) -> None:
@@ -164,8 +163,7 @@ class Averaging:
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
-        value = self._prepared(key, total, own=False)
-        self._start({key: value})
+        self._start({key: self._prepared(key, total, own=False)})
         self.wait()
         return self._averaged.pop(key)
 
@@ -199,17 +197,23 @@ class Averaging:
             total.add_(like.grad)
         return total.div_(self.replicas.size)
 
-    def _start(self, values: Mapping[int, torch.Tensor]) -> None:
+    def _start(self, values: dict[int, torch.Tensor]) -> None:
+        """Start reducing gradients, each of which is removed from ``values``: copies then replace them one by one."""
+        several = len(values) > 1
         small: dict[tuple[torch.dtype, bool], dict[int, torch.Tensor]] = {}
-        for key, value in values.items():
+        for key in [*values]:
+            value = values.pop(key)
             sharded = self.sharded.get(key)
+            if sharded is None:
+                self._averaged[key] = value
             flat = dense(value, value.shape, value.stride()) if sharded is None else sharded.padded_gradient(value)
-            if len(values) > 1 and value.nbytes < SMALL_BYTES:
+            if several and value.nbytes < SMALL_BYTES:
                 small.setdefault((value.dtype, sharded is not None), {})[key] = flat
             elif sharded is not None:
                 self._start_parts(flat, [key])
             elif value.numel():
                 self._started.append((self.replicas.start_sum(flat), functools.partial(_split, flat, ())))
+            del value, flat
         for (_, is_sharded), parts in small.items():
             if is_sharded:
                 rows = [part.view(self.replicas.size, -1) for part in parts.values()]
@@ -219,7 +223,6 @@ class Averaging:
             if together.numel():
                 then = functools.partial(_split, together, [*parts.values()])
                 self._started.append((self.replicas.start_sum(together), then))
-        self._averaged.update({key: value for key, value in values.items() if key not in self.sharded})
 
     def _start_parts(self, whole: torch.Tensor, keys: Sequence[int]) -> None:
         """Start reducing gradients to the rows of each replica.

@@ -8,12 +8,16 @@ runs, on a process group of their own, so that they wait neither for messages of
     gathers     │ 0, 1  │  2    │       │  1    │  0    │
     dropped                     │  0    │       │       │  2    │  1, 0
 
-Every replica starts the same gathers in the same order: ranks compare :func:`text_of` before a step. Small parameters
+With a budget, parameters that would be dropped stay as long as it has room for them
+(:mod:`roundpipe_fx.schedules.sharding`). Every replica starts the same gathers in the same order: ranks compare
+:func:`text_of` before a step. Small parameters
 of a window travel as one tensor, each part of which has the rows of one replica.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -24,13 +28,18 @@ from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.distributed.group import Replicas
 from roundpipe_fx.distributed.sharding import ShardedParameter, ShardedParameters
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
-from roundpipe_fx.runtime.prefetch import PrefetchStep, prefetch_steps_of
+from roundpipe_fx.runtime.prefetch import PrefetchStep, Stay, prefetch_steps_of
+from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules.sharding import KeptGathered
 
-__all__ = ["Gathering", "refuse_escapes", "steps_of", "text_of"]
+__all__ = ["Gathering", "kept_of", "refuse_escapes", "steps_of", "text_of"]
 
 
 def steps_of(
-    instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]], sharded: Collection[int]
+    instructions: Sequence[Instruction],
+    primals: Sequence[Sequence[Any]],
+    sharded: Collection[int],
+    kept: Sequence[KeptGathered] = (),
 ) -> Mapping[int, PrefetchStep]:
     """What a rank gathers and drops, by position of the instruction before which it does.
 
@@ -38,8 +47,40 @@ def steps_of(
         instructions: of the rank.
         primals: for each microbatch, the inputs.
         sharded: identities of the parameters that are sharded.
+        kept: what stays gathered, by positions of instructions.
     """
-    return prefetch_steps_of(instructions, primals, sharded, views=True)
+    stays = [
+        Stay(frozenset(id(primals[0][number]) for number in own.parameters), own.dropped, own.again) for own in kept
+    ]
+    return prefetch_steps_of(instructions, primals, sharded, views=True, kept=stays)
+
+
+def kept_of(
+    schedule: Schedule, instructions: Sequence[Sequence[Instruction]], kept: Sequence[KeptGathered]
+) -> list[list[KeptGathered]]:
+    """What stays gathered on each rank, by positions of its instructions.
+
+    Args:
+        schedule: the schedule of a whole step, whose positions are given.
+        instructions: of each rank, some kinds of actions perhaps; actions that a microbatch does not have are missing.
+        kept: what stays gathered.
+    """
+    found: list[list[KeptGathered]] = []
+    for rank, own in enumerate(instructions):
+        staying = [each for each in kept if each.device == rank]
+        places: list[int] = []
+        if staying:
+            where = {action: place for place, action in enumerate(schedule.actions(rank))}
+            places = [where[instruction.action] for instruction in own]
+        found.append(
+            [
+                dataclasses.replace(
+                    each, dropped=bisect_left(places, each.dropped), again=bisect_left(places, each.again)
+                )
+                for each in staying
+            ]
+        )
+    return found
 
 
 def refuse_escapes(
@@ -104,13 +145,17 @@ class Gathering:
         self._started: list[tuple[Any, torch.Tensor, list[ShardedParameter]]] = []
         """Operations, what each of them fills, and the small parameters that it is copied to."""
 
+    def drop(self, place: int) -> None:
+        """Called before each instruction and after the last one: what is not read soon is freed then."""
+        if place in self._steps:
+            for value in self._steps[place].drops:
+                self._shards.by_traced[id(value)].free()
+
     def before(self, place: int) -> None:
-        """Called before each instruction and after the last one: what the instruction reads is gathered then."""
+        """Called after :meth:`drop`: what the instruction reads is gathered then."""
         step = self._steps.get(place)
         if step is None:
             return
-        for value in step.drops:
-            self._shards.by_traced[id(value)].free()
         self._start(step.first)
         self._wait()
         self._start(step.ahead)

@@ -122,6 +122,8 @@ class ProcessTransport:
     def _begin(self, place: int) -> None:
         self._place, self._sent = place, False
         whole = place == len(self._transfers.starts)
+        if self.gathering is not None:
+            self.gathering.drop(place)  # what is received now is counted beside what stays
         # First receives are started: other ranks may wait for them before they start those that this one waits for.
         for parcel in () if whole else self._transfers.starts[place]:
             self._start(parcel)

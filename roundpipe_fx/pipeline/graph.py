@@ -19,6 +19,7 @@ from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.sharded_costs import gathered_stages
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
@@ -86,6 +87,8 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         host_gradient_bytes=host.gradients,
         host_value_bytes=host.values,
         host_optimizer_bytes=host.optimizer,
+        gathered_bytes=timing.gathered_bytes,
+        gathered=gathered_stages(pipeline.main.costs, timing),
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,

@@ -13,6 +13,7 @@ from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.report.alternatives import Alternatives
 from roundpipe_fx.schedules import (
@@ -27,8 +28,10 @@ from roundpipe_fx.schedules import (
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
+from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
+from roundpipe_fx.schedules.step_costs import device_orders
 
-__all__ = ["LoweredPipeline", "Structure", "Variant", "variant_of"]
+__all__ = ["LoweredPipeline", "Structure", "Variant", "gaps", "variant_of"]
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,8 @@ class LoweredPipeline:
         graph = self.main.steps.graph
         schedule = self.schedule(graph, microbatches)
         offloads = self.offloads(schedule, graph)
-        return simulate_time(schedule, graph, self.main.costs, offloads=offloads)
+        kept = self.kept(schedule, graph)
+        return simulate_time(schedule, graph, self.main.costs, offloads=offloads, kept=kept)
 
     def offloads(
         self, schedule: Schedule, graph: StageGraph, others: Mapping[int, StepCosts] | None = None
@@ -134,6 +138,28 @@ class LoweredPipeline:
         timing = simulate_time(schedule, graph, self.main.costs, others)
         return offloads_within(timing, self.main.costs, others or {}, self.offload)
 
+    def kept(
+        self, schedule: Schedule, graph: StageGraph, others: Mapping[int, StepCosts] | None = None
+    ) -> list[KeptGathered]:
+        """The sharded parameters that stay gathered under a schedule: as many as the budget has room for.
+
+        Args:
+            schedule: the schedule.
+            graph: its steps.
+            others: costs of microbatches of another size, by index.
+        """
+        if self.budget is None or self.main.costs.sharded is None:
+            return []
+        timing = simulate_time(schedule, graph, self.main.costs, others)
+        return choose_kept(gaps(schedule, self.main.costs), timing.action_bytes, self.budget)
+
+
+def gaps(schedule: Schedule, costs: StepCosts) -> list[KeptGathered]:
+    """The sharded parameters that may stay gathered under a schedule, on all devices."""
+    if costs.sharded is None:
+        return []
+    return [gap for order in device_orders(schedule) for gap in gaps_of(order, costs.sharded)]
+
 
 def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Variant:
     """A lowered graph as steps with their costs."""
@@ -144,6 +170,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)
     if pipelining.over_processes:
+        if pipelining.sharded:
+            costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))
         costs = dataclasses.replace(costs, transport_bytes=_transport_bytes(steps, costs, setting, pipelining))
     return Variant(lowered, steps, costs)
 
@@ -169,7 +197,9 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
             sizes[parameter] = size
     largest = max((size for parameter, size in sizes.items() if len(stages[parameter]) > 1), default=0)
     averaged = 0
-    if pipelining.replicas > 1:
+    if costs.sharded is not None:
+        averaged = copied_bytes(costs, costs.sharded)
+    elif pipelining.replicas > 1:
         averaged = max(sizes.values(), default=0) + sum(size for size in sizes.values() if size < SMALL_BYTES)
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
     return 2 * largest + averaged + pipelining.microbatches * (drawn + _LOSS_BYTES)

@@ -37,10 +37,11 @@ from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.compared_texts import batch_text, gradients_text, graph_text, shapes_text
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.pipeline.scheduled import Scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
-from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
 from roundpipe_fx.runtime.prefetch import PrefetchStep
 from roundpipe_fx.runtime.worker import Workers
@@ -100,7 +101,7 @@ class ProcessPipeline:
         self,
         batch: Any,
         home: Callable[[CapturedCalls], torch.device],
-        prepare: Callable[[], tuple[CapturedCalls, list[list[Instruction]]]],
+        prepare: Callable[[], tuple[CapturedCalls, Scheduled]],
         runs: bool,
         microbatches: int,
     ) -> CapturedCalls:
@@ -109,7 +110,7 @@ class ProcessPipeline:
         Args:
             batch: the step's inputs, any tree.
             home: returns the device of whose generator a step draws.
-            prepare: captures the microbatches, and works out the instructions of a whole step.
+            prepare: captures the microbatches, and works out what workers run in a whole step.
             runs: whether the step is to run, which needs a loaded model.
             microbatches: into how many a batch is split at most.
 
@@ -128,8 +129,8 @@ class ProcessPipeline:
             texts[FIRST_BATCH] = shapes_text(batch)
         agree(ranks, Statement(texts, {"batch": batch_text(batch)}), size)
         try:
-            captured, instructions = prepare()
-            readers = readers_of(instructions, captured.programs, captured.primals)
+            captured, scheduled = prepare()
+            readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
             self.ownership.refuse_shared_updates(
                 (
                     primals[place]
@@ -138,7 +139,7 @@ class ProcessPipeline:
                 ),
                 readers,
             )
-            plan = self._plan(captured, instructions, None)
+            plan = self._plan(captured, scheduled, None)
             graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
             self.ownership.own(readers)
             self.structure = self.structure or captured.graphs[0].pipeline.structure
@@ -177,7 +178,8 @@ class ProcessPipeline:
             self.ownership.shard()
         return dataclasses.replace(captured, alone=alone, averaged=synchronizing)
 
-    def _plan(self, captured: CapturedCalls, instructions: list[list[Instruction]], kinds: Any) -> _Plan:
+    def _plan(self, captured: CapturedCalls, scheduled: Scheduled, kinds: Any) -> _Plan:
+        instructions = scheduled.instructions
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._plans:
             transfers = transfers_of(instructions, captured.programs)
@@ -190,14 +192,15 @@ class ProcessPipeline:
             gathers = None
             if self.ownership.shards.mesh is not None:
                 refuse_escapes(instructions, captured.programs, captured.primals, names)
-                gathers = "\n\n".join(text_of(self._gathers(captured, own), names) for own in instructions)
+                ranks = range(len(instructions))
+                gathers = "\n\n".join(text_of(self._gathers(captured, scheduled, rank), names) for rank in ranks)
             self._plans[key] = _Plan(transfers[self.group.rank], digest, gradients, gathers)
         return self._plans[key]
 
-    def _gathers(self, captured: CapturedCalls, instructions: Sequence[Instruction]) -> Mapping[int, PrefetchStep]:
+    def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
         """What a rank gathers and drops, by position of the instruction."""
         sharded = {id(value) for _, value in self.ownership.named() if isinstance(value, nn.Parameter)}
-        return steps_of(instructions, captured.primals, sharded)
+        return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
 
     def _text_of(self, graph: PipelinedGraph) -> str:
         if id(graph) not in self._graphs:
@@ -209,7 +212,7 @@ class ProcessPipeline:
         workers: Workers,
         captured: CapturedCalls,
         kinds: Any,
-        instructions_of: Callable[[CapturedCalls, Any], list[list[Instruction]]],
+        scheduled_of: Callable[[CapturedCalls, Any], Scheduled],
         tangents: Sequence[Sequence[Any]],
         streams: list[random_streams.RandomStream],
         given: Sequence[dict[int, Any]],
@@ -220,7 +223,7 @@ class ProcessPipeline:
             workers: one.
             captured: the microbatches.
             kinds: which kinds of actions the run consists of; ``None``: all.
-            instructions_of: returns those of all ranks, of some kinds.
+            scheduled_of: returns what all ranks run, of some kinds of actions.
             tangents: for each microbatch, the incoming gradients.
             streams: of the microbatches' random numbers.
             given: for each microbatch, what an earlier run has left on this rank.
@@ -228,8 +231,9 @@ class ProcessPipeline:
         Returns:
             outputs of all ranks, except updated buffers that others own; the gradients that belong to this rank.
         """
-        instructions = instructions_of(captured, kinds)
-        plan, programs, primals = self._plan(captured, instructions, kinds), captured.programs, captured.primals
+        scheduled = scheduled_of(captured, kinds)
+        instructions = scheduled.instructions
+        plan, programs, primals = self._plan(captured, scheduled, kinds), captured.programs, captured.primals
         budget = captured.graphs[0].pipeline.budget
         if budget is not None:
             self._warn_of_late_sends(plan.transfers, programs, budget)
@@ -237,7 +241,7 @@ class ProcessPipeline:
         transport = ProcessTransport(self.group, together, plan.transfers, streams, overlap=budget is None)
         differentiates = any(program.tangents for program in programs) and (kinds is None or bool(given))
         if differentiates:
-            shared = gradients_elsewhere(instructions_of(captured, None), programs, primals, self._owners_of)
+            shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)
             averaging = None
             if captured.averaged:
                 averaging = self.replication.averaging(instructions, programs, primals, shared)
@@ -245,7 +249,7 @@ class ProcessPipeline:
         rank, shards = self.group.rank, self.ownership.shards
         if shards.by_traced:
             assert self.group.replicas is not None
-            transport.gathering = Gathering(shards, self.group.replicas, self._gathers(captured, instructions[rank]))
+            transport.gathering = Gathering(shards, self.group.replicas, self._gathers(captured, scheduled, rank))
         finished = run_pipeline(
             workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
         )

@@ -13,7 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from roundpipe_fx.pipeline.captured_calls import CapturedCalls, capture_calls, c
 from roundpipe_fx.pipeline.compiled_functions import detached, functions_of, loss_output
 from roundpipe_fx.pipeline.deferred_batch_norm import deferred, tensors_of_sums
 from roundpipe_fx.pipeline.gradients import gather, hand_to_autograd, loss_with_gradients, receivers_of
-from roundpipe_fx.pipeline.graph import union
 from roundpipe_fx.pipeline.incoming_gradients import gradients_of_loss
 from roundpipe_fx.pipeline.microbatch import (
     SplitTensor,
@@ -39,35 +38,19 @@ from roundpipe_fx.pipeline.microbatch import (
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
+from roundpipe_fx.pipeline.scheduled import Scheduled, scheduled_run
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
-from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
 from roundpipe_fx.pipeline.updating import updating
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
-from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
 from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeline
 from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
 from roundpipe_fx.runtime.stage_updates import StepUpdates
-from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
 
 __all__ = ["Pipeline", "Splitting"]
-
-
-class _Scheduled(NamedTuple):
-    """What workers run.
-
-    Attributes:
-        instructions: of each device.
-        offloads: for each device, which values leave for the host and come back; empty: none.
-        programs: of each microbatch.
-    """
-
-    instructions: list[list[Instruction]]
-    offloads: list[Mapping[int, OffloadSteps]]
-    programs: list[PipelineProgram]
 
 
 _BACKWARD = (ActionKind.RECOMPUTE, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
@@ -120,7 +103,7 @@ class Pipeline:
         self.compiled = self._compiled()
         self._workers: Workers | None = None
         self._offloaded: Offloaded | None = None
-        self._schedules: dict[Any, _Scheduled] = {}
+        self._schedules: dict[Any, Scheduled] = {}
         self._lock = threading.RLock()
         self._alive = CallsAlive()
 
@@ -240,9 +223,9 @@ class Pipeline:
             made.extend(make())
             return self._take(made[0], forwards_before_backwards)
 
-        def prepare() -> tuple[CapturedCalls, list[list[Instruction]]]:
+        def prepare() -> tuple[CapturedCalls, Scheduled]:
             captured = capture()
-            return captured, self._instructions(captured, None)
+            return captured, self._scheduled(captured, None)
 
         if self._processes is None:
             captured = capture()
@@ -399,7 +382,7 @@ class Pipeline:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
         if self._processes is not None:
-            finished = self._processes.run(self._workers, captured, kinds, self._instructions, tangents, streams, given)
+            finished = self._processes.run(self._workers, captured, kinds, self._scheduled, tangents, streams, given)
         else:
             finished = run_pipeline(
                 self._workers,
@@ -428,26 +411,10 @@ class Pipeline:
             updatable = ()  # their gradients are put together after the step
         return updating(self._optimized, optimizer, synchronize, captured, updatable)
 
-    def _instructions(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> list[list[Instruction]]:
-        return self._scheduled(captured, kinds).instructions
-
-    def _scheduled(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> _Scheduled:
+    def _scheduled(self, captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:
         key = (kinds, *(id(program) for program in captured.programs))
         if key not in self._schedules:
-            graph = union([program.graph for program in captured.programs])
-            pipeline = captured.graphs[0].pipeline
-            count = len(captured.programs)
-            whole = pipeline.schedule(graph, count)
-            pipelines = [own.pipeline for own in captured.graphs]
-            offloads = pipeline.offloads(whole, graph, costs_of_others(pipelines)) if kinds is None else []
-            if pipeline.allowed is not None:
-                check_together(whole, graph, pipelines, offloads)
-            schedule = whole if kinds is None else whole.only(*kinds)
-            # The programs are referred to, so that their identities are not reused.
-            left = kinds == (ActionKind.FORWARD,)
-            instructions = instructions_of(schedule, captured.programs, left)
-            steps = offload_steps_of(schedule, instructions, offloads) if offloads else []
-            self._schedules[key] = _Scheduled(instructions, steps, captured.programs)
+            self._schedules[key] = scheduled_run(captured, kinds)
         return self._schedules[key]
 
     def _home(self, captured: CapturedCalls) -> torch.device:

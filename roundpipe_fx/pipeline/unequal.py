@@ -12,6 +12,7 @@ from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.schedules import Schedule, StageGraph, StepCosts, simulate_time
 from roundpipe_fx.schedules.offloads import Offload
+from roundpipe_fx.schedules.sharding import KeptGathered
 
 __all__ = ["UnequalMicrobatchesError", "check_together", "costs_of_others"]
 
@@ -46,7 +47,11 @@ def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts
 
 
 def check_together(
-    schedule: Schedule, graph: StageGraph, pipelines: Sequence[LoweredPipeline], offloads: Sequence[Offload] = ()
+    schedule: Schedule,
+    graph: StageGraph,
+    pipelines: Sequence[LoweredPipeline],
+    offloads: Sequence[Offload] = (),
+    kept: Sequence[KeptGathered] = (),
 ) -> None:
     """Simulate the memory of all microbatches together, if they differ.
 
@@ -55,6 +60,7 @@ def check_together(
         graph: all steps.
         pipelines: each microbatch's lowered pipeline.
         offloads: values that leave for the host.
+        kept: sharded parameters that stay gathered for a while.
 
     Raises:
         UnequalMicrobatchesError: it is more than a device is allowed.
@@ -63,6 +69,6 @@ def check_together(
     others = costs_of_others(pipelines)
     if not others or allowed is None:
         return
-    needed = max(simulate_time(schedule, graph, main, others, offloads).peak_bytes)
+    needed = max(simulate_time(schedule, graph, main, others, offloads, kept).peak_bytes)
     if needed > allowed:
         raise UnequalMicrobatchesError(needed, allowed)

@@ -11,7 +11,8 @@ devices, then with one for each::
     device 1   ├── 1 fits
 
 Of all plans that were simulated and fit, the one with the shortest step is taken; then recomputation is moved into the
-time in which devices wait (:mod:`roundpipe_fx.pipeline.fill_waits`).
+time in which devices wait (:mod:`roundpipe_fx.pipeline.fill_waits`). What the budget has left then keeps sharded
+parameters gathered (:mod:`roundpipe_fx.schedules.sharding`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
-from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, variant_of
+from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
 from roundpipe_fx.pipeline.offload_values import quickest_offloaded, with_offloads
 from roundpipe_fx.pipeline.runs import runs_of
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -38,6 +39,7 @@ from roundpipe_fx.remat.save_policy import SavePolicy
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
+from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.memory import weights_of_devices
 
 __all__ = ["within_budget"]
@@ -72,7 +74,8 @@ def within_budget(
     allowed = budget if isinstance(budget, int) else None
     if allowed is not None and pipelining.budget_has_weights:
         budget = allowed = _beside_weights(allowed, first, pipelining)
-    limit = int((first.peak if allowed is None else allowed) * share)
+    highest = _with_all_gathered(first)
+    limit = int((highest if allowed is None else allowed) * share)
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
@@ -89,7 +92,7 @@ def within_budget(
             leanest = [*attempts.of_choices, *others]
             leanest += [with_offloads(attempt, 0) for attempt in leanest if may_leave]
             low = min(attempt.peak for attempt in leanest)
-            limit = int(limit_of(budget, low, first.peak) * share)
+            limit = int(limit_of(budget, low, highest) * share)
         level = levels.alike(lowest, limit)
         if may_leave:
             sent = _sent(levels, others, limit)
@@ -110,6 +113,15 @@ def within_budget(
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
     return chosen_among(tried, best, max(limit, best.peak), allowed)
+
+
+def _with_all_gathered(attempt: Attempt) -> int:
+    """Bytes of the device that needs most if sharded parameters are never dropped before their last reader."""
+    costs, timing = attempt.pipeline.main.costs, attempt.timing
+    kept = gaps(timing.schedule, costs)
+    if not kept:
+        return attempt.peak
+    return max(simulate_time(timing.schedule, timing.graph, costs, kept=kept).peak_bytes)
 
 
 def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int:

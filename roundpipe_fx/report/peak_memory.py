@@ -87,7 +87,7 @@ def _resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
     """``UntypedStorage.resize_`` while something is measured: it is no operation that a dispatch mode sees."""
     before = storage.nbytes()
     resized = super(torch.UntypedStorage, storage).resize_(size)
-    for storages in [*_measuring]:
+    for storages in dict.fromkeys(_measuring):  # a worker of a pipeline enters the mode once more
         storages._resize(storage, before)
     return resized
 

@@ -10,6 +10,7 @@ from roundpipe_fx.analysis.simulator import LiveValue, PeakMoment
 from roundpipe_fx.report.plan_details import details_as_data, details_from_data
 from roundpipe_fx.report.plan_parts import (
     LISTS,
+    GatheredStage,
     OffloadedValue,
     PlannedPipeline,
     PlannedStage,
@@ -75,7 +76,10 @@ def fields_of_json(text: str) -> dict[str, Any]:
     if fields["pipeline"] is not None:
         lists = {name: tuple(fields["pipeline"][name]) for name in ("devices", "peak_bytes")}
         offloaded = tuple(OffloadedValue(**value) for value in fields["pipeline"]["offloaded"])
-        fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists | {"offloaded": offloaded}))
+        gathered = tuple(GatheredStage(**stage) for stage in fields["pipeline"].get("gathered", ()))
+        lists["gathered_bytes"] = tuple(fields["pipeline"].get("gathered_bytes", ()))
+        lists |= {"offloaded": offloaded, "gathered": gathered}
+        fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
     fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
     details = {
         name: fields.pop(name) for name in ("memory", "lines", "frontier", "alternatives", "timeline", "strings")

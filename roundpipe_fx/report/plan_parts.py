@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["LISTS", "OffloadedValue", "PlannedPipeline", "PlannedStage", "PlannedTiles", "PlannedValue"]
+__all__ = [
+    "LISTS",
+    "GatheredStage",
+    "OffloadedValue",
+    "PlannedPipeline",
+    "PlannedStage",
+    "PlannedTiles",
+    "PlannedValue",
+]
 
 LISTS = ("saved", "hoisted", "recomputed", "replayed", "passing")
 """Lists of values that a stage has; each value is in one of them, replayed ones in two."""
@@ -121,6 +129,25 @@ class OffloadedValue:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GatheredStage:
+    """Sharded parameters of a stage on one device.
+
+    Attributes:
+        device: number of the device.
+        stage: the stage.
+        bytes: of its parameters as a whole.
+        gaps: how often in a step they are not needed for a while, and then again.
+        kept: how often of these they stay gathered.
+    """
+
+    device: int
+    stage: int
+    bytes: int
+    gaps: int
+    kept: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
     """How a step is pipelined.
 
@@ -144,6 +171,8 @@ class PlannedPipeline:
         host_value_bytes: bytes of the buffers on the host for values that leave the devices.
         host_optimizer_bytes: bytes on the host of the optimizer's state and of copies of parameters that it steps,
             where the optimizer is known.
+        gathered_bytes: for each device, bytes of sharded parameters that it gathers in a step; empty: none are.
+        gathered: which of them stay gathered.
     """
 
     schedule: str
@@ -163,6 +192,8 @@ class PlannedPipeline:
     host_gradient_bytes: int = 0
     host_value_bytes: int = 0
     host_optimizer_bytes: int = 0
+    gathered_bytes: tuple[int, ...] = ()
+    gathered: tuple[GatheredStage, ...] = field(default=(), repr=False)
 
     @property
     def host_bytes(self) -> int:

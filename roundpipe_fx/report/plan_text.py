@@ -120,7 +120,24 @@ def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {_peaks_text(pipeline.peak_bytes)}",
         *_host_lines(pipeline),
+        *_gather_lines(pipeline),
     ]
+
+
+def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
+    """What devices gather of sharded parameters, and what of it stays."""
+    if not pipeline.gathered_bytes:
+        return []
+    stages = [own for own in pipeline.gathered if own.gaps]
+    kept = sorted((own for own in stages if own.kept), key=lambda own: own.stage)
+    texts = [
+        f"stage {own.stage}" + ("" if own.kept == own.gaps else f" ({own.kept} of {own.gaps} times)")
+        for own in kept[:_SHOWN]
+    ]
+    if len(kept) > _SHOWN:
+        texts.append(f"… {len(kept) - _SHOWN} more")
+    stay = f"; parameters that stay gathered: {', '.join(texts) or 'none'}" if stages else ""
+    return [f"sharded: a step gathers {_peaks_text(pipeline.gathered_bytes)} of parameters on the devices{stay}"]
 
 
 def _host_lines(pipeline: PlannedPipeline) -> list[str]:

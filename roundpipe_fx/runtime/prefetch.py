@@ -14,7 +14,7 @@ import torch
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules.residency import resident, window_ranges
 
-__all__ = ["PrefetchStep", "prefetch_steps_of"]
+__all__ = ["PrefetchStep", "Stay", "prefetch_steps_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,27 @@ class PrefetchStep:
     ahead: tuple[torch.Tensor, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """Tensors that stay on a device where they would be dropped.
+
+    Attributes:
+        keys: their identities.
+        start: position of the instruction before which they would be dropped.
+        stop: position before which they would be there again.
+    """
+
+    keys: frozenset[int]
+    start: int
+    stop: int
+
+
 def prefetch_steps_of(
     instructions: Sequence[Instruction],
     primals: Sequence[Sequence[Any]],
     on_host: Collection[int],
     views: bool = False,
+    kept: Sequence[Stay] = (),
 ) -> Mapping[int, PrefetchStep]:
     """The prefetch steps of a device, by position of the instruction that they precede; the last one follows all.
 
@@ -45,6 +61,7 @@ def prefetch_steps_of(
         primals: for each microbatch, the inputs of the forward.
         on_host: identities of the tensors that stay on the host, or are gathered.
         views: whether a tensor has to be there for those that read a view of it that another action has computed.
+        kept: tensors that stay between windows that read them.
     """
     windows = window_ranges([instruction.action.stage for instruction in instructions])
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first
@@ -67,6 +84,7 @@ def prefetch_steps_of(
     prefetch_steps: dict[int, PrefetchStep] = {}
     before: set[int] = set()
     for index, (window, there) in enumerate(zip(windows, resident(reads), strict=True)):
+        there.update(key for own in kept if own.start <= window.start < own.stop for key in own.keys & before)
         new = there - before
         first = set() if index else reads[0]
         prefetch_steps[window.start] = PrefetchStep(of(before - there), of(first), of(new - first))

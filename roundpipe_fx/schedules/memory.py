@@ -18,7 +18,8 @@ All of it is entered as changes of a level, for each device by position in its o
 
 Values enter at their maker's position + 1, since the maker counts them in its own peak, and leave at their last
 reader's + 1. The moment between forwards and backwards, and the end of the step, at which gradients are gathered, are
-counted separately.
+counted separately. Where replicas share out parameters, these are counted while a device has them whole, and whole
+gradients until they are reduced to rows (:mod:`roundpipe_fx.schedules.sharding`).
 
 Devices may be faster or slower than simulated, so a received value is counted from the earliest action at which it can
 have arrived: only those actions of the receiver that the sender depends on are certain to be over when the value is
@@ -39,7 +40,8 @@ from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.places import Places
 from roundpipe_fx.schedules.residency import ResidencyWindow
 from roundpipe_fx.schedules.schedule import Schedule
-from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start
+from roundpipe_fx.schedules.sharding import KeptGathered, late_gradients, sharded_changes
+from roundpipe_fx.schedules.step_costs import Held, StepCosts, backward_start, device_orders
 from roundpipe_fx.schedules.vector_clocks import vector_clocks
 
 __all__ = ["peaks_of", "weights_of_devices"]
@@ -59,6 +61,7 @@ def peaks_of(
     others: Mapping[int, StepCosts],
     windows: Sequence[Sequence[ResidencyWindow]],
     offloads: Sequence[Offload] = (),
+    kept: Sequence[KeptGathered] = (),
 ) -> list[tuple[int, np.ndarray]]:
     """Peak bytes of each device, and the bytes allocated there at most during each of its actions.
 
@@ -73,6 +76,7 @@ def peaks_of(
         others: costs of microbatches of another size, by index.
         windows: residency windows of each device, where tensors stay on the host.
         offloads: values that are on the host for a while.
+        kept: sharded parameters that stay gathered for a while.
     """
     memory = _Memory(schedule, codes, steps, costs, others)
     clocks = None
@@ -88,6 +92,7 @@ def peaks_of(
     memory.enter_values(arrival)
     memory.enter_input_gradients()
     memory.enter_offloads(offloads)
+    memory.enter_sharded(kept)
     found = (memory.peak(device, own) for device, own in enumerate(windows))
     return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
 
@@ -217,6 +222,21 @@ class _Memory:
             self._changes[own.device][own.freed] -= own.bytes
             self._changes[own.device][own.reloads] += own.bytes
 
+    def enter_sharded(self, kept: Sequence[KeptGathered]) -> None:
+        """Parameters that are whole for a while, and their gradients, of which only rows are left in the end.
+
+        Args:
+            kept: parameters that stay gathered.
+        """
+        sharded = self._costs.sharded
+        if sharded is None:
+            return
+        orders, gradients = device_orders(self._schedule), self._costs.base_bytes
+        late = late_gradients(orders, gradients)
+        for own, change in zip(orders, self._changes, strict=True):
+            staying = [each for each in kept if each.device == own.device]
+            change += sharded_changes(own, sharded, gradients, late, staying)
+
     def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:
         """Peak bytes of a device, whose values and gradients of inputs have been entered; and those of its actions."""
         change, own = self._changes[device], self._codes[device]
@@ -230,7 +250,8 @@ class _Memory:
         needed = self._peak[variant_at, own]
         needed[first] = self._first_peak[variant_at[first], own[first]]
         during = level + np.maximum(needed, 0)
-        return max(outside, self._at_end(device, levels), int(during.max(initial=0))), during
+        left = int(levels[len(own)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last
+        return max(outside, left, self._at_end(device, levels), int(during.max(initial=0))), during
 
     def _enter_parameter_gradients(self, device: int, windows: Sequence[ResidencyWindow]) -> np.ndarray:
         """Gradients of parameters: from the first action that adds to them.

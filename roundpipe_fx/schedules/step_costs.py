@@ -10,8 +10,9 @@ import numpy as np
 from roundpipe_fx.schedules.action import ActionKind, StageAction
 from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.sharding import DeviceOrder, ShardedCosts
 
-__all__ = ["Held", "StepCosts", "backward_start"]
+__all__ = ["Held", "StepCosts", "backward_start", "device_orders"]
 
 _FORWARD = KINDS.index(ActionKind.FORWARD)
 
@@ -65,6 +66,7 @@ class StepCosts:
             ``None``: the model is not offloaded.
         host_bandwidth: bytes per second between the host and a device.
         transport_bytes: bytes that each device holds of messages in any case, where devices are processes.
+        sharded: costs of the parameters that replicas of a device share out; ``None``: they do not.
     """
 
     seconds: Mapping[StageAction, float]
@@ -83,6 +85,7 @@ class StepCosts:
     on_host: frozenset[int] | None = None
     host_bandwidth: float = 1.0
     transport_bytes: int = 0
+    sharded: ShardedCosts | None = None
 
     def windows(
         self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
@@ -109,3 +112,15 @@ class StepCosts:
 def backward_start(order: np.ndarray, schedule: Schedule) -> int:
     """Position at which a device's backwards begin, if all forwards run before all backwards; else 0."""
     return int((order[:, 0] == _FORWARD).sum()) if schedule.forwards_before_backwards else 0
+
+
+def device_orders(schedule: Schedule) -> list[DeviceOrder]:
+    """The order of each device, as what is gathered there is worked out from it."""
+    return [
+        DeviceOrder(
+            device=device,
+            steps=[(KINDS[kind], stage) for kind, stage, _ in order.tolist()],
+            turn=backward_start(order, schedule),
+        )
+        for device, order in enumerate(schedule.orders)
+    ]

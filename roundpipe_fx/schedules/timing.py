@@ -19,8 +19,9 @@ from roundpipe_fx.schedules.host_link import HostLink, WindowCopy
 from roundpipe_fx.schedules.memory import peaks_of
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
+from roundpipe_fx.schedules.sharding import KeptGathered, gathered_bytes
 from roundpipe_fx.schedules.stage_graph import StageGraph
-from roundpipe_fx.schedules.step_costs import StepCosts
+from roundpipe_fx.schedules.step_costs import StepCosts, device_orders
 
 __all__ = ["Deadlock", "Timing", "simulate_time"]
 
@@ -59,6 +60,8 @@ class Timing:
         offload_spans: for each of them, the seconds at which its copy to the host starts and ends, and its copy back.
         window_copies: copies of the model's tensors to the devices, and of gradients to the host.
         returned_bytes: bytes of each gradient that is copied to the host.
+        gathered_bytes: for each device, bytes of sharded parameters that it gathers.
+        kept: sharded parameters that stay gathered for a while.
     """
 
     schedule: Schedule
@@ -73,6 +76,8 @@ class Timing:
     offload_spans: tuple[tuple[float, ...], ...] = field(repr=False, default=())
     window_copies: tuple[WindowCopy, ...] = field(repr=False, default=())
     returned_bytes: tuple[int, ...] = ()
+    gathered_bytes: tuple[int, ...] = ()
+    kept: tuple[KeptGathered, ...] = ()
 
     @property
     def makespan(self) -> float:
@@ -101,6 +106,7 @@ def simulate_time(
     costs: StepCosts,
     others: Mapping[int, StepCosts] | None = None,
     offloads: Sequence[Offload] = (),
+    kept: Sequence[KeptGathered] = (),
 ) -> Timing:
     """Simulate a schedule.
 
@@ -110,6 +116,7 @@ def simulate_time(
         costs: seconds and bytes of the stage actions, for a full microbatch.
         others: costs of microbatches of another size, by index; only their bytes are used.
         offloads: values that are on the host for a while, if the model is offloaded.
+        kept: sharded parameters that stay gathered for a while.
 
     Returns:
         start and end of each action in seconds, and peak bytes of each device.
@@ -139,7 +146,7 @@ def simulate_time(
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads)
+    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
         schedule=schedule,
         graph=graph,
@@ -147,6 +154,8 @@ def simulate_time(
         ends=tuple(ends),
         peak_bytes=tuple(peak for peak, _ in found),
         action_bytes=tuple(during for _, during in found),
+        gathered_bytes=_gathered(schedule, costs, kept),
+        kept=tuple(kept),
     )
     if link is None:
         return timing
@@ -162,6 +171,16 @@ def simulate_time(
         offload_spans=tuple(map(tuple, link.spans)),
         window_copies=tuple(link.window_copies(clock)),
         returned_bytes=returned,
+    )
+
+
+def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]) -> tuple[int, ...]:
+    """Bytes that each device gathers."""
+    if costs.sharded is None:
+        return ()
+    return tuple(
+        gathered_bytes(own, costs.sharded, [each for each in kept if each.device == own.device])
+        for own in device_orders(schedule)
     )
 
 

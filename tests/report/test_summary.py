@@ -14,7 +14,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.simulator import LiveValue
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.report.plan_parts import PlannedPipeline, PlannedTiles, PlannedValue
+from roundpipe_fx.report.plan_parts import GatheredStage, PlannedPipeline, PlannedTiles, PlannedValue
 from roundpipe_fx.report.summary import folded
 from tests.pipeline.steps import Blocks, squares
 
@@ -221,3 +221,24 @@ def test_numbers_between_dots_are_folded() -> None:
     assert folded("conv2d") == "conv2d"
     assert folded("0.up") == "*.up"
     assert folded("layers.1.ln … layers.2") == "layers.*.ln … layers.*"
+
+
+def test_what_sharded_parameters_stay_gathered() -> None:
+    plan = _plan(1)
+    stages = [(0, 7, 7), (1, 4, 0), (2, 7, 3)]
+    pipeline = PlannedPipeline(
+        schedule="1f1b",
+        devices=("cpu",),
+        microbatches=2,
+        checkpoint="",
+        makespan=1.0,
+        bubble=0.1,
+        peak_bytes=(1,),
+        order="",
+        gathered_bytes=(4096,),
+        gathered=tuple(GatheredStage(device=0, stage=i, bytes=1, gaps=gaps, kept=kept) for i, gaps, kept in stages),
+    )
+    shown = dataclasses.replace(plan, pipeline=pipeline)
+    line = "sharded: a step gathers 4.0 KiB of parameters on the devices; parameters that stay gathered: "
+    assert line + "stage 0, stage 2 (3 of 7 times)\n" in str(shown)
+    assert roundpipe_fx.Plan.from_json(shown.to_json()).pipeline == pipeline

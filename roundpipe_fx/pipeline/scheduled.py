@@ -1,0 +1,60 @@
+"""A scheduled run: what workers do with captured microbatches, by the schedule of their plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from roundpipe_fx.distributed.gathering import kept_of
+from roundpipe_fx.pipeline.captured_calls import CapturedCalls
+from roundpipe_fx.pipeline.graph import union
+from roundpipe_fx.pipeline.unequal import check_together, costs_of_others
+from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram, instructions_of
+from roundpipe_fx.runtime.value_offloading import OffloadSteps, offload_steps_of
+from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.schedules.sharding import KeptGathered
+
+__all__ = ["Scheduled", "scheduled_run"]
+
+
+class Scheduled(NamedTuple):
+    """What workers run.
+
+    Attributes:
+        instructions: of each device.
+        offloads: for each device, which values leave for the host and come back; empty: none.
+        kept: for each device, the sharded parameters that stay gathered, by positions of its instructions.
+        programs: of each microbatch.
+    """
+
+    instructions: list[list[Instruction]]
+    offloads: list[Mapping[int, OffloadSteps]]
+    kept: list[list[KeptGathered]]
+    programs: list[PipelineProgram]
+
+
+def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None) -> Scheduled:
+    """Work out what workers run.
+
+    Args:
+        captured: the microbatches.
+        kinds: which kinds of actions the run consists of; ``None``: all.
+
+    Raises:
+        InvalidScheduleError: a given schedule does not fit.
+        UnequalMicrobatchesError: the microbatches do not fit together.
+    """
+    graph = union([program.graph for program in captured.programs])
+    pipeline = captured.graphs[0].pipeline
+    whole = pipeline.schedule(graph, len(captured.programs))
+    pipelines = [own.pipeline for own in captured.graphs]
+    others = costs_of_others(pipelines)
+    offloads = pipeline.offloads(whole, graph, others) if kinds is None else []
+    kept = pipeline.kept(whole, graph, others)
+    if pipeline.allowed is not None:
+        check_together(whole, graph, pipelines, offloads, kept)
+    schedule = whole if kinds is None else whole.only(*kinds)
+    instructions = instructions_of(schedule, captured.programs, left=kinds == (ActionKind.FORWARD,))
+    steps = offload_steps_of(schedule, instructions, offloads) if offloads else []
+    # The programs are referred to, so that their identities are not reused.
+    return Scheduled(instructions, steps, kept_of(whole, instructions, kept), captured.programs)

@@ -1,0 +1,235 @@
+"""Sharded parameters under a schedule: when a device has them whole, and their gradients; and what stays gathered.
+
+Replicas of a device each have some rows of its parameters. They are whole there like the tensors of an offloaded model
+are on their device: during the residency windows that read them, and the one before
+(:mod:`roundpipe_fx.schedules.residency`). In between they may stay, if there is memory for it. Their gradients are
+whole from the first action that adds to them until they are reduced to rows, stage by stage, each when the next one's
+are complete::
+
+    windows          F0      F1      F2      B2      B1      B0
+    parameters of 0  ████████ · · · · · · · · · · · · ████████    kept: ████████████████, one gather less
+    gradients of 2                           ████████             and rows until the end
+
+A gather is saved by holding its bytes for as many actions as the parameters would be dropped for. So the shortest of
+these times are taken first; where all parameters have one size and memory is the same everywhere, that keeps most.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundpipe_fx.schedules.action import ActionKind, StageAction
+from roundpipe_fx.schedules.residency import resident, window_ranges
+
+__all__ = [
+    "DeviceOrder",
+    "KeptGathered",
+    "ShardedCosts",
+    "choose_kept",
+    "gaps_of",
+    "gathered_bytes",
+    "late_gradients",
+    "sharded_changes",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedCosts:
+    """What sharded parameters cost.
+
+    Attributes:
+        replicas: among how many devices each is shared out.
+        whole_bytes: bytes of each parameter as a whole, by its number, with the padding that makes all parts equal.
+        reads: the parameters that have to be whole for a stage action, by number: those that it reads, or views of
+            which it reads.
+    """
+
+    replicas: int
+    whole_bytes: Mapping[int, int]
+    reads: Mapping[StageAction, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptGathered:
+    """Parameters of a stage that stay gathered where they would be dropped and gathered again.
+
+    Attributes:
+        device: number of the device.
+        stage: the stage that reads them next.
+        parameters: their numbers.
+        bytes: of them together.
+        dropped: position in the device's order before which they would be dropped.
+        again: position before which they would be gathered again.
+    """
+
+    device: int
+    stage: int
+    parameters: tuple[int, ...]
+    bytes: int
+    dropped: int
+    again: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceOrder:
+    """The actions of one device.
+
+    Attributes:
+        device: its number.
+        steps: the stage action of each of its actions.
+        turn: position of the first action of the backward half of a step, before which everything is dropped.
+    """
+
+    device: int
+    steps: Sequence[StageAction]
+    turn: int = 0
+
+
+def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[range, set[int], set[int]]]]:
+    """For each half of a step, its residency windows: positions, parameters that are read, and those that are there."""
+    stages = np.array([stage for _, stage in order.steps], dtype=np.int64)
+    for start, end in ((0, order.turn), (order.turn, len(stages))):
+        places = [range(own.start + start, own.stop + start) for own in window_ranges(stages[start:end])]
+        steps = [{order.steps[place] for place in own} for own in places]
+        reads = [{number for step in own for number in costs.reads.get(step, ())} for own in steps]
+        yield list(zip(places, reads, resident(reads), strict=True))
+
+
+def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
+    """All that may stay gathered on a device: what is dropped and gathered again within a half of a step."""
+    found: dict[tuple[int, int, int], list[int]] = {}
+    for windows in _windows(order, costs):
+        left: dict[int, int] = {}
+        for index, (places, reads, there) in enumerate(windows):
+            for number in sorted(there):
+                dropped = left.get(number, places.start)
+                if dropped < places.start:
+                    reader = places if number in reads else windows[index + 1][0]
+                    stage = order.steps[reader.start][1]
+                    found.setdefault((dropped, places.start, stage), []).append(number)
+                left[number] = places.stop
+    return [
+        KeptGathered(
+            device=order.device,
+            stage=stage,
+            parameters=tuple(numbers),
+            bytes=sum(costs.whole_bytes[number] for number in numbers),
+            dropped=dropped,
+            again=again,
+        )
+        for (dropped, again, stage), numbers in found.items()
+    ]
+
+
+def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray], limit: int) -> list[KeptGathered]:
+    """What stays gathered: the shortest times first, and what saves most bytes among those that are equally long.
+
+    Args:
+        gaps: all that may stay.
+        action_bytes: for each device, the bytes allocated there during each of its actions if nothing stays.
+        limit: bytes per device.
+    """
+    left = [limit - during.astype(np.int64) for during in action_bytes]
+    chosen = []
+    for own in sorted(gaps, key=lambda own: (own.again - own.dropped, -own.bytes, own.device, own.dropped)):
+        room = left[own.device][own.dropped : own.again]
+        if (room >= own.bytes).all():
+            room -= own.bytes
+            chosen.append(own)
+    return sorted(chosen, key=lambda own: (own.device, own.dropped, own.again, own.stage))
+
+
+def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> int:
+    """Bytes that a device gathers in a step, its own rows included.
+
+    Args:
+        order: of the device.
+        costs: of the parameters.
+        kept: what stays gathered on it.
+    """
+    total = -sum(own.bytes for own in kept)
+    for windows in _windows(order, costs):
+        before: set[int] = set()
+        for _, _, there in windows:
+            total += sum(costs.whole_bytes[number] for number in there - before)
+            before = there
+    return total
+
+
+def sharded_changes(
+    order: DeviceOrder,
+    costs: ShardedCosts,
+    gradients: Mapping[StageAction, Mapping[int, int]],
+    late: set[int],
+    kept: Sequence[KeptGathered],
+) -> np.ndarray:
+    """Changes of the bytes of a device, by position, beside the whole gradients of a step.
+
+    Args:
+        order: of the device.
+        costs: of the parameters.
+        gradients: bytes of the gradients of parameters that stage actions add to, by number. They are counted from the
+            first of these actions to the end of the step.
+        late: numbers of the parameters whose gradients are reduced at the end of the step.
+        kept: what stays gathered on the device.
+    """
+    change = np.zeros(len(order.steps) + 2, dtype=np.int64)
+    for windows in _windows(order, costs):
+        for places, _, there in windows:
+            size = sum(costs.whole_bytes[number] for number in there)
+            change[places.start] += size
+            change[places.stop] -= size
+    for own in kept:
+        change[own.dropped] += own.bytes
+        change[own.again] -= own.bytes
+    buckets = _buckets(order, costs, gradients, late)
+    for index, (place, raw, whole) in enumerate(buckets):
+        change[place + 1] += whole - raw + whole // costs.replicas
+        if index + 1 < len(buckets):  # the last one is waited for at the end
+            change[buckets[index + 1][0] + 1] -= whole
+    return change
+
+
+def _buckets(
+    order: DeviceOrder, costs: ShardedCosts, gradients: Mapping[StageAction, Mapping[int, int]], late: set[int]
+) -> list[tuple[int, int, int]]:
+    """Gradients that are reduced together: the position after which, their bytes, and those with padding.
+
+    As :func:`roundpipe_fx.distributed.averaging.buckets_of` has them: stages from the last to the first.
+    """
+    last: dict[int, int] = {}
+    stage: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for place, step in enumerate(order.steps):
+        for number, size in gradients.get(step, {}).items():
+            if number in costs.whole_bytes and number not in late:
+                last[number], sizes[number] = place, size
+                stage[number] = min(stage.get(number, step[1]), step[1])
+    found: list[tuple[int, int, int]] = []
+    for own in sorted(set(stage.values()), reverse=True):
+        numbers = [number for number in stage if stage[number] == own]
+        place = max(found[-1][0] if found else 0, *(last[number] for number in numbers))
+        raw = sum(sizes[number] for number in numbers)
+        found.append((place, raw, sum(costs.whole_bytes[number] for number in numbers)))
+    return found
+
+
+def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction, Mapping[int, int]]) -> set[int]:
+    """Numbers of the parameters whose gradients are known only at the end of a step: several devices add to them, or
+    the forward computes them.
+
+    Args:
+        orders: of all devices.
+        gradients: bytes of gradients by stage action and number.
+    """
+    adding = Counter(
+        number
+        for order in orders
+        for number in {number for step in set(order.steps) for number in gradients.get(step, ())}
+    )
+    early = {number for (kind, _), own in gradients.items() if kind is ActionKind.FORWARD for number in own}
+    return early | {number for number, devices in adding.items() if devices > 1}
