@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.pipeline import step
+from roundpipe_fx.pipeline import scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from tests.distributed.models import Net, make
 from tests.trainers.processes import in_processes
@@ -254,7 +254,7 @@ def check_another_plan(_rank: int, _folder: str) -> None:
             raise UnequalMicrobatchesError(200, 100)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step, "check_together", check_together)
+        patch.setattr(scheduled, "check_together", check_together)
         compiled.forward_backward(**_batch_of(batch, replica))
     assert not refusing
     shares = _everywhere(compiled._state_of_roundpipe_fx.learned.share)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import roundpipe_fx
+from roundpipe_fx.torch_private import active_dispatch_modes, dispatch_modes
 from tests.golden_models import TiedTransformer
 
 
@@ -233,3 +234,12 @@ def test_storages_that_are_resized_count_with_what_they_hold() -> None:
         assert peak.current == 0
     assert peak.bytes == 4096
     assert "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_a_resized_storage_counts_once_where_workers_enter_the_mode_too() -> None:
+    before = torch.empty(256)
+    before.untyped_storage().resize_(0)
+    with roundpipe_fx.measure_peak("cpu") as peak, dispatch_modes(active_dispatch_modes()):
+        before.untyped_storage().resize_(1024)
+        assert peak.current == 1024
+    assert peak.bytes == 1024
