@@ -29,6 +29,7 @@ from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.frontend.capture import capture, is_outermost, joint_graph_of, prepare
 from roundpipe_fx.frontend.graph_breaks import warn_of_graph_break
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall
+from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
@@ -62,6 +63,7 @@ class _Compilation:
     operations_name: str
     labels: list[tuple[str, bool]]
     autocast: frozenset[str]
+    own_gradients: tuple[str, ...]
     on_plan: Callable[[Plan], None]
     lowered: Lowered | None = None
     compiled: dict[str, Boxed] = field(default_factory=dict)
@@ -251,7 +253,7 @@ class _Compilation:
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
-        joint = joint_graph_of(module, num_forward_outputs, self.labels)
+        joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
         return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
 
 
@@ -302,6 +304,7 @@ def compile_graph(
         operations_name=_operations_name(module),
         labels=labels,
         autocast=frozenset(kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)),
+        own_gradients=own_gradients(module) if pipelining is not None else (),
         on_plan=on_plan,
         pipelining=pipelining,
         compile_state=compile_state,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.api import over_processes
 from roundpipe_fx.api.compiled_state import CompiledState
@@ -244,6 +245,36 @@ class CompiledModule(nn.Module):
         """
         over_processes.initialize_own(_processes(self), fill)
 
+    def pytorch_stages(self, *args: Any, **kwargs: Any) -> list[PipelineStage]:
+        """This rank's stages for ``torch.distributed.pipelining``, whose schedules run them. Every rank must call it.
+
+        ::
+
+            stages = model.pytorch_stages(tokens)
+            schedule = Schedule1F1B(stages[0], n_microbatches=4, loss_fn=loss_fn)
+            schedule.step(tokens, target=labels)  # on the first rank; without tokens on the others
+
+        Stages begin where the plan's do. The ``submod`` of each holds the parameters and buffers of the stage, which
+        are the model's own, under the model's names; autograd differentiates it. It is for microbatches of the traced
+        shape, and for the model's current mode (training or evaluation).
+
+        Args:
+            *args: as for :meth:`trace`; the first stage is to be given the same by position.
+            **kwargs: as for :meth:`trace`. Stages that read one of them are to be given it by keyword:
+                ``schedule.step(…, attention_mask=mask)`` on every rank. With ``labels`` or ``loss_fn`` the last
+                stage returns the loss, as a tensor of shape ``[1]``.
+
+        Returns:
+            the stages, first to last.
+
+        Raises:
+            RuntimeError: the model was compiled without ``mesh``, or has no values yet.
+            ValueError: a value skips a stage; stages share trained tensors; the model has a gradient of its own
+                (``no_grad``, ``detach``, ``autograd.Function``); operations run in tiles; or ``shard="dp"``.
+        """
+        _processes(self)
+        return self._state_of_roundpipe_fx.pytorch_stages(args, kwargs)
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Clip the gradients of all ranks by their norm. Every rank must call it.
 
@@ -401,6 +432,7 @@ _OWN = (
     "no_sync",
     "plan",
     "plans",
+    "pytorch_stages",
     "trace",
     "optim_named_parameters",
     "optim_parameters",

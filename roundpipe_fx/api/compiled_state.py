@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
 from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
@@ -27,6 +28,7 @@ from roundpipe_fx.api.subclassing import forward_like
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.graph import with_optimizer
+from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.progress import working
@@ -282,6 +284,13 @@ class CompiledState:
     def _trace_pipeline(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._pipeline is not None  # recreated when it is recompiled
         self._pipeline.trace(args, kwargs)
+
+    def pytorch_stages(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[PipelineStage]:
+        """See :meth:`roundpipe_fx.CompiledModule.pytorch_stages`."""
+        assert self._pipeline is not None and self.processes is not None
+        with self._telling("the step is traced and planned"):
+            traced = self._pipeline.trace(args, kwargs)
+        return pytorch_stages(self.processes, traced)
 
     def why_no_plan(self) -> str:
         """Why nothing has been compiled."""

@@ -112,6 +112,7 @@ class PipelineGroup(Ranks):
 
     Attributes:
         device: this process's device.
+        of_mesh: the mesh's own group of these processes; one for this process alone if it has no ``"pp"``.
         replica: number of this pipeline.
         replicas: the ranks with the same stages; ``None``: there is one pipeline.
         everyone: all ranks of all pipelines, in order of (replica, number in the pipeline).
@@ -127,6 +128,7 @@ class PipelineGroup(Ranks):
             (row, column) for row, own in enumerate(ranks) for column, rank in enumerate(own) if rank == dist.get_rank()
         )
         super().__init__(ranks[place[0]], timeout, "the pipeline")
+        self.of_mesh = mesh.get_group(PIPELINE) if PIPELINE in names else self._host
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())

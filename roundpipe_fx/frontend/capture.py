@@ -97,7 +97,10 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
 
 
 def joint_graph_of(
-    module: fx.GraphModule, num_forward_outputs: int, input_labels: Sequence[tuple[str, bool]]
+    module: fx.GraphModule,
+    num_forward_outputs: int,
+    input_labels: Sequence[tuple[str, bool]],
+    own_gradients: tuple[str, ...] = (),
 ) -> JointGraph:
     """Make a joint graph from a graph of AOTAutograd.
 
@@ -105,6 +108,7 @@ def joint_graph_of(
         module: the graph.
         num_forward_outputs: number of its outputs that belong to the forward.
         input_labels: for each input of Dynamo's graph, its path and whether it is a parameter.
+        own_gradients: see :func:`roundpipe_fx.frontend.own_gradients.own_gradients`.
     """
     labels: dict[fx.Node, str] = {}
     parameters = set()
@@ -128,6 +132,7 @@ def joint_graph_of(
         labels=labels,
         parameters=frozenset(parameters),
         mutated_inputs=mutated,
+        own_gradients=own_gradients,
     )
 
 

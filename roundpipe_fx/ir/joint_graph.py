@@ -175,6 +175,7 @@ class JointGraph:
             (tied_gradients, accumulate_gradients).
         segments: the segments in forward order, once the graph is cut into them (segments).
         cuts: the stages in the order in which they run, once segments are gathered in them (stages, rounds).
+        own_gradients: operations of the model whose gradients autograd would not find from the forward alone, as text.
     """
 
     module: fx.GraphModule
@@ -185,6 +186,7 @@ class JointGraph:
     parts: tuple[int, ...] = ()
     segments: tuple[Segment, ...] = ()
     cuts: tuple[StageCut, ...] = ()
+    own_gradients: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -294,6 +296,7 @@ class JointGraph:
             parts=self.parts,
             segments=self.segments,
             cuts=self.cuts,
+            own_gradients=self.own_gradients,
         )
 
     def drop_unread(self) -> None:

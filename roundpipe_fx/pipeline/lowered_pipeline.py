@@ -10,6 +10,7 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.distributed.averaging import SMALL_BYTES
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -74,6 +75,7 @@ class LoweredPipeline:
         main: what most microbatches run.
         last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
         structure: how the graph was cut, and for which schedule.
+        staged: the graph with its stages, before it was decided what is recomputed.
         given: the user's own schedule; ``None``: it is one of those known by name.
         devices: how many.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
@@ -89,6 +91,7 @@ class LoweredPipeline:
     main: Variant
     last: Variant
     structure: Structure
+    staged: JointGraph
     given: Schedule | None
     devices: int
     forwards_before_backwards: bool

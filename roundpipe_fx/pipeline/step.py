@@ -38,6 +38,7 @@ from roundpipe_fx.pipeline.microbatch import (
 )
 from roundpipe_fx.pipeline.offloaded import Offloaded, offloaded
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
+from roundpipe_fx.pipeline.pytorch_stages import TracedStep
 from roundpipe_fx.pipeline.scheduled import Scheduled, scheduled_run
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.pipeline.through_autograd import through_autograd
@@ -187,20 +188,28 @@ class Pipeline:
             outputs = self._answer(captured, results, own)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
-    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
         """Compile without running anything: for forward_backward if there are ``labels`` or a ``loss_fn``, else for a
         call."""
+        made: list[functools.partial[Any]] = []
+
+        def noted(calls: tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]) -> Any:
+            made.extend(calls[0])
+            return calls
+
         loss_fn = kwargs.get("loss_fn")
         with self._lock, self._batch_norm():
             args, kwargs = self._placed((args, kwargs), loss_fn)
             labels = kwargs.get("labels")
             batch = (args, kwargs)
             if labels is None and loss_fn is None:
-                make = functools.partial(self._calls_of_model, args, kwargs)
-                self._captured(make, batch, forwards_before_backwards=True, runs=False)
-                return
+                make = lambda: noted(self._calls_of_model(args, kwargs))  # noqa: E731
+                captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
+                return TracedStep(captured, self._instructions(captured, None), *made[0].args)
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            self._captured(lambda: self._calls_of_step(args, given, labels, loss_fn, "loss"), batch, runs=False)
+            make = lambda: noted(self._calls_of_step(args, given, labels, loss_fn, "loss"))  # noqa: E731
+            captured, *_ = self._captured(make, batch, runs=False)
+            return TracedStep(captured, self._instructions(captured, None), *made[0].args[2:])
 
     def _captured(
         self,

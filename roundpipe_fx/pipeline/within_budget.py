@@ -212,6 +212,7 @@ class _Attempts:
             main=only,
             last=only,
             structure=self._cut.structure,
+            staged=self._cut.joint,
             given=self._pipelining.given_schedule,
             devices=self._pipelining.workers,
             forwards_before_backwards=self._forwards_before_backwards,

@@ -1,0 +1,230 @@
+"""Forward stages: the forward of each stage as a graph of its own, which autograd differentiates when it runs.
+
+This is what other pipeline runtimes take, which hand values from one stage to the next one only::
+
+    joint graph ── forward nodes by stage ──▶ stage 0 ──sends──▶ stage 1 ──sends──▶ stage 2 ──▶ results
+                                                 ▲                  ▲                  ▲
+                                                 └── parameters, buffers, the batch ───┘
+
+What is computed from the batch and buffers alone (masks, rotary embeddings) needs no gradient: where a later stage
+than the next one reads it, or where it is no floating-point tensor, each reader computes it again.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import (
+    JointGraph,
+    Mark,
+    Phase,
+    has_side_effect,
+    input_nodes,
+    is_seeded,
+    module_path,
+)
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.torch_private import graph_module, module_path_text
+
+__all__ = ["ForwardStage", "forward_stages"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardStage:
+    """The forward of one stage.
+
+    Attributes:
+        module: takes the values of ``received``, then those of ``primals``; returns a tuple of those of ``sent``, then
+            the new values of ``updated``.
+        received: values of the stage before.
+        primals: graph inputs that it reads.
+        sent: what it hands to the next stage; of the last one, the model's results.
+        updated: graph inputs that are overwritten with what it computes.
+    """
+
+    module: fx.GraphModule
+    received: tuple[fx.Node, ...]
+    primals: tuple[fx.Node, ...]
+    sent: tuple[fx.Node, ...]
+    updated: tuple[fx.Node, ...]
+
+
+def forward_stages(joint: JointGraph) -> list[ForwardStage]:
+    """The forward of each stage.
+
+    Args:
+        joint: a graph with stages, in which nothing is recomputed yet.
+
+    Raises:
+        ValueError: a value skips a stage, a trained tensor is read by several stages, or the forward alone does not
+            determine the gradients; the message names what it is.
+    """
+    _refuse_own_gradients(joint)
+    primals = joint.primals
+    updates = {primals[place]: joint.forward_outputs[output] for output, place in joint.updates.items()}
+    changed = set(joint.updates)
+    results = [node for place, node in enumerate(joint.forward_outputs) if place not in changed]
+    returned = tuple(node for node in results if isinstance(node, fx.Node))
+    stages = _stages_of(joint)
+    last = max(stages.values())
+    needed = _needed((*returned, *(node for node in updates.values() if isinstance(node, fx.Node))))
+    of_batch = _of_batch(joint, needed, updates.keys())
+    readers: dict[fx.Node, set[int]] = {}
+    for node in needed:
+        for source in input_nodes(node):
+            readers.setdefault(source, set()).add(stages.get(node, 0))
+    for node in returned:
+        readers.setdefault(node, set()).add(last)
+    again = {
+        node
+        for node in of_batch
+        if not _is_float(node) or any(stage > stages[node] + 1 for stage in readers.get(node, ()))
+    }
+    nodes: list[set[fx.Node]] = [set() for _ in range(last + 1)]
+    received: list[set[fx.Node]] = [set() for _ in range(last + 1)]
+    for node in (node for node in needed if node in stages):
+        nodes[stages[node]].add(node)
+    for stage in range(last + 1):
+        wanted = [source for node in nodes[stage] for source in input_nodes(node)]
+        wanted += returned if stage == last else ()
+        for node in (node for node in wanted if node in stages and stages[node] != stage):
+            if node in again:
+                nodes[stage] |= {own for own in _needed([node]) if own in stages}
+            else:
+                received[stage].add(node)
+    for stage in range(last + 1):
+        received[stage] -= nodes[stage]
+    _refuse_skips(joint, stages, received)
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    made = []
+    for stage in range(last + 1):
+        sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
+        new = {own: node for own, node in updates.items() if isinstance(node, fx.Node) and stages.get(node, 0) == stage}
+        made.append(_stage(joint, stage, sorted(nodes[stage], key=order.__getitem__), received[stage], sent, new))
+    _refuse_shared(joint, made)
+    return made
+
+
+def _stages_of(joint: JointGraph) -> dict[fx.Node, int]:
+    """The stage of each node of the forward; parts of a result are in the stage that computes it."""
+    stages: dict[fx.Node, int] = {}
+    for node in joint.in_phase(Phase.FORWARD):
+        source = node.args[0] if node.target is operator.getitem else None
+        stages[node] = stages[source] if isinstance(source, fx.Node) and source in stages else node.meta[Mark.STAGE]
+    return stages
+
+
+def _needed(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
+    """The results, and all that they are computed from."""
+    found: dict[fx.Node, None] = {}
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found[node] = None
+            pending.extend(input_nodes(node))
+    return found
+
+
+def _of_batch(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
+    """Nodes that are computed from the batch, and from buffers that stay as they are."""
+    changing = set(updated)
+    fixed = {node for node in joint.primals if node not in changing and not _is_trained(joint, node)}
+    wanted, found = set(needed), set(fixed)
+    for node in joint.in_phase(Phase.FORWARD):
+        if node in wanted and not is_seeded(node) and not has_side_effect(node) and found.issuperset(input_nodes(node)):
+            found.add(node)
+    return found - fixed
+
+
+def _is_trained(joint: JointGraph, node: fx.Node) -> bool:
+    """Whether a gradient is computed for a graph input."""
+    if not joint.gradients:
+        return False
+    return joint.gradients[joint.primals.index(node)] is not None
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _stage(
+    joint: JointGraph,
+    stage: int,
+    nodes: Sequence[fx.Node],
+    received: Iterable[fx.Node],
+    sent: Sequence[fx.Node],
+    updates: dict[fx.Node, fx.Node],
+) -> ForwardStage:
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    outputs = [*sent, *updates.values()]
+    inputs = {source for node in nodes for source in input_nodes(node)} | set(outputs)
+    primals = [node for node in joint.primals if node in inputs]
+    arriving = sorted(received, key=order.__getitem__)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for source in (*arriving, *primals):
+        copies[source] = graph.placeholder(source.name)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
+    return ForwardStage(
+        module=graph_module(joint.module, graph, f"stage_{stage}"),
+        received=tuple(arriving),
+        primals=tuple(primals),
+        sent=tuple(sent),
+        updated=tuple(updates),
+    )
+
+
+def _refuse_own_gradients(joint: JointGraph) -> None:
+    if joint.own_gradients:
+        raise ValueError(
+            "PyTorch's pipeline differentiates the forward of each stage by autograd, and the model decides itself "
+            f"about the gradient of {'; '.join(joint.own_gradients[:3])} (no_grad, detach, or a backward of its own). "
+            "Write this part without it, or train with model.forward_backward."
+        )
+    if any(isinstance(node.target, TileLoop) for node in joint.graph.nodes):
+        raise ValueError(
+            "operations of this plan run in tiles, which autograd does not differentiate: compile with tiling='never', "
+            "or without a memory_budget."
+        )
+
+
+def _where(joint: JointGraph, node: fx.Node) -> str:
+    path = module_path(node, module_path_text)
+    return f"{joint.label(node)!r}" + (f" of {path}" if path else "")
+
+
+def _refuse_skips(joint: JointGraph, stages: dict[fx.Node, int], received: Sequence[set[fx.Node]]) -> None:
+    skips = []
+    for stage, values in enumerate(received):
+        for node in values:
+            if stages[node] != stage - 1:
+                skips.append(f"{_where(joint, node)} goes from stage {stages[node]} to stage {stage}")
+            elif not _is_float(node):
+                skips.append(f"{_where(joint, node)}, which stage {stage} reads, is no floating-point tensor")
+    if skips:
+        raise ValueError(
+            "PyTorch's pipeline hands floating-point tensors from each stage to the next one only: "
+            f"{'; '.join(sorted(skips)[:5])} ({len(skips)} in all). Use fewer stages, or begin them elsewhere: "
+            "stages=[…]; model.forward_backward has no such limit."
+        )
+
+
+def _refuse_shared(joint: JointGraph, made: Sequence[ForwardStage]) -> None:
+    for node in joint.primals:
+        readers = [stage for stage, own in enumerate(made) if node in own.primals]
+        updated = any(node in own.updated for own in made)
+        if len(readers) > 1 and (updated or (node in joint.parameters and _is_trained(joint, node))):
+            raise ValueError(
+                f"{joint.label(node)!r} is read by stages {readers}, and PyTorch's pipeline does not sum the gradients "
+                "of tied weights, nor share buffers that stages update. Untie it, or begin stages so that one has all "
+                "that read it: stages=[…]; model.forward_backward has no such limit."
+            )
