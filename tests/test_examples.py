@@ -71,6 +71,7 @@ def test_many_processes(tmp_path: Path) -> None:
     (tmp_path / "page.py").write_text("\n".join(blocks))
     _run_in_processes("page.py", cwd=tmp_path)
     assert (tmp_path / "checkpoint" / ".metadata").exists()
+    assert (tmp_path / "folder" / "model.safetensors.index.json").exists()
 
 
 @pytest.mark.long

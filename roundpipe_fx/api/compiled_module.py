@@ -231,6 +231,23 @@ class CompiledModule(nn.Module):
         """
         over_processes.load(_processes(self), path, fill)
 
+    def save(self, path: str | Path) -> None:
+        """Write the model as a Hugging Face folder, each rank the tensors of its stages. Every rank must call it.
+
+        Several ranks write a file each, and the first one their index; a Hugging Face model's configuration is written
+        too. A tensor that several ranks have is written once, and so are sharded ones, whole. :meth:`load` and
+        ``from_pretrained`` read the folder.
+
+        Args:
+            path: the folder, on a file system that all ranks see; weights of an earlier save are replaced.
+
+        Raises:
+            RuntimeError: the model was compiled without ``mesh``, is not planned, or has no values yet; or another rank
+                could not write.
+            OSError: this rank could not write, or a ``SafetensorError`` says so; then no rank has replaced its file.
+        """
+        over_processes.save(_processes(self), path)
+
     def init_weights(self, fill: Callable[[str, torch.Tensor], object]) -> None:
         """Let a function write the parameters and buffers of this rank's stages. Every rank must call it.
 
@@ -433,6 +450,7 @@ _OWN = (
     "plan",
     "plans",
     "pytorch_stages",
+    "save",
     "trace",
     "optim_named_parameters",
     "optim_parameters",
@@ -441,7 +459,7 @@ _OWN = (
 )
 """Attributes that a compiled module has in addition to the model's."""
 
-_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load", "no_sync")
+_OF_PROCESSES = ("clip_grad_norm_", "init_weights", "load", "no_sync", "save")
 """Those that every model compiled with a mesh has."""
 
 COMPILED = (

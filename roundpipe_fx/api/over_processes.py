@@ -16,6 +16,7 @@ from roundpipe_fx.distributed.agreement import together
 from roundpipe_fx.distributed.group import DATA, PIPELINE, PipelineGroup, check_mesh, size_of
 from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.ownership import named_tensors
+from roundpipe_fx.distributed.saving import save_files
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -31,6 +32,7 @@ __all__ = [
     "own_state",
     "process_pipeline",
     "replicas_of",
+    "save",
 ]
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -142,6 +144,12 @@ def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> Non
     with together(processes.group.everyone, "load the model"):
         load_files(processes.ownership, path, fill, seed)
     _share(processes)
+
+
+def save(processes: ProcessPipeline, path: str | Path) -> None:
+    """Write what this rank owns to files."""
+    _check_planned(processes)
+    save_files(processes.ownership, processes.group, path)
 
 
 def initialize_own(processes: ProcessPipeline, fill: Fill) -> None:

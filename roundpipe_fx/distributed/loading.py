@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.ownership import Ownership
 
-__all__ = ["Fill", "initialize", "load_files", "load_tensors"]
+__all__ = ["INDEX_FILE", "SINGLE_FILE", "Fill", "aliases", "initialize", "load_files", "load_tensors"]
 
 Fill = Callable[[str, torch.Tensor], object]
 """Writes the values of a tensor, given its name."""
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 
 
 def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: int) -> None:
@@ -41,10 +41,9 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
     from safetensors import safe_open
 
     files = _files(Path(path))
-    aliases = _aliases(ownership)
     missing = []
     opened: dict[Path, Any] = {}
-    for names, value in aliases:
+    for names, value in aliases(ownership):
         name = next((own for own in names if own in files), None)
         if name is None:
             if id(value) in ownership.unloaded or isinstance(value, torch.nn.Parameter):
@@ -65,7 +64,7 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
 
 def load_tensors(ownership: Ownership, tensors: Mapping[str, Any]) -> None:
     """Copy what a rank owns from tensors by name; what they do not have stays as it is."""
-    for names, value in _aliases(ownership):
+    for names, value in aliases(ownership):
         name = next((own for own in names if own in tensors), None)
         if name is not None:
             _copy(ownership, name, value, tensors[name])
@@ -83,7 +82,7 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
         seed: the same on all ranks.
         names: of the tensors to write; ``None``: all.
     """
-    for (name, *_), value in _aliases(ownership):
+    for (name, *_), value in aliases(ownership):
         if names is None or name in names:
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             with torch.random.fork_rng():
@@ -91,8 +90,15 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
                 ownership.fill(value, lambda tensor, name=name: fill(name, tensor))  # type: ignore[misc]
 
 
-def _aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """What a rank owns, each tensor once, with all its names."""
+def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """What a rank owns, each tensor once, with all its names.
+
+    Args:
+        ownership: of a planned model.
+
+    Returns:
+        names, in the model's order, and tensors, as they are traced.
+    """
     found: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, value in ownership.named():
         if ownership.owns(value):
@@ -118,11 +124,13 @@ def _files(path: Path) -> dict[str, Path]:
     """The file of each tensor, by name."""
     from safetensors import safe_open
 
-    if path.is_dir() and (path / _INDEX).exists():
-        index = json.loads((path / _INDEX).read_text())["weight_map"]
+    if path.is_dir() and (path / INDEX_FILE).exists():
+        index = json.loads((path / INDEX_FILE).read_text())["weight_map"]
         return {name: path / file for name, file in index.items()}
-    file = path / _SINGLE if path.is_dir() else path
+    file = path / SINGLE_FILE if path.is_dir() else path
     if not file.exists():
-        raise FileNotFoundError(f"{path}: there is neither {_SINGLE} nor {_INDEX}, nor is it a file of that format.")
+        raise FileNotFoundError(
+            f"{path}: there is neither {SINGLE_FILE} nor {INDEX_FILE}, nor is it a file of that format."
+        )
     with safe_open(file, framework="pt") as opened:
         return dict.fromkeys(opened.keys(), file)
