@@ -234,16 +234,14 @@ class CompiledModule(nn.Module):
     def save(self, path: str | Path) -> None:
         """Write the model as a Hugging Face folder, each rank the tensors of its stages. Every rank must call it.
 
-        Several ranks write a file each, and the first one their index; a Hugging Face model's configuration is written
-        too. A tensor that several ranks have is written once, and so are sharded ones, whole. :meth:`load` and
-        ``from_pretrained`` read the folder.
+        The first rank writes an index and a Hugging Face model's configuration. A tensor that several ranks have is
+        written once, and so are sharded ones, whole. :meth:`load` and ``from_pretrained`` read the folder.
 
         Args:
             path: the folder, on a file system that all ranks see; weights of an earlier save are replaced.
 
         Raises:
-            RuntimeError: the model was compiled without ``mesh``, is not planned, or has no values yet; or another rank
-                could not write.
+            RuntimeError: there is no ``mesh``, plan, or value of a tensor yet; or another rank could not write.
             OSError: this rank could not write, or a ``SafetensorError`` says so; then no rank has replaced its file.
         """
         over_processes.save(_processes(self), path)
@@ -286,8 +284,7 @@ class CompiledModule(nn.Module):
 
         Raises:
             RuntimeError: the model was compiled without ``mesh``, or has no values yet.
-            ValueError: a value skips a stage; stages share trained tensors; the model has a gradient of its own
-                (``no_grad``, ``detach``, ``autograd.Function``); operations run in tiles; or ``shard="dp"``.
+            ValueError: PyTorch's runtime cannot run these stages as planned; the message says why.
         """
         _processes(self)
         return self._state_of_roundpipe_fx.pytorch_stages(args, kwargs)
