@@ -205,11 +205,11 @@ class Pipeline:
             if labels is None and loss_fn is None:
                 make = lambda: noted(self._calls_of_model(args, kwargs))  # noqa: E731
                 captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
-                return TracedStep(captured, self._instructions(captured, None), *made[0].args)
+                return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args)
             given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
             make = lambda: noted(self._calls_of_step(args, given, labels, loss_fn, "loss"))  # noqa: E731
             captured, *_ = self._captured(make, batch, runs=False)
-            return TracedStep(captured, self._instructions(captured, None), *made[0].args[2:])
+            return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args[2:])
 
     def _captured(
         self,
