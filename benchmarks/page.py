@@ -142,6 +142,17 @@ _PARTS = (
         "Recomputation that runs while a device waits for a gradient.",
     ),
     _Part(
+        "published",
+        "Published runs",
+        "benchmarks.published",
+        "Planned, not run, at the vendor's peak rates, beside what torchtitan publishes for H100s "
+        "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, "
+        "without float8, at a power limit of 500 W) and A100s "
+        "(https://github.com/pytorch/torchtitan/blob/main/docs/performance.md). Nothing was fitted. The 70B and 405B "
+        "runs of these pages have tensor parallelism with float8, which no plan has, or (70B on 64 A100s) were not "
+        "planned; nor is the optimizer's step modelled, or parameters in float32. The last rows are for 1,024 devices.",
+    ),
+    _Part(
         "offloaded",
         "Models on the host",
         "benchmarks.offloaded",

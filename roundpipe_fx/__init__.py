@@ -4,6 +4,7 @@ It takes any PyTorch model that ``torch.compile`` can trace, cuts its forward-ba
 decides what is saved and what is recomputed, never repeats a host synchronization, and emits stage modules.
 """
 
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.sync_ops import register_sync_op
 from roundpipe_fx.api.compile import compile
 from roundpipe_fx.api.compiled_module import CompiledModule
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidScheduleError",
     "JointGraph",
     "Loss",
+    "Network",
     "OptimizerCtx",
     "Pass",
     "PassContext",

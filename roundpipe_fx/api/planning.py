@@ -14,12 +14,14 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.analysis.cost.network import Network, network_of
 from roundpipe_fx.api.compiled_module import compiled_module
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.settings import parse_pipelining
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, optimizer_memory
+from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
+from roundpipe_fx.schedules import Schedule
 from roundpipe_fx.torch_private import fakes_on
 
 __all__ = ["device_name", "plan"]
@@ -33,9 +35,13 @@ def plan(
     memory_budget: int | float | str | None = None,
     device: str | None = None,
     devices: int = 1,
+    mesh_shape: tuple[int, int] | None = None,
+    shard: str | None = None,
+    network: Network | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
     offloaded: bool = False,
     num_microbatches: int | None = None,
+    schedule: str | Schedule | None = None,
     host_budget: int | str | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
@@ -57,6 +63,11 @@ def plan(
     With several devices the step is pipelined as with ``roundpipe_fx.compile(model, mesh=...)``: each device is a
     process, which has the parameters of its own stages.
 
+    With ``mesh_shape`` there are replicas of such a pipeline, on machines of any number. Replicas are alike, so one of
+    them is planned, with what it gathers from the others and reduces with them, and with the links of a network:
+    ``plan(model, input_ids=tokens, labels=tokens, mesh_shape=(64, 16), device="H100")`` plans for 1,024 devices. Inputs
+    are then the batch of one replica.
+
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; only shapes and dtypes of tensors matter.
@@ -66,14 +77,21 @@ def plan(
         device: name of a device with a roofline (``"RTX 4090"``, ``"H100"``, ``"cpu"``, …); ``None``: this machine's
             GPU if its name is among them, else the CPU.
         devices: how many such devices the step is pipelined over.
+        mesh_shape: sizes of the mesh's dimensions ``"dp"`` and ``"pp"``: how many replicas there are, and how many
+            devices each of them has. Instead of ``devices``. Memory beside the budget is then for the optimizer's state
+            too, if ``optimizer`` is given.
+        shard: ``"dp"``: replicas share out parameters, gradients and the optimizer's state, as for
+            :func:`roundpipe_fx.compile`.
+        network: the links of the mesh; ``None``: the usual ones of such devices, eight of them on a node.
         stages: as for :func:`roundpipe_fx.compile`.
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``; all devices are then of one process.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
             several or the model is offloaded.
+        schedule: as for :func:`roundpipe_fx.compile`.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
-        optimizer: one whose host memory is counted if the model is offloaded, made from the model's parameters or from
-            copies of them, which are counted too. Like them it needs no memory here:
+        optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
+            parameters or from copies of them, which are counted too. Like them it needs no memory here:
             ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
         **kwargs: more inputs.
 
@@ -92,12 +110,19 @@ def plan(
         raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
     budget = options.memory_budget
-    over_processes = devices > 1 and not offloaded
+    replicas = 1
+    if mesh_shape is not None:
+        replicas, devices = _mesh_sizes(mesh_shape, devices, offloaded)
+    elif shard is not None or network is not None:
+        raise ValueError("shard= and network= are of a mesh: give mesh_shape=(replicas, devices of each) too.")
+    if shard not in (None, "dp"):
+        raise ValueError(f"shard={shard!r}: the only valid value is 'dp'.")
+    over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
         weights = 0 if offloaded else sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         if total:
-            _check_weights(weights, total, devices, name)
+            _check_weights(weights, total, devices * (replicas if shard else 1), name)
         budget = (total if over_processes else total - weights) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
@@ -106,10 +131,16 @@ def plan(
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
-    if offloaded or devices > 1 or num_microbatches is not None:
+    if offloaded or over_processes or num_microbatches is not None or schedule is not None:
         count = 2 * devices if num_microbatches is None else num_microbatches
         parsed = parse_pipelining(
-            ["cpu"] * devices if devices > 1 else None, count, None, None, options.stages, None, options.memory_budget
+            ["cpu"] * devices if over_processes or (offloaded and devices > 1) else None,
+            count,
+            schedule,
+            None,
+            options.stages,
+            None,
+            options.memory_budget,
         )
         assert parsed is not None
         memory = NO_OPTIMIZER
@@ -127,14 +158,66 @@ def plan(
             host_budget=parse_host_budget(host_budget),
             optimizer=memory,
             elsewhere=True,
+            replicas=replicas,
+            sharded=shard is not None and replicas > 1,
+            network=(network or network_of(name)) if mesh_shape is not None else None,
+            optimizer_share=_optimizer_share(memory, model) if mesh_shape is not None else 0.0,
             budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
         )
+    tokens = _tokens((args, kwargs))
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
-    return planned.trace(*args, **kwargs)
+    found = planned.trace(*args, **kwargs)
+    if found.pipeline is None or found.pipeline.mesh is None:
+        return found
+    mesh = dataclasses.replace(found.pipeline.mesh, tokens=tokens)
+    return dataclasses.replace(found, pipeline=dataclasses.replace(found.pipeline, mesh=mesh))
 
 
-_OPTIONS = ("memory_budget", "device", "devices", "stages", "offloaded", "num_microbatches", "host_budget", "optimizer")
+def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, int]:
+    """The number of replicas, and of the devices of each.
+
+    Raises:
+        ValueError: they are not two positive numbers, or contradict other options.
+    """
+    sizes = tuple(mesh_shape) if isinstance(mesh_shape, (tuple, list)) else ()
+    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        raise ValueError(
+            f"mesh_shape={mesh_shape!r}: give the sizes of the dimensions 'dp' and 'pp', as mesh_shape=(64, 16): 64 "
+            "replicas of 16 devices each."
+        )
+    if devices != 1 or offloaded:
+        other = "offloaded=True" if offloaded else f"devices={devices}"
+        raise ValueError(f"mesh_shape={mesh_shape!r} and {other} exclude each other: the mesh has all devices.")
+    return sizes[0], sizes[1]
+
+
+def _optimizer_share(memory: OptimizerMemory, model: nn.Module) -> float:
+    """Bytes of the optimizer's state for each byte of a parameter that gets a gradient."""
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    return memory.bytes / trained if trained else 0.0
+
+
+def _tokens(inputs: Any) -> int:
+    """Number of tokens of a batch: of the first integers that it has in rows; 0: it has none."""
+    tensors = (value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor))
+    return next((value.numel() for value in tensors if value.dim() == 2 and value.dtype == torch.long), 0)
+
+
+_OPTIONS = (
+    "memory_budget",
+    "device",
+    "devices",
+    "mesh_shape",
+    "shard",
+    "network",
+    "stages",
+    "offloaded",
+    "num_microbatches",
+    "schedule",
+    "host_budget",
+    "optimizer",
+)
 
 
 def _check_names(model: nn.Module, inputs: Collection[str]) -> None:

@@ -21,14 +21,15 @@ from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Variant
 from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.sharded_costs import gathered_stages
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedPipeline
+from roundpipe_fx.report.plan_parts import OffloadedValue, PlannedMesh, PlannedPipeline
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Source, StepCode
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
-from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, with_transfers
+from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
+from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
@@ -89,6 +90,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         host_optimizer_bytes=host.optimizer,
         gathered_bytes=timing.gathered_bytes,
         gathered=gathered_stages(pipeline.main.costs, timing),
+        mesh=_planned_mesh(pipeline, timing, pipelining) if pipelining.network is not None else None,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,
@@ -98,6 +100,21 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         pipeline=planned,
         timing=timing,
         measured=graph.measured,
+    )
+
+
+def _planned_mesh(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> PlannedMesh:
+    """The replicas of a pipeline, and what communication costs."""
+    costs = pipeline.main.costs
+    alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
+    trained = weights_of_devices(timing.schedule, costs, trained=True)
+    return PlannedMesh(
+        replicas=pipelining.replicas,
+        sharded=pipelining.sharded,
+        weight_bytes=tuple(weights_of_devices(timing.schedule, costs)),
+        optimizer_bytes=tuple(int(pipelining.optimizer_share * size) for size in trained),
+        collective_seconds=max(timing.collective_seconds, default=0.0),
+        unhidden_seconds=timing.makespan - alone.makespan,
     )
 
 

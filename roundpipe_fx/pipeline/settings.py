@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory
 from roundpipe_fx.schedules import Schedule
 
@@ -73,7 +74,10 @@ class Pipelining:
             there, or no limit if the step is planned for elsewhere.
         optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.
-        budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages.
+        budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages,
+            and for the optimizer's state of these parameters.
+        network: the links between the devices of all replicas; ``None``: they are not modelled.
+        optimizer_share: bytes of the optimizer's state for each byte of a parameter, where replicas are planned for.
     """
 
     devices: tuple[torch.device, ...]
@@ -89,6 +93,8 @@ class Pipelining:
     optimizer: OptimizerMemory = NO_OPTIMIZER
     elsewhere: bool = False
     budget_has_weights: bool = False
+    network: Network | None = None
+    optimizer_share: float = 0.0
 
     @property
     def workers(self) -> int:

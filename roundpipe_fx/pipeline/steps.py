@@ -101,11 +101,11 @@ def step_costs(
     kinds = {value.device.type for node in lowered.forward.inputs for value in tensor_values(node)}
     kind = next(iter(kinds - {"cpu"}), "cpu")
     phases = {step: (module.stage, module.phase) for step, module in steps.modules.items()}
-    travel: dict[tuple[StageAction, StageAction], float] = {}
+    sent_bytes: dict[tuple[StageAction, StageAction], int] = {}
     for step, module in steps.modules.items():
         for source in steps.graph.reads[step]:
             sent = [value for node in module.inputs if steps.maker.get(node) == source for value in tensor_values(node)]
-            travel[source, step] = transfer_seconds(tensor_bytes(sent))
+            sent_bytes[source, step] = tensor_bytes(sent)
     simulated, held = simulate_calls(
         lowered.forward, lowered.backward, lowered.gradient_owners, lowered.tangents, granularity, lowered.parameters
     )
@@ -117,7 +117,8 @@ def step_costs(
     step_of = {module.name: step for step, module in steps.modules.items()}
     return StepCosts(
         seconds={step: lowered.seconds.get(phase, 0.0) for step, phase in phases.items()},
-        transfer_seconds=travel,
+        transfer_seconds={pair: transfer_seconds(size) for pair, size in sent_bytes.items()},
+        sent_bytes=sent_bytes,
         held=_held(held, steps, step_of, kind),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,

@@ -125,7 +125,7 @@ def _with_all_gathered(attempt: Attempt) -> int:
 
 
 def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> int:
-    """The bytes that a budget leaves beside the weights of the device that has most of them.
+    """The bytes that a budget leaves beside the weights and optimizer state of the device that has most of them.
 
     Every device is given the same: it is what ``memory_budget`` means where the step runs, on all ranks.
 
@@ -137,11 +137,15 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
     Raises:
         InfeasibleBudgetError: nothing is left.
     """
-    weights = max(weights_of_devices(attempt.timing.schedule, attempt.pipeline.main.costs))
+    schedule, costs = attempt.timing.schedule, attempt.pipeline.main.costs
+    trained = weights_of_devices(schedule, costs, trained=True)
+    optimizer = [int(pipelining.optimizer_share * size) for size in trained]
+    weights = max(map(sum, zip(weights_of_devices(schedule, costs), optimizer, strict=True)))
     if weights < budget:
         return budget - weights
     raise InfeasibleBudgetError(
-        f"the parameters and buffers of the stages of one of {pipelining.workers} devices alone take "
+        f"the parameters and buffers{' and the optimizer state' if any(optimizer) else ''} of the stages of one of "
+        f"{pipelining.workers} devices alone take "
         f"{bytes_text(weights)}, and {bytes_text(budget)} of its memory are for them and a step. Use more devices, "
         "stages that divide the weights more evenly, or offloaded=True.",
         weights,

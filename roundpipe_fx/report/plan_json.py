@@ -12,6 +12,7 @@ from roundpipe_fx.report.plan_parts import (
     LISTS,
     GatheredStage,
     OffloadedValue,
+    PlannedMesh,
     PlannedPipeline,
     PlannedStage,
     PlannedTiles,
@@ -78,7 +79,10 @@ def fields_of_json(text: str) -> dict[str, Any]:
         offloaded = tuple(OffloadedValue(**value) for value in fields["pipeline"]["offloaded"])
         gathered = tuple(GatheredStage(**stage) for stage in fields["pipeline"].get("gathered", ()))
         lists["gathered_bytes"] = tuple(fields["pipeline"].get("gathered_bytes", ()))
-        lists |= {"offloaded": offloaded, "gathered": gathered}
+        mesh = fields["pipeline"].get("mesh")
+        if mesh is not None:
+            mesh = PlannedMesh(**(mesh | {name: tuple(mesh[name]) for name in ("weight_bytes", "optimizer_bytes")}))
+        lists |= {"offloaded": offloaded, "gathered": gathered, "mesh": mesh}
         fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
     fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])
     details = {

@@ -8,6 +8,7 @@ __all__ = [
     "LISTS",
     "GatheredStage",
     "OffloadedValue",
+    "PlannedMesh",
     "PlannedPipeline",
     "PlannedStage",
     "PlannedTiles",
@@ -148,6 +149,29 @@ class GatheredStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedMesh:
+    """Replicas of a pipeline on a mesh of devices, as planned.
+
+    Attributes:
+        replicas: how many pipelines there are, each with a batch of its own.
+        sharded: whether they share out parameters, gradients and the optimizer's state.
+        weight_bytes: for each device of a pipeline, bytes of its parameters and buffers between steps.
+        optimizer_bytes: for each device of a pipeline, bytes of the optimizer's state; 0 where it is not known.
+        collective_seconds: modelled seconds that the device with most of them gathers and reduces.
+        unhidden_seconds: how much shorter a step would be if no communication took time, that of the pipeline included.
+        tokens: in the batch of one replica; 0 where the inputs have none.
+    """
+
+    replicas: int
+    sharded: bool
+    weight_bytes: tuple[int, ...]
+    optimizer_bytes: tuple[int, ...]
+    collective_seconds: float
+    unhidden_seconds: float
+    tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedPipeline:
     """How a step is pipelined.
 
@@ -173,6 +197,7 @@ class PlannedPipeline:
             where the optimizer is known.
         gathered_bytes: for each device, bytes of sharded parameters that it gathers in a step; empty: none are.
         gathered: which of them stay gathered.
+        mesh: replicas of the pipeline, and the cost of communication; ``None``: it was not planned for a mesh.
     """
 
     schedule: str
@@ -194,6 +219,22 @@ class PlannedPipeline:
     host_optimizer_bytes: int = 0
     gathered_bytes: tuple[int, ...] = ()
     gathered: tuple[GatheredStage, ...] = field(default=(), repr=False)
+    mesh: PlannedMesh | None = None
+
+    @property
+    def device_bytes(self) -> tuple[int, ...]:
+        """For each device, the bytes of its weights, optimizer state and a step; only where a mesh was planned."""
+        own = self.mesh
+        if own is None:
+            return ()
+        return tuple(map(sum, zip(own.weight_bytes, own.optimizer_bytes, self.peak_bytes, strict=True)))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Modelled tokens a second of each device; ``None`` where no mesh was planned, or inputs have no tokens."""
+        if self.mesh is None or not self.mesh.tokens:
+            return None
+        return self.mesh.tokens / (self.makespan * len(self.devices))
 
     @property
     def host_bytes(self) -> int:

@@ -121,6 +121,28 @@ def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
         f"devices: {_peaks_text(pipeline.peak_bytes)}",
         *_host_lines(pipeline),
         *_gather_lines(pipeline),
+        *_mesh_lines(pipeline),
+    ]
+
+
+def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
+    """Replicas, bytes of a device, and what communication costs."""
+    mesh = pipeline.mesh
+    if mesh is None:
+        return []
+    largest = max(range(len(pipeline.devices)), key=pipeline.device_bytes.__getitem__)
+    parts = [f"weights {bytes_text(mesh.weight_bytes[largest])}", f"a step {bytes_text(pipeline.peak_bytes[largest])}"]
+    if any(mesh.optimizer_bytes):
+        parts.insert(1, f"optimizer {bytes_text(mesh.optimizer_bytes[largest])}")
+    total, share = mesh.replicas * len(pipeline.devices), " that share out parameters" if mesh.sharded else ""
+    speed = pipeline.tokens_per_second
+    return [
+        f"mesh: {_counted(mesh.replicas, 'replica')}{share}, {total} devices in all; the fullest has "
+        f"{bytes_text(pipeline.device_bytes[largest])} ({', '.join(parts)})",
+        f"communication between replicas: {mesh.collective_seconds * 1e3:.3f} ms on the busiest device; without any "
+        f"communication a step would be {mesh.unhidden_seconds * 1e3:.3f} ms "
+        f"({mesh.unhidden_seconds / pipeline.makespan:.1%}) shorter"
+        + (f"; {speed:,.0f} tokens/s per device" if speed is not None else ""),
     ]
 
 

@@ -97,18 +97,24 @@ def peaks_of(
     return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
 
 
-def weights_of_devices(schedule: Schedule, costs: StepCosts) -> list[int]:
-    """For each device, the bytes of the parameters and buffers that its actions read.
+def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = False) -> list[int]:
+    """For each device, the bytes of the parameters and buffers that its actions read; of sharded ones, its part.
 
     Args:
         schedule: the actions of each device.
         costs: of the stage actions.
+        trained: whether only those count that get gradients.
     """
+    gradients = {tensor for of_step in costs.base_bytes.values() for tensor in of_step}
+    counted = costs.parameters & gradients if trained else costs.parameters
+    rows = costs.data_parallel.rows if costs.data_parallel is not None else {}
     sizes: list[dict[int, int]] = []
     for device in range(schedule.devices):
         steps = {(action.kind, action.stage) for action in schedule.actions(device)}
         read = [costs.copied_bytes.get(step, {}).items() for step in steps]
-        sizes.append({tensor: size for of_step in read for tensor, size in of_step if tensor in costs.parameters})
+        sizes.append(
+            {tensor: rows.get(tensor, size) for of_step in read for tensor, size in of_step if tensor in counted}
+        )
     return [sum(own.values()) for own in sizes]
 
 

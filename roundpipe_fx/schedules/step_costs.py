@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.schedules.action import ActionKind, StageAction
+from roundpipe_fx.schedules.data_parallel import Bucket, DataParallel, GatherStep, buckets_of, gather_steps_of
 from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.sharding import DeviceOrder, ShardedCosts
@@ -44,6 +48,7 @@ class StepCosts:
     Attributes:
         seconds: of each stage action.
         transfer_seconds: of sending the results of a stage action to a reader, by (maker, reader); 0 where absent.
+        sent_bytes: bytes of these results, by (maker, reader).
         held: bytes that outlive the stage action that allocates them.
         peak_bytes: peak bytes that a stage action allocates beyond those that are allocated when it begins.
         first_peak_bytes: the same for the first time that a device runs the stage action; where absent, as later.
@@ -67,10 +72,14 @@ class StepCosts:
         host_bandwidth: bytes per second between the host and a device.
         transport_bytes: bytes that each device holds of messages in any case, where devices are processes.
         sharded: costs of the parameters that replicas of a device share out; ``None``: they do not.
+        network: the links between the devices of many nodes, by which results are sent in place of
+            ``transfer_seconds``; ``None``: all devices are connected alike.
+        data_parallel: replicas of the pipeline; ``None``: there are none.
     """
 
     seconds: Mapping[StageAction, float]
     transfer_seconds: Mapping[tuple[StageAction, StageAction], float] = field(default_factory=dict)
+    sent_bytes: Mapping[tuple[StageAction, StageAction], int] = field(default_factory=dict)
     held: tuple[Held, ...] = ()
     peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
     first_peak_bytes: Mapping[StageAction, int] = field(default_factory=dict)
@@ -86,6 +95,8 @@ class StepCosts:
     host_bandwidth: float = 1.0
     transport_bytes: int = 0
     sharded: ShardedCosts | None = None
+    network: Network | None = None
+    data_parallel: DataParallel | None = None
 
     def windows(
         self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
@@ -107,6 +118,55 @@ class StepCosts:
             residency_windows(order[:, 1], own, reads, gradients, backward_start(order, schedule))
             for order, own in zip(schedule.orders, codes, strict=True)
         ]
+
+    def gathers(
+        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
+    ) -> list[list[GatherStep]]:
+        """What each device gathers; nothing unless replicas share out parameters.
+
+        Args:
+            schedule: the actions of each device.
+            codes: for each device, the number of each action's stage action.
+            steps: the stage actions, by number.
+        """
+        if self.data_parallel is None or not self.data_parallel.sharded:
+            return [[] for _ in codes]
+        rows = self.data_parallel.rows
+        reads = {
+            step: {key: size for key, size in of_step.items() if key in rows}
+            for step, of_step in self.copied_bytes.items()
+        }
+        return [
+            gather_steps_of(order, [steps[code] for code in own.tolist()], reads)
+            for order, own in zip(schedule.orders, codes, strict=True)
+        ]
+
+    def buckets(
+        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
+    ) -> list[list[Bucket]]:
+        """The gradients that each device reduces; none without replicas.
+
+        Those of a parameter that several devices have are reduced at the end of the step.
+
+        Args:
+            schedule: the actions of each device.
+            codes: for each device, the number of each action's stage action.
+            steps: the stage actions, by number.
+        """
+        if self.data_parallel is None:
+            return [[] for _ in codes]
+        own = [[steps[code] for code in of_device.tolist()] for of_device in codes]
+        parameters = [{key for step in set(of_device) for key in self.base_bytes.get(step, ())} for of_device in own]
+        devices = Counter(key for of_device in parameters for key in of_device)
+        late = {key for key, count in devices.items() if count > 1}
+        return [
+            buckets_of(order, of_device, self.base_bytes, late)
+            for order, of_device in zip(schedule.orders, own, strict=True)
+        ]
+
+    def without_communication(self) -> StepCosts:
+        """The same where sending, gathering and reducing take no time."""
+        return dataclasses.replace(self, transfer_seconds={}, network=None, data_parallel=None)
 
 
 def backward_start(order: np.ndarray, schedule: Schedule) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from roundpipe_fx.schedules.action import Action, StageAction
+from roundpipe_fx.schedules.data_parallel import ReplicaLink
 from roundpipe_fx.schedules.host_link import HostLink, WindowCopy
 from roundpipe_fx.schedules.memory import peaks_of
 from roundpipe_fx.schedules.offloads import Offload
@@ -55,13 +56,15 @@ class Timing:
         peak_bytes: peak bytes of each device.
         action_bytes: for each device, the bytes allocated there at most during each of its actions.
         brought_bytes: bytes of an offloaded model that are copied to the devices.
-        left: for an offloaded model, the seconds at which the last gradient has been copied to the host.
+        left: for an offloaded model, the seconds at which the last gradient has been copied to the host; with replicas,
+            at which the last one has been reduced.
         offloads: values that are on the host for a while.
         offload_spans: for each of them, the seconds at which its copy to the host starts and ends, and its copy back.
         window_copies: copies of the model's tensors to the devices, and of gradients to the host.
         returned_bytes: bytes of each gradient that is copied to the host.
         gathered_bytes: for each device, bytes of sharded parameters that it gathers.
         kept: sharded parameters that stay gathered for a while.
+        collective_seconds: with replicas, how long the gathers and reductions of each device take in all.
     """
 
     schedule: Schedule
@@ -78,10 +81,12 @@ class Timing:
     returned_bytes: tuple[int, ...] = ()
     gathered_bytes: tuple[int, ...] = ()
     kept: tuple[KeptGathered, ...] = ()
+    collective_seconds: tuple[float, ...] = ()
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end; for an offloaded model with the copies before and after."""
+        """Seconds from the first start to the last end; for an offloaded model with the copies before and after, with
+        replicas with the gathers before and the reductions after."""
         ends = [end[-1] for end in self.ends if len(end)]
         if self.left is not None:
             return max(self.left, *map(float, ends))
@@ -144,7 +149,13 @@ def simulate_time(
     windows = costs.windows(schedule, codes, steps)
     lengths = [len(own) for own in codes]
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
-    ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link)
+    replicas = None
+    if costs.data_parallel is not None:
+        gathers, buckets = costs.gathers(schedule, codes, steps), costs.buckets(schedule, codes, steps)
+        replicas = ReplicaLink(costs.data_parallel, gathers, buckets, lengths)
+    if costs.network is not None:
+        travel = _travel(costs, codes, reads, steps)
+    ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
     starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
     found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
@@ -157,9 +168,11 @@ def simulate_time(
         gathered_bytes=_gathered(schedule, costs, kept),
         kept=tuple(kept),
     )
+    clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
+    if replicas is not None:
+        return dataclasses.replace(timing, left=replicas.all_left(clock), collective_seconds=tuple(replicas.seconds))
     if link is None:
         return timing
-    clock = np.array([end[-1] if len(end) else 0.0 for end in ends])
     left = link.all_left(clock)
     brought = sum(window.first + window.brought for own in windows for window in own)
     returned = tuple(size for own in windows for window in own for size in window.gradients.values())
@@ -184,6 +197,23 @@ def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]
     )
 
 
+def _travel(
+    costs: StepCosts, codes: Sequence[np.ndarray], reads: np.ndarray, steps: Sequence[StageAction]
+) -> np.ndarray:
+    """Seconds of sending the results that stage actions read, by the nodes of the devices that run both."""
+    network, replicas = costs.network, costs.data_parallel
+    assert network is not None
+    device_of = {code: device for device, own in enumerate(codes) for code in np.unique(own).tolist()}
+    travel = np.zeros(reads.shape)
+    for step, place in np.argwhere(reads >= 0).tolist():
+        source = int(reads[step, place])
+        if step in device_of and source in device_of:
+            devices = device_of[source], device_of[step]
+            leaves = network.leaves(*devices, len(codes), replicas.ring.ranks if replicas is not None else 1)
+            travel[step, place] = network.send_seconds(costs.sent_bytes.get((steps[source], steps[step]), 0), leaves)
+    return travel
+
+
 def _run(
     schedule: Schedule,
     codes: list[np.ndarray],
@@ -192,7 +222,7 @@ def _run(
     travel: np.ndarray,
     seconds: np.ndarray,
     names: list[StageAction],
-    link: HostLink | None = None,
+    link: HostLink | ReplicaLink | None = None,
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Simulate in waves; returns for each device the seconds at which its actions end, and the wave of each action.
 

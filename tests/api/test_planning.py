@@ -174,3 +174,70 @@ def test_an_option_misspelt_for_a_model_that_takes_everything() -> None:
     x = torch.ones(2, requires_grad=True)
     with pytest.warns(UserWarning, match=r"gives 'memory_bugdet' to the model.*Did you mean 'memory_budget'\?"):
         roundpipe_fx.plan(Everything(), x, device="cpu", memory_bugdet=1)
+
+
+def _layers(count: int, width: int) -> torch.nn.Module:
+    with torch.device("meta"):
+        return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+def test_replicas_of_a_pipeline_are_planned_once() -> None:
+    width, replicas = 1024, 64
+    model, x = _layers(4, width), torch.empty(8, width)
+    size = 4 * width**2  # of a layer
+    adam = torch.optim.AdamW(model.parameters())
+    common: dict[str, Any] = {"device": "H100", "num_microbatches": 4, "stages": 4}
+    one = roundpipe_fx.plan(model, x, mesh_shape=(1, 4), optimizer=adam, **common)
+    assert one.pipeline.mesh.collective_seconds == 0 and one.pipeline.mesh.weight_bytes == (size,) * 4
+    assert one.pipeline.mesh.optimizer_bytes == (2 * size,) * 4
+    assert one.budget == int(0.9 * DEVICES["H100"].memory) - 3 * size
+    many = roundpipe_fx.plan(model, x, mesh_shape=(replicas, 4), optimizer=adam, **common)
+    # Two ranks of a ring are on each node, so two network adapters of 50 GB/s are used.
+    hops = 2 * (31 * 9.6e-6 + 32 * 3.4e-6)
+    assert many.pipeline.mesh.collective_seconds == pytest.approx(hops + 2 * 63 / 64 * size / 100e9)
+    assert one.pipeline.makespan < many.pipeline.makespan
+    slow = roundpipe_fx.Network(
+        node=8, within_bandwidth=450e9, within_latency=3.4e-6, between_bandwidth=1e9, between_latency=9.6e-6
+    )
+    slower = roundpipe_fx.plan(model, x, mesh_shape=(replicas, 4), network=slow, **common)
+    assert slower.pipeline.makespan > many.pipeline.makespan
+    assert slower.pipeline.mesh.unhidden_seconds > many.pipeline.mesh.unhidden_seconds
+    text = str(many)
+    assert "mesh: 64 replicas, 256 devices in all; the fullest has" in text and "optimizer 8.0 MiB" in text
+    assert "without any communication a step would be" in text and "tokens/s" not in text
+    assert roundpipe_fx.Plan.from_json(many.to_json()) == many
+
+
+def test_sharded_parameters_are_planned_within_a_budget() -> None:
+    width = 1024
+    model, x = _layers(8, width), torch.empty(8, width)
+    size = 4 * width**2
+    common: dict[str, Any] = {"device": "H100", "num_microbatches": 1, "stages": 8, "mesh_shape": (8, 1)}
+    whole, sharded = roundpipe_fx.plan(model, x, **common), roundpipe_fx.plan(model, x, shard="dp", **common)
+    assert whole.pipeline.mesh.weight_bytes == (8 * size,) and sharded.pipeline.mesh.weight_bytes == (size,)
+    assert sharded.pipeline.device_bytes[0] < 0.6 * whole.pipeline.device_bytes[0]
+    assert "8 replicas that share out parameters" in str(sharded)
+
+
+def test_tokens_of_a_mesh() -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    plan = roundpipe_fx.plan(TiedTransformer(), tokens, tokens, device="H100", mesh_shape=(2, 1), num_microbatches=1)
+    assert plan.pipeline.tokens_per_second == pytest.approx(8 / plan.pipeline.makespan)
+    assert "tokens/s per device" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mesh_shape": (2, 0)}, "sizes of the dimensions 'dp' and 'pp'"),
+        ({"mesh_shape": 8}, "sizes of the dimensions 'dp' and 'pp'"),
+        ({"mesh_shape": (2, 2), "devices": 4}, "exclude each other"),
+        ({"mesh_shape": (2, 2), "offloaded": True}, "exclude each other"),
+        ({"shard": "dp"}, "are of a mesh"),
+        ({"mesh_shape": (2, 1), "shard": "pp"}, "the only valid value is 'dp'"),
+        ({"mesh_shape": (1, 2), "schedule": "2f2b"}, "valid values are"),
+    ],
+)
+def test_what_is_no_mesh(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        roundpipe_fx.plan(torch.nn.Linear(4, 4), torch.empty(8, 4), device="cpu", **given)

@@ -1,0 +1,206 @@
+"""Replicas of a pipeline in the simulator: what they reduce and gather, when, and how many bytes it takes.
+
+The gradients of a stage are a *bucket*, reduced as soon as its last microbatch has added to them, beside what the
+device still runs; buckets are started from the last stage to the first. Where replicas share out parameters, those
+that a residency window reads are gathered while the window before it runs
+(:mod:`roundpipe_fx.schedules.residency`), and a
+bucket is waited for before the next one is started. This is what the runtime does
+(:mod:`roundpipe_fx.distributed.averaging`, :mod:`roundpipe_fx.distributed.gathering`). All collectives of a device run
+one after another, in the order in which they are started.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from roundpipe_fx.analysis.cost.network import Ring
+from roundpipe_fx.schedules.action import StageAction
+from roundpipe_fx.schedules.residency import resident, window_ranges
+
+__all__ = ["Bucket", "DataParallel", "GatherStep", "ReplicaLink", "buckets_of", "gather_steps_of"]
+
+_Sizes = Mapping[StageAction, Mapping[int, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataParallel:
+    """Replicas of a pipeline.
+
+    Attributes:
+        ring: the same device of all replicas.
+        sharded: whether replicas share out parameters and gradients.
+        together: tensors of fewer bytes travel as one.
+        rows: if sharded, bytes of one replica's part of each parameter, by its number.
+    """
+
+    ring: Ring
+    sharded: bool
+    together: int
+    rows: Mapping[int, int] = field(default_factory=dict)
+
+    def seconds(self, sizes: Iterable[int], one: Callable[[int], float]) -> float:
+        """Seconds of collectives for some tensors, of which the small ones travel as one.
+
+        Args:
+            sizes: bytes of each tensor.
+            one: seconds of a collective, by bytes.
+        """
+        sizes = [*sizes]
+        large = [size for size in sizes if size >= self.together]
+        return sum(map(one, large)) + one(sum(sizes) - sum(large))
+
+    def reduce_seconds(self, sizes: Iterable[int]) -> float:
+        """Seconds of reducing gradients, of which each replica gets all or, if sharded, its part."""
+        return self.seconds(sizes, self.ring.gather_seconds if self.sharded else self.ring.all_reduce_seconds)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that are reduced together.
+
+    Attributes:
+        place: position of the action behind which they are reduced.
+        sizes: bytes of each, by number of the parameter.
+    """
+
+    place: int
+    sizes: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class GatherStep:
+    """What is gathered at the beginning of a residency window.
+
+    Attributes:
+        places: positions of the window's actions.
+        first: bytes of the parameters that the window waits for: what the first one reads.
+        ahead: bytes of those that are gathered for the next window.
+        resident: bytes of the parameters that are gathered during the window.
+    """
+
+    places: range
+    first: tuple[int, ...]
+    ahead: tuple[int, ...]
+    resident: int
+
+
+def buckets_of(
+    order: np.ndarray, own: Sequence[StageAction], gradients: _Sizes, late: Collection[int] = ()
+) -> list[Bucket]:
+    """The buckets of a device, in the order in which they are started.
+
+    Args:
+        order: actions of the device, as in a schedule.
+        own: the stage action of each of them.
+        gradients: bytes of the gradients that a stage action adds to, by number of the parameter.
+        late: numbers of parameters whose gradients are reduced at the end of the step, behind all others.
+    """
+    last: dict[int, int] = {}
+    stage: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    for place, (step, of_stage) in enumerate(zip(own, order[:, 1].tolist(), strict=True)):
+        for parameter, size in gradients.get(step, {}).items():
+            last[parameter], sizes[parameter] = place, size
+            stage[parameter] = min(stage.get(parameter, of_stage), of_stage)
+    found: list[Bucket] = []
+    for number in sorted(set(stage.values()), reverse=True):
+        keys = [key for key in sizes if stage[key] == number and key not in late]
+        if keys:
+            before = found[-1].place if found else 0
+            found.append(Bucket(max(before, *(last[key] for key in keys)), {key: sizes[key] for key in keys}))
+    remaining = {key: size for key, size in sizes.items() if key in late}
+    return [*found, Bucket(len(own) - 1, remaining)] if remaining else found
+
+
+def gather_steps_of(order: np.ndarray, own: Sequence[StageAction], reads: _Sizes) -> list[GatherStep]:
+    """What a device gathers, window by window.
+
+    Args:
+        order: actions of the device, as in a schedule.
+        own: the stage action of each of them.
+        reads: bytes of the sharded parameters that a stage action reads, by number.
+    """
+    windows = window_ranges(order[:, 1])
+    steps = [{own[place] for place in window} for window in windows]
+    sizes = {key: size for of_window in steps for step in of_window for key, size in reads.get(step, {}).items()}
+    needed = [{key for step in of_window for key in reads.get(step, {})} for of_window in steps]
+    found: list[GatherStep] = []
+    before: set[int] = set()
+    for window, there in zip(windows, resident(needed), strict=True):
+        first = set() if found else needed[0]
+        ahead = there - before - first
+        bytes_of = [tuple(sizes[key] for key in sorted(keys)) for keys in (first, ahead)]
+        found.append(GatherStep(window, bytes_of[0], bytes_of[1], sum(sizes[key] for key in there)))
+        before = there
+    return found
+
+
+class ReplicaLink:
+    """State of all devices' links to their replicas while a schedule is simulated.
+
+    Attributes:
+        seconds: by device, how long its collectives take in all.
+    """
+
+    def __init__(
+        self,
+        parallel: DataParallel,
+        gathers: Sequence[Sequence[GatherStep]],
+        buckets: Sequence[Sequence[Bucket]],
+        lengths: Sequence[int],
+    ) -> None:
+        """Start with no collective in progress.
+
+        Args:
+            parallel: the replicas.
+            gathers: what each device gathers; nothing unless parameters are sharded.
+            buckets: of each device.
+            lengths: number of actions of each device.
+        """
+        self._waits = parallel.sharded
+        rows = [np.zeros((length + 1, 4)) for length in lengths]
+        for table, of_gathers, of_buckets in zip(rows, gathers, buckets, strict=True):
+            for step in of_gathers:
+                seconds = [parallel.seconds(part, parallel.ring.gather_seconds) for part in (step.first, step.ahead)]
+                table[step.places.start, :3] = 1, *seconds
+            for bucket in of_buckets:
+                table[bucket.place + 1, 3] += parallel.reduce_seconds(bucket.sizes.values())
+        self.seconds = [float(table[:, 1:].sum()) for table in rows]
+        self._table = np.concatenate([np.zeros((0, 4)), *(table[:-1] for table in rows)])
+        self._last = np.array([table[-1, 3] for table in rows])
+        self._free, self._gathered, self._reduced = np.zeros((3, len(lengths)))
+        """By device, when all collectives that were started will have ended, the gathers, and the reductions."""
+
+    def ready(self, devices: np.ndarray, places: np.ndarray, clock: np.ndarray) -> np.ndarray:
+        """Earliest start of actions as far as the replicas are concerned, in seconds.
+
+        Args:
+            devices: devices of the actions.
+            places: positions of the actions among those of all devices.
+            clock: seconds at which the devices have finished their previous actions.
+        """
+        begins, first, ahead, reduced = self._table[places].T
+        free, ready = self._free[devices], np.zeros(len(devices))
+        if self._waits:  # for the bucket before the one that is started
+            ready = np.where(reduced > 0, self._reduced[devices], ready)
+        free = np.where(reduced > 0, np.maximum(free, np.maximum(clock, ready)) + reduced, free)
+        self._reduced[devices] = np.where(reduced > 0, free, self._reduced[devices])
+        free = np.where(first > 0, np.maximum(free, clock) + first, free)
+        gathered = np.where(first > 0, free, self._gathered[devices])
+        ready = np.where(begins > 0, np.maximum(ready, gathered), ready)
+        free = np.where(ahead > 0, np.maximum(free, np.maximum(clock, ready)) + ahead, free)
+        self._gathered[devices] = np.where(ahead > 0, free, gathered)
+        self._free[devices] = free
+        return ready
+
+    def all_left(self, clock: np.ndarray) -> float:
+        """Seconds at which the last gradient has been reduced.
+
+        Args:
+            clock: seconds at which the devices have finished their last actions.
+        """
+        ends = np.where(self._last > 0, np.maximum(self._free, clock) + self._last, self._reduced)
+        return float(ends.max(initial=0.0))
