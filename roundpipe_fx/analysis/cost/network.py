@@ -77,6 +77,9 @@ class Network:
         Args:
             size: number of bytes.
             leaves: whether that device is of another node.
+
+        Returns:
+            the seconds until the last byte has arrived.
         """
         if leaves:
             return self.between_latency + size / self.between_bandwidth
@@ -90,6 +93,9 @@ class Network:
             other: likewise.
             pipeline: how many devices a pipeline has.
             replicas: how many pipelines there are.
+
+        Returns:
+            whether some pipeline sends over the network between them.
         """
         firsts = range(0, min(replicas, self.node) * pipeline, pipeline)  # on a node, the next ones lie as these
         return any((first + device) // self.node != (first + other) // self.node for first in firsts)
@@ -100,6 +106,9 @@ class Network:
         Args:
             ranks: how many replicas there are.
             stride: how many devices a replica has, which is how far the ranks are apart.
+
+        Returns:
+            the ring, as fast as the slowest of its links.
         """
         together = max(1, self.node // stride)
         nodes = -(-ranks // together)
