@@ -10,7 +10,7 @@ from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.distributed.averaging import SMALL_BYTES
-from roundpipe_fx.ir.joint_graph import JointGraph, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -178,21 +178,12 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
             costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))
         costs = dataclasses.replace(costs, transport_bytes=_transport_bytes(steps, costs, setting, pipelining))
     if pipelining.network is not None:
-        parallel = _data_parallel(lowered, costs, pipelining) if pipelining.replicas > 1 else None
-        costs = dataclasses.replace(costs, network=pipelining.network, data_parallel=parallel)
+        costs = dataclasses.replace(costs, network=pipelining.network)
+        if pipelining.replicas > 1:
+            ring = pipelining.network.ring(pipelining.replicas, pipelining.workers)
+            parallel = DataParallel(ring=ring, sharded=pipelining.sharded, together=SMALL_BYTES)
+            costs = dataclasses.replace(costs, data_parallel=parallel)
     return Variant(lowered, steps, costs)
-
-
-def _data_parallel(lowered: Lowered, costs: StepCosts, pipelining: Pipelining) -> DataParallel:
-    """The replicas of a pipeline. Of parameters without gradients, each is taken to have the whole."""
-    assert pipelining.network is not None
-    count = pipelining.replicas
-    rows = {}
-    for number in {number for of_step in costs.base_bytes.values() for number in of_step} if pipelining.sharded else ():
-        (value,) = tensor_values(lowered.forward.inputs[number])
-        rows[number] = -(-value.shape[0] // count) * value[0].numel() * value.element_size() if value.dim() else 0
-    ring = pipelining.network.ring(count, pipelining.workers)
-    return DataParallel(ring=ring, sharded=pipelining.sharded, together=SMALL_BYTES, rows=rows)
 
 
 _GENERATOR_BYTES = 5056

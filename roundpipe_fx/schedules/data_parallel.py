@@ -1,26 +1,24 @@
 """Replicas of a pipeline in the simulator: what they reduce and gather, when, and how many bytes it takes.
 
 The gradients of a stage are a *bucket*, reduced as soon as its last microbatch has added to them, beside what the
-device still runs; buckets are started from the last stage to the first. Where replicas share out parameters, those
-that a residency window reads are gathered while the window before it runs
-(:mod:`roundpipe_fx.schedules.residency`), and a
-bucket is waited for before the next one is started. This is what the runtime does
-(:mod:`roundpipe_fx.distributed.averaging`, :mod:`roundpipe_fx.distributed.gathering`). All collectives of a device run
-one after another, in the order in which they are started.
+device still runs; buckets are started from the last stage to the first. Where replicas share out parameters, a bucket
+is waited for before the next one is started, and what is gathered before which action is worked out in
+:mod:`roundpipe_fx.schedules.sharding`. This is what the runtime does (:mod:`roundpipe_fx.distributed.averaging`,
+:mod:`roundpipe_fx.distributed.gathering`). All collectives of a device run one after another, in the order in which
+they are started.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from roundpipe_fx.analysis.cost.network import Ring
 from roundpipe_fx.schedules.action import StageAction
-from roundpipe_fx.schedules.residency import resident, window_ranges
 
-__all__ = ["Bucket", "DataParallel", "GatherStep", "ReplicaLink", "buckets_of", "gather_steps_of"]
+__all__ = ["Bucket", "DataParallel", "Gather", "ReplicaLink", "buckets_of"]
 
 _Sizes = Mapping[StageAction, Mapping[int, int]]
 
@@ -33,13 +31,11 @@ class DataParallel:
         ring: the same device of all replicas.
         sharded: whether replicas share out parameters and gradients.
         together: tensors of fewer bytes travel as one.
-        rows: if sharded, bytes of one replica's part of each parameter, by its number.
     """
 
     ring: Ring
     sharded: bool
     together: int
-    rows: Mapping[int, int] = field(default_factory=dict)
 
     def seconds(self, sizes: Iterable[int], one: Callable[[int], float]) -> float:
         """Seconds of collectives for some tensors, of which the small ones travel as one.
@@ -71,70 +67,41 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class GatherStep:
-    """What is gathered at the beginning of a residency window.
+class Gather:
+    """What is gathered before an action: at the beginning of a residency window.
 
     Attributes:
-        places: positions of the window's actions.
-        first: bytes of the parameters that the window waits for: what the first one reads.
+        place: position of the action.
+        first: bytes of the parameters that this window waits for: what the first one of a half of a step reads.
         ahead: bytes of those that are gathered for the next window.
-        resident: bytes of the parameters that are gathered during the window.
     """
 
-    places: range
+    place: int
     first: tuple[int, ...]
     ahead: tuple[int, ...]
-    resident: int
 
 
-def buckets_of(
-    order: np.ndarray, own: Sequence[StageAction], gradients: _Sizes, late: Collection[int] = ()
-) -> list[Bucket]:
+def buckets_of(steps: Sequence[StageAction], gradients: _Sizes, late: Collection[int] = ()) -> list[Bucket]:
     """The buckets of a device, in the order in which they are started.
 
     Args:
-        order: actions of the device, as in a schedule.
-        own: the stage action of each of them.
+        steps: the stage action of each of its actions.
         gradients: bytes of the gradients that a stage action adds to, by number of the parameter.
-        late: numbers of parameters whose gradients are reduced at the end of the step, behind all others.
+        late: numbers of parameters whose gradients are reduced at the end of the step, in no bucket.
     """
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for place, (step, of_stage) in enumerate(zip(own, order[:, 1].tolist(), strict=True)):
-        for parameter, size in gradients.get(step, {}).items():
-            last[parameter], sizes[parameter] = place, size
-            stage[parameter] = min(stage.get(parameter, of_stage), of_stage)
+    for place, step in enumerate(steps):
+        for number, size in gradients.get(step, {}).items():
+            if number not in late:
+                last[number], sizes[number] = place, size
+                stage[number] = min(stage.get(number, step[1]), step[1])
     found: list[Bucket] = []
-    for number in sorted(set(stage.values()), reverse=True):
-        keys = [key for key in sizes if stage[key] == number and key not in late]
-        if keys:
-            before = found[-1].place if found else 0
-            found.append(Bucket(max(before, *(last[key] for key in keys)), {key: sizes[key] for key in keys}))
-    remaining = {key: size for key, size in sizes.items() if key in late}
-    return [*found, Bucket(len(own) - 1, remaining)] if remaining else found
-
-
-def gather_steps_of(order: np.ndarray, own: Sequence[StageAction], reads: _Sizes) -> list[GatherStep]:
-    """What a device gathers, window by window.
-
-    Args:
-        order: actions of the device, as in a schedule.
-        own: the stage action of each of them.
-        reads: bytes of the sharded parameters that a stage action reads, by number.
-    """
-    windows = window_ranges(order[:, 1])
-    steps = [{own[place] for place in window} for window in windows]
-    sizes = {key: size for of_window in steps for step in of_window for key, size in reads.get(step, {}).items()}
-    needed = [{key for step in of_window for key in reads.get(step, {})} for of_window in steps]
-    found: list[GatherStep] = []
-    before: set[int] = set()
-    for window, there in zip(windows, resident(needed), strict=True):
-        first = set() if found else needed[0]
-        ahead = there - before - first
-        bytes_of = [tuple(sizes[key] for key in sorted(keys)) for keys in (first, ahead)]
-        found.append(GatherStep(window, bytes_of[0], bytes_of[1], sum(sizes[key] for key in there)))
-        before = there
+    for of_stage in sorted(set(stage.values()), reverse=True):
+        own = {number: size for number, size in sizes.items() if stage[number] == of_stage}
+        before = found[-1].place if found else 0
+        found.append(Bucket(max(before, *(last[number] for number in own)), own))
     return found
 
 
@@ -148,7 +115,7 @@ class ReplicaLink:
     def __init__(
         self,
         parallel: DataParallel,
-        gathers: Sequence[Sequence[GatherStep]],
+        gathers: Sequence[Sequence[Gather]],
         buckets: Sequence[Sequence[Bucket]],
         lengths: Sequence[int],
     ) -> None:
@@ -163,9 +130,9 @@ class ReplicaLink:
         self._waits = parallel.sharded
         rows = [np.zeros((length + 1, 4)) for length in lengths]
         for table, of_gathers, of_buckets in zip(rows, gathers, buckets, strict=True):
-            for step in of_gathers:
-                seconds = [parallel.seconds(part, parallel.ring.gather_seconds) for part in (step.first, step.ahead)]
-                table[step.places.start, :3] = 1, *seconds
+            for gather in of_gathers:
+                parts = gather.first, gather.ahead
+                table[gather.place, :3] = 1, *(parallel.seconds(part, parallel.ring.gather_seconds) for part in parts)
             for bucket in of_buckets:
                 table[bucket.place + 1, 3] += parallel.reduce_seconds(bucket.sizes.values())
         self.seconds = [float(table[:, 1:].sum()) for table in rows]

@@ -107,7 +107,8 @@ def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = Fal
     """
     gradients = {tensor for of_step in costs.base_bytes.values() for tensor in of_step}
     counted = costs.parameters & gradients if trained else costs.parameters
-    rows = costs.data_parallel.rows if costs.data_parallel is not None else {}
+    sharded = costs.sharded
+    rows = {} if sharded is None else {key: size // sharded.replicas for key, size in sharded.whole_bytes.items()}
     sizes: list[dict[int, int]] = []
     for device in range(schedule.devices):
         steps = {(action.kind, action.stage) for action in schedule.actions(device)}

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from roundpipe_fx.schedules.action import ActionKind, StageAction
+from roundpipe_fx.schedules.data_parallel import Gather, buckets_of
 from roundpipe_fx.schedules.residency import resident, window_ranges
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "choose_kept",
     "gaps_of",
     "gathered_bytes",
+    "gathers_of",
     "late_gradients",
     "sharded_changes",
 ]
@@ -143,6 +145,31 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     return sorted(chosen, key=lambda own: (own.device, own.dropped, own.again, own.stage))
 
 
+def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> list[Gather]:
+    """What a device gathers, window by window: :func:`roundpipe_fx.runtime.prefetch.prefetch_steps_of` as bytes.
+
+    Args:
+        order: of the device.
+        costs: of the parameters.
+        kept: what stays gathered on it.
+    """
+    dropped: dict[int, list[KeptGathered]] = {}
+    for own in kept:
+        dropped.setdefault(own.dropped, []).append(own)
+    found: list[Gather] = []
+    for windows in _windows(order, costs):
+        before: set[int] = set()
+        staying: list[KeptGathered] = []
+        for index, (places, reads, there) in enumerate(windows):
+            staying = [own for own in (*staying, *dropped.get(places.start, ())) if own.again > places.start]
+            there = there | {number for own in staying for number in own.parameters}
+            first = set() if index else reads
+            parts = (sorted(first), sorted(there - before - first))
+            found.append(Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts)))
+            before = there
+    return found
+
+
 def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> int:
     """Bytes that a device gathers in a step, its own rows included.
 
@@ -151,13 +178,7 @@ def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptG
         costs: of the parameters.
         kept: what stays gathered on it.
     """
-    total = -sum(own.bytes for own in kept)
-    for windows in _windows(order, costs):
-        before: set[int] = set()
-        for _, _, there in windows:
-            total += sum(costs.whole_bytes[number] for number in there - before)
-            before = there
-    return total
+    return sum(sum(gather.first) + sum(gather.ahead) for gather in gathers_of(order, costs, kept))
 
 
 def sharded_changes(
@@ -186,36 +207,17 @@ def sharded_changes(
     for own in kept:
         change[own.dropped] += own.bytes
         change[own.again] -= own.bytes
-    buckets = _buckets(order, costs, gradients, late)
-    for index, (place, raw, whole) in enumerate(buckets):
-        change[place + 1] += whole - raw + whole // costs.replicas
+    shared = {
+        step: {number: size for number, size in of_step.items() if number in costs.whole_bytes}
+        for step, of_step in gradients.items()
+    }
+    buckets = buckets_of(order.steps, shared, late)
+    for index, bucket in enumerate(buckets):
+        whole = sum(costs.whole_bytes[number] for number in bucket.sizes)
+        change[bucket.place + 1] += whole - sum(bucket.sizes.values()) + whole // costs.replicas
         if index + 1 < len(buckets):  # the last one is waited for at the end
-            change[buckets[index + 1][0] + 1] -= whole
+            change[buckets[index + 1].place + 1] -= whole
     return change
-
-
-def _buckets(
-    order: DeviceOrder, costs: ShardedCosts, gradients: Mapping[StageAction, Mapping[int, int]], late: set[int]
-) -> list[tuple[int, int, int]]:
-    """Gradients that are reduced together: the position after which, their bytes, and those with padding.
-
-    As :func:`roundpipe_fx.distributed.averaging.buckets_of` has them: stages from the last to the first.
-    """
-    last: dict[int, int] = {}
-    stage: dict[int, int] = {}
-    sizes: dict[int, int] = {}
-    for place, step in enumerate(order.steps):
-        for number, size in gradients.get(step, {}).items():
-            if number in costs.whole_bytes and number not in late:
-                last[number], sizes[number] = place, size
-                stage[number] = min(stage.get(number, step[1]), step[1])
-    found: list[tuple[int, int, int]] = []
-    for own in sorted(set(stage.values()), reverse=True):
-        numbers = [number for number in stage if stage[number] == own]
-        place = max(found[-1][0] if found else 0, *(last[number] for number in numbers))
-        raw = sum(sizes[number] for number in numbers)
-        found.append((place, raw, sum(costs.whole_bytes[number] for number in numbers)))
-    return found
 
 
 def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction, Mapping[int, int]]) -> set[int]:

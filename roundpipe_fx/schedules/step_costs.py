@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,10 +10,10 @@ import numpy as np
 
 from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.schedules.action import ActionKind, StageAction
-from roundpipe_fx.schedules.data_parallel import Bucket, DataParallel, GatherStep, buckets_of, gather_steps_of
+from roundpipe_fx.schedules.data_parallel import Bucket, DataParallel, Gather, buckets_of
 from roundpipe_fx.schedules.residency import ResidencyWindow, residency_windows
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
-from roundpipe_fx.schedules.sharding import DeviceOrder, ShardedCosts
+from roundpipe_fx.schedules.sharding import DeviceOrder, KeptGathered, ShardedCosts, gathers_of, late_gradients
 
 __all__ = ["Held", "StepCosts", "backward_start", "device_orders"]
 
@@ -119,50 +118,40 @@ class StepCosts:
             for order, own in zip(schedule.orders, codes, strict=True)
         ]
 
-    def gathers(
-        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
-    ) -> list[list[GatherStep]]:
+    def gathers(self, schedule: Schedule, kept: Sequence[KeptGathered]) -> list[list[Gather]]:
         """What each device gathers; nothing unless replicas share out parameters.
 
         Args:
             schedule: the actions of each device.
-            codes: for each device, the number of each action's stage action.
-            steps: the stage actions, by number.
+            kept: what stays gathered for a while.
         """
-        if self.data_parallel is None or not self.data_parallel.sharded:
-            return [[] for _ in codes]
-        rows = self.data_parallel.rows
-        reads = {
-            step: {key: size for key, size in of_step.items() if key in rows}
-            for step, of_step in self.copied_bytes.items()
-        }
+        if self.sharded is None:
+            return [[] for _ in schedule.orders]
         return [
-            gather_steps_of(order, [steps[code] for code in own.tolist()], reads)
-            for order, own in zip(schedule.orders, codes, strict=True)
+            gathers_of(order, self.sharded, [own for own in kept if own.device == order.device])
+            for order in device_orders(schedule)
         ]
 
-    def buckets(
-        self, schedule: Schedule, codes: Sequence[np.ndarray], steps: Sequence[StageAction]
-    ) -> list[list[Bucket]]:
-        """The gradients that each device reduces; none without replicas.
-
-        Those of a parameter that several devices have are reduced at the end of the step.
+    def buckets(self, schedule: Schedule) -> list[list[Bucket]]:
+        """The gradients that each device reduces, at the end of the step those that are known only then.
 
         Args:
             schedule: the actions of each device.
-            codes: for each device, the number of each action's stage action.
-            steps: the stage actions, by number.
         """
-        if self.data_parallel is None:
-            return [[] for _ in codes]
-        own = [[steps[code] for code in of_device.tolist()] for of_device in codes]
-        parameters = [{key for step in set(of_device) for key in self.base_bytes.get(step, ())} for of_device in own]
-        devices = Counter(key for of_device in parameters for key in of_device)
-        late = {key for key, count in devices.items() if count > 1}
-        return [
-            buckets_of(order, of_device, self.base_bytes, late)
-            for order, of_device in zip(schedule.orders, own, strict=True)
-        ]
+        orders = device_orders(schedule)
+        late = late_gradients(orders, self.base_bytes)
+        whole = self.sharded.whole_bytes if self.sharded is not None else {}
+        gradients = {
+            step: {number: whole.get(number, size) for number, size in of_step.items()}
+            for step, of_step in self.base_bytes.items()
+        }
+        found = [buckets_of(order.steps, gradients, late) for order in orders]
+        for order, own in zip(orders, found, strict=True):
+            added = [gradients.get(step, {}).items() for step in set(order.steps)]
+            sizes = {number: size for of_step in added for number, size in of_step if number in late}
+            if sizes:
+                own.append(Bucket(len(order.steps) - 1, sizes))
+        return found
 
     def without_communication(self) -> StepCosts:
         """The same where sending, gathering and reducing take no time."""

@@ -151,8 +151,8 @@ def simulate_time(
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
     replicas = None
     if costs.data_parallel is not None:
-        gathers, buckets = costs.gathers(schedule, codes, steps), costs.buckets(schedule, codes, steps)
-        replicas = ReplicaLink(costs.data_parallel, gathers, buckets, lengths)
+        gathers = costs.gathers(schedule, kept)
+        replicas = ReplicaLink(costs.data_parallel, gathers, costs.buckets(schedule), lengths)
     if costs.network is not None:
         travel = _travel(costs, codes, reads, steps)
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)

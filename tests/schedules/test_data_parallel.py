@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roundpipe_fx.analysis.cost.network import Network, Ring, network_of
-from roundpipe_fx.schedules import ActionKind, StepCosts, chain, one_f_one_b, simulate_time
-from roundpipe_fx.schedules.data_parallel import DataParallel, gather_steps_of
+from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
+from roundpipe_fx.schedules.data_parallel import DataParallel, Gather
 from roundpipe_fx.schedules.memory import weights_of_devices
+from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, gathers_of
+from roundpipe_fx.schedules.step_costs import device_orders
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
 _H100 = network_of("H100")
@@ -79,18 +81,18 @@ _SIZE = 10**6
 def _costs(stages: int, sharded: bool = False, bandwidth: float = 1e6, replicas: int = 2) -> StepCosts:
     """Each stage has a parameter of 1 MB; a forward takes 1 s, a backward 2 s."""
     graph = chain(stages)
-    parallel = DataParallel(
-        ring=Ring(replicas, 0.0, bandwidth),
-        sharded=sharded,
-        together=0,
-        rows={stage: _SIZE // replicas for stage in range(stages)} if sharded else {},
+    shared_out = ShardedCosts(
+        replicas=replicas,
+        whole_bytes=dict.fromkeys(range(stages), _SIZE),
+        reads={step: (step[1],) for step in graph.steps},
     )
     return StepCosts(
         seconds={step: 1.0 if step[0] is _F else 2.0 for step in graph.steps},
         base_bytes={(_B, stage): {stage: _SIZE} for stage in range(stages)},
         copied_bytes={step: {step[1]: _SIZE} for step in graph.steps},
         parameters=frozenset(range(stages)),
-        data_parallel=parallel,
+        sharded=shared_out if sharded else None,
+        data_parallel=DataParallel(ring=Ring(replicas, 0.0, bandwidth), sharded=sharded, together=0),
     )
 
 
@@ -138,11 +140,29 @@ def test_bytes_of_sharded_parameters() -> None:
     schedule = one_f_one_b(1, 4, 1)
     whole, sharded = _costs(4), _costs(4, sharded=True, replicas=4)
     assert weights_of_devices(schedule, whole) == [4 * _SIZE] and weights_of_devices(schedule, sharded) == [_SIZE]
-    own = [(_F, 0), (_F, 1), (_B, 1), (_B, 0)]
-    order = np.array([[0, 0, 0], [0, 1, 0], [2, 1, 0], [2, 0, 0]])
-    steps = gather_steps_of(order, own, {step: {step[1]: 8} for step in own})
-    assert [(step.places, step.first, step.ahead, step.resident) for step in steps] == [
-        (range(1), (8,), (8,), 16),
-        (range(1, 3), (), (), 16),
-        (range(3, 4), (), (), 8),
-    ]
+
+
+def test_what_stays_gathered_is_not_gathered_again() -> None:
+    schedule, costs = gpipe(1, 3, 1), _costs(3, sharded=True, bandwidth=0.25e6)
+    assert costs.sharded is not None
+    (order,) = device_orders(schedule)
+    whole = (_SIZE,)
+    least = [Gather(0, whole, whole), Gather(1, (), whole), Gather(2, (), ()), Gather(4, (), whole), Gather(5, (), ())]
+    gaps = gaps_of(order, costs.sharded)
+    assert gathers_of(order, costs.sharded, ()) == least
+    kept = [least[0], least[1], least[2], Gather(4, (), ()), least[4]]
+    assert [(gap.dropped, gap.again) for gap in gaps] == [(1, 4)] and gathers_of(order, costs.sharded, gaps) == kept
+    # 2 s a gather or reduction; F0 F1 F2 B2 B1 B0 take 9 s.
+    dropped, stays = (simulate_time(schedule, chain(3), costs, kept=own) for own in ((), gaps))
+    assert dropped.collective_seconds == (pytest.approx(7 * 2.0),)
+    assert stays.collective_seconds == (pytest.approx(6 * 2.0),)
+    assert stays.makespan < dropped.makespan and stays.peak_bytes[0] >= dropped.peak_bytes[0]
+
+
+def test_each_half_of_a_step_gathers_what_it_begins_with() -> None:
+    schedule, costs = gpipe(1, 2, 1).halves(), _costs(2, sharded=True)
+    assert costs.sharded is not None
+    (order,) = device_orders(schedule)
+    whole = (_SIZE,)
+    halves = [Gather(0, whole, whole), Gather(1, (), ()), Gather(2, whole, whole), Gather(3, (), ())]
+    assert gathers_of(order, costs.sharded, ()) == halves
