@@ -117,6 +117,8 @@ def plan(
         raise ValueError("shard= and network= are of a mesh: give mesh_shape=(replicas, devices of each) too.")
     if shard not in (None, "dp"):
         raise ValueError(f"shard={shard!r}: the only valid value is 'dp'.")
+    if network is not None and not isinstance(network, Network):
+        raise TypeError(f"network={network!r}: give a roundpipe_fx.Network, or leave it out for the usual one.")
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))

@@ -9,6 +9,7 @@ import transformers
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.analysis.cost.network import network_of
 from tests.golden_models import TiedTransformer
 from tests.hugging_face import gpt2
 
@@ -176,6 +177,12 @@ def test_an_option_misspelt_for_a_model_that_takes_everything() -> None:
         roundpipe_fx.plan(Everything(), x, device="cpu", memory_bugdet=1)
 
 
+_NETWORK = roundpipe_fx.Network(
+    node=8, within_bandwidth=450e9, within_latency=3.4e-6, between_bandwidth=1e9, between_latency=9.6e-6
+)
+"""Slow between nodes."""
+
+
 def _layers(count: int, width: int) -> torch.nn.Module:
     with torch.device("meta"):
         return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(count)))
@@ -196,16 +203,18 @@ def test_replicas_of_a_pipeline_are_planned_once() -> None:
     hops = 2 * (31 * 9.6e-6 + 32 * 3.4e-6)
     assert many.pipeline.mesh.collective_seconds == pytest.approx(hops + 2 * 63 / 64 * size / 100e9)
     assert one.pipeline.makespan < many.pipeline.makespan
-    slow = roundpipe_fx.Network(
-        node=8, within_bandwidth=450e9, within_latency=3.4e-6, between_bandwidth=1e9, between_latency=9.6e-6
-    )
-    slower = roundpipe_fx.plan(model, x, mesh_shape=(replicas, 4), network=slow, **common)
+    slower = roundpipe_fx.plan(model, x, mesh_shape=(replicas, 4), network=_NETWORK, **common)
     assert slower.pipeline.makespan > many.pipeline.makespan
     assert slower.pipeline.mesh.unhidden_seconds > many.pipeline.mesh.unhidden_seconds
     text = str(many)
     assert "mesh: 64 replicas, 256 devices in all; the fullest has" in text and "optimizer 8.0 MiB" in text
     assert "without any communication a step would be" in text and "tokens/s" not in text
     assert roundpipe_fx.Plan.from_json(many.to_json()) == many
+
+
+def test_a_mesh_has_two_microbatches_per_device_of_a_replica_by_default() -> None:
+    plan = roundpipe_fx.plan(_layers(2, 4), torch.empty(8, 4), device="H100", mesh_shape=(2, 2))
+    assert plan.pipeline.microbatches == 4
 
 
 def test_sharded_parameters_are_planned_within_a_budget() -> None:
@@ -219,9 +228,32 @@ def test_sharded_parameters_are_planned_within_a_budget() -> None:
     assert "8 replicas that share out parameters" in str(sharded)
 
 
+class _WithLoss(torch.nn.Module):
+    def __init__(self, layers: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.layers(x) - labels).square().mean()
+
+
+def test_what_a_budget_keeps_gathered_takes_no_time_to_gather_again() -> None:
+    count, width = 8, 256
+    model, x = _WithLoss(_layers(count, width)), torch.empty(8, width)
+    common: dict[str, Any] = {"labels": x, "num_microbatches": 4, "stages": 8, "mesh_shape": (8, 1), "shard": "dp"}
+    least, most = (roundpipe_fx.plan(model, x, device="H100", memory_budget=share, **common) for share in (0.0, 1.0))
+    size, ring = 4 * width**2, network_of("H100").ring(8, 1)
+    again = least.pipeline.gathered_bytes[0] // size - count
+    assert again > 0 and most.pipeline.gathered_bytes == (count * size,)
+    saved = least.pipeline.mesh.collective_seconds - most.pipeline.mesh.collective_seconds
+    assert saved == pytest.approx(again * ring.gather_seconds(size))
+    assert most.pipeline.makespan < least.pipeline.makespan
+
+
 def test_tokens_of_a_mesh() -> None:
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
     tokens = torch.zeros(2, 4, dtype=torch.long)
-    plan = roundpipe_fx.plan(TiedTransformer(), tokens, tokens, device="H100", mesh_shape=(2, 1), num_microbatches=1)
+    plan = roundpipe_fx.plan(model, tokens, device="H100", mesh_shape=(2, 1), num_microbatches=1)
     assert plan.pipeline.tokens_per_second == pytest.approx(8 / plan.pipeline.makespan)
     assert "tokens/s per device" in str(plan)
 
@@ -231,13 +263,17 @@ def test_tokens_of_a_mesh() -> None:
     [
         ({"mesh_shape": (2, 0)}, "sizes of the dimensions 'dp' and 'pp'"),
         ({"mesh_shape": 8}, "sizes of the dimensions 'dp' and 'pp'"),
+        ({"mesh_shape": (8, 1, 2)}, "sizes of the dimensions 'dp' and 'pp'"),
         ({"mesh_shape": (2, 2), "devices": 4}, "exclude each other"),
         ({"mesh_shape": (2, 2), "offloaded": True}, "exclude each other"),
         ({"shard": "dp"}, "are of a mesh"),
+        ({"network": _NETWORK}, "are of a mesh"),
+        ({"mesh_shape": (2, 1), "network": 50e9}, "give a roundpipe_fx.Network"),
+        ({"mesh_shape": (2, 1), "device": "H10"}, "no roofline for a device named 'H10'"),
         ({"mesh_shape": (2, 1), "shard": "pp"}, "the only valid value is 'dp'"),
         ({"mesh_shape": (1, 2), "schedule": "2f2b"}, "valid values are"),
     ],
 )
 def test_what_is_no_mesh(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        roundpipe_fx.plan(torch.nn.Linear(4, 4), torch.empty(8, 4), device="cpu", **given)
+    with pytest.raises((ValueError, TypeError), match=message):
+        roundpipe_fx.plan(torch.nn.Linear(4, 4), torch.empty(8, 4), **({"device": "cpu"} | given))

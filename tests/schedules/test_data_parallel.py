@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -69,9 +70,20 @@ def test_rings_of_h100s() -> None:
     assert not _H100.leaves(0, 1, 6, 1) and _H100.leaves(1, 2, 6, 2)  # the second replica begins on the first's node
 
 
-@pytest.mark.parametrize("wrong", [{"node": 0}, {"between_bandwidth": 0.0}, {"within_latency": -1.0}])
-def test_what_is_no_network_is_refused(wrong: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="Network"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"node": 0}, r"Network\(node=0\): give the number of devices"),
+        ({"node": 1.5}, r"Network\(node=1.5\)"),
+        ({"between_bandwidth": 0.0}, r"between_bandwidth=0.0\): it has to be a positive number of bytes per second"),
+        ({"within_bandwidth": -1e9}, "within_bandwidth=-1000000000.0"),
+        ({"within_bandwidth": "400 GB"}, "within_bandwidth='400 GB'"),
+        ({"within_latency": -1.0}, r"within_latency=-1.0\): it has to be seconds, at least 0"),
+        ({"between_latency": float("nan")}, "between_latency=nan"),
+    ],
+)
+def test_what_is_no_network_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         dataclasses.replace(_H100, **wrong)
 
 

@@ -9,6 +9,7 @@ these adapters work in parallel.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,12 +65,16 @@ class Network:
         """Check the figures.
 
         Raises:
-            ValueError: one of them is none of a network.
+            ValueError: one of them is impossible; the message names it.
         """
-        if self.node < 1 or min(self.within_bandwidth, self.between_bandwidth) <= 0:
-            raise ValueError(f"{self}: node is at least 1, and bandwidths are positive numbers of bytes per second.")
-        if min(self.within_latency, self.between_latency) < 0:
-            raise ValueError(f"{self}: latencies are seconds, at least 0.")
+        if isinstance(self.node, bool) or not isinstance(self.node, int) or self.node < 1:
+            raise ValueError(f"Network(node={self.node!r}): give the number of devices of a node, at least 1.")
+        for name in ("within_bandwidth", "between_bandwidth", "within_latency", "between_latency"):
+            value, latency = getattr(self, name), name.endswith("latency")
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and not latency):
+                meaning = "seconds, at least 0" if latency else "a positive number of bytes per second"
+                raise ValueError(f"Network({name}={value!r}): it has to be {meaning}.")
 
     def send_seconds(self, size: int, leaves: bool) -> float:
         """Seconds of sending ``size`` bytes to another device.
