@@ -1,15 +1,14 @@
 """Modelled seconds of a step beside those of published runs: python -m benchmarks.published
 
 Figures are as torchtitan publishes them, in its repository pytorch/torchtitan:
+``benchmarks/llama3_h100_202412_torchtitan.md``, tables 1 and 3, FSDP without float8: eight H100s a node with NVLink,
+400 Gb/s of network per device, 96 GB of memory at 2.4 TB/s, power limited to 500 W. Activations are checkpointed
+selectively.
 
-- H100: ``benchmarks/llama3_h100_202412_torchtitan.md``, tables 1 and 3, FSDP without float8: eight devices a node with
-  NVLink, 400 Gb/s of network per device, power limited to 500 W. Activations are checkpointed selectively.
-- A100: ``docs/performance.md`` at commit 0413364, FSDP2.
-
-Sequences have 8,192 tokens, the default of torchtitan's Llama 3 configurations. All have parameters and the optimizer's
-state sharded over all devices, in stages of one layer here. What is not modelled: the optimizer's step, parameters in
-float32 that are gathered as bfloat16, clocks below the vendor's peak. Runs with tensor or context parallelism, or
-float8, are not in the table, since no plan has these.
+Sequences are taken to have 8,192 tokens, the default of torchtitan's Llama 3 configurations. All have parameters and
+the optimizer's state sharded over all devices, in stages of one layer here. What is not modelled: the optimizer's
+step, parameters in float32 that are gathered as bfloat16, clocks below the vendor's peak, and those devices' memory.
+Runs with tensor or context parallelism, or float8, are not in the table, since no plan has these.
 """
 
 from __future__ import annotations
@@ -51,7 +50,6 @@ RUNS = (
     _Run(name="8B, torch.compile", device="H100", mesh=(8, 1), rows=2, published=6667),
     _Run(name="8B, eager", device="H100", mesh=(128, 1), rows=2, published=5605),
     _Run(name="8B, torch.compile", device="H100", mesh=(128, 1), rows=2, published=6514),
-    _Run(name="8B, eager", device="A100", mesh=(64, 1), rows=1, published=2973),
     _Run(name="8B, not published", device="H100", mesh=(64, 16), rows=32),
     _Run(name="8B, 4,096 tokens, not published", device="H100", mesh=(64, 16), rows=32, tokens=4096),
 )

@@ -18,6 +18,7 @@ BENCHMARKS = (
     "accumulation",
     "pipeline",
     "pipeline_memory",
+    "published",
     "offloaded",
     "host_optimizer",
     "processes",
