@@ -153,6 +153,26 @@ _PARTS = (
         "step and parameters in float32. The last rows are for 1,024 devices, and have no published counterpart.",
     ),
     _Part(
+        "tiling_lowest",
+        "The lowest peaks in tiles",
+        "benchmarks.tiling",
+        "Language models with 32,768 words that return only their loss. All gradients exist at the end of a step: no "
+        "peak is lower than these.",
+    ),
+    _Part(
+        "tiling",
+        "Beside tiles by hand",
+        "benchmarks.tiling",
+        "Peers have `torch.utils.checkpoint` around each layer and the loss in tiles, written as their users write it; "
+        "for the long sequence, the MLP too. Steps are timed in pairs at the peer's peak, which is our budget.",
+    ),
+    _Part(
+        "tiling_planning",
+        "Planning with tiles",
+        "benchmarks.tiling",
+        "CPU seconds of planning within the peak of the leanest peer, and within the least budget that needs no tiles.",
+    ),
+    _Part(
         "offloaded",
         "Models on the host",
         "benchmarks.offloaded",

@@ -17,7 +17,7 @@ import gc
 from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-__all__ = ["old_objects_frozen", "undisturbed"]
+__all__ = ["Frozen", "old_objects_frozen", "undisturbed"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,17 +47,34 @@ def undisturbed(function: Callable[P, T]) -> Callable[P, T]:
     return functools.update_wrapper(run, function)
 
 
+class Frozen:
+    """Who has frozen objects.
+
+    Attributes:
+        by_us: whether a compilation has, in any thread.
+        by_user: whether the user was seen to have. It is not asked again: the interpreter counts frozen objects one by
+            one, which takes as long as a collection that they are left out of.
+    """
+
+    by_us = False
+    by_user = False
+
+
 @contextlib.contextmanager
 def old_objects_frozen() -> Iterator[None]:
     """Context manager in which garbage collection leaves out the objects that there were before.
 
     Where some are frozen already, by the user or by a compilation in another thread, that stays as it is.
     """
-    if gc.get_freeze_count():
+    if not (Frozen.by_us or Frozen.by_user):
+        Frozen.by_user = bool(gc.get_freeze_count())
+    if Frozen.by_us or Frozen.by_user:
         yield
         return
+    Frozen.by_us = True
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
+        Frozen.by_us = False

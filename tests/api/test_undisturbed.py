@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.api.undisturbed import undisturbed
+from roundpipe_fx.api.undisturbed import Frozen, old_objects_frozen, undisturbed
 
 _CALLS = 500
 
@@ -79,7 +79,7 @@ class _Asking(nn.Module):
 
 
 @pytest.fixture(params=["wrapper", "backend"])
-def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[..., nn.Module]]:
+def compiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., nn.Module]]:
     def compiled(model: _Asking, **options: Any) -> nn.Module:
         options["passes"] = model.passes
         if request.param == "wrapper":
@@ -87,6 +87,7 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[Callable[..., nn.Module
         return torch.compile(model, backend="roundpipe_fx", options=options)
 
     gc.unfreeze()
+    monkeypatch.setattr(Frozen, "by_user", False)
     yield compiled
     gc.freeze()  # as the suite has it
 
@@ -101,8 +102,12 @@ def test_what_there_was_is_frozen_while_tracing(compiled: Callable[..., nn.Modul
     assert max(model.frozen) > 100_000 and not gc.get_freeze_count()
 
 
-def test_what_the_user_has_frozen_stays_so(compiled: Callable[..., nn.Module]) -> None:
+def test_what_the_user_has_frozen_stays_so(compiled: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     model = _Asking()
     gc.freeze()
     compiled(model)(torch.ones(1, 2))
     assert model.frozen and gc.get_freeze_count() > 100_000
+    with monkeypatch.context() as patch:
+        patch.delattr(gc, "get_freeze_count")  # which takes long, and is asked once
+        with old_objects_frozen():
+            pass
