@@ -177,8 +177,8 @@ _PARTS = (
         "Models on the host",
         "benchmarks.offloaded",
         "Planned, not run: at 165 TFLOP/s in bfloat16, 1,008 GB/s of memory, and 25 GB/s to the host and from it. "
-        "Attention has the kernel's causal mask, as where nothing is traced. Recomputing and waiting for nothing is the "
-        "bound for these operations.",
+        "Attention has the kernel's causal mask, as where nothing is traced. Recomputing and waiting for nothing is "
+        "the bound for these operations.",
     ),
     _Part(
         "tiling_offloaded",
