@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.agreement import together
 from roundpipe_fx.distributed.group import PipelineGroup
@@ -88,7 +89,9 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
         sharded = ownership.shards.by_traced.get(id(value))
         whole = value.detach()
         if sharded is not None:
-            gathered = sharded.own.detach().full_tensor()  # type: ignore[attr-defined]
+            rows = sharded.own.detach()
+            assert isinstance(rows, DTensor)
+            gathered = rows.full_tensor()
             whole = gathered.cpu() if group.replica == 0 else gathered
         if group.replica == 0:
             found[name] = whole.contiguous()

@@ -243,10 +243,11 @@ class Plan:
         untiled = self._frontier_untiled
         if self._in_tiles is None:
             return untiled
-        every = (*self._in_tiles.plans.plans, *self._own_alternatives.plans)
-        tiled = {(plan.bytes, plan.seconds) for plan in every if plan.tiles}
+        own = self._own_alternatives.plans if self.tiles else ()
+        tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *own) if plan.tiles}
         if self._in_tiles.anywhere:
-            return _undominated([*untiled, *tiled])
+            # What recomputes nothing is not given up for tiles, whatever these are modelled to take.
+            return (untiled[0], *(point for point in _undominated([*untiled, *tiled]) if point != untiled[0]))
         lowest = min(size for size, _ in untiled)
         return (*untiled, *_undominated(point for point in tiled if point[0] < lowest))
 

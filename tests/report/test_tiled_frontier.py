@@ -90,8 +90,9 @@ def _dominated(by: list[tuple[int, float]], points: list[tuple[int, float]]) -> 
 
 
 def test_where_tiles_are_taken_wherever_they_pay_no_plan_beats_another() -> None:
-    points = _traced(memory_budget=0.5, tiling="auto").frontier()
-    assert len(points) > 3
+    plan = _traced(memory_budget=0.5, tiling="auto")
+    whole, *points = plan.frontier()
+    assert len(points) > 3 and whole == plan.frontier(tiles=False)[0] and whole[0] > points[0][0]
     for (size, seconds), (smaller, longer) in itertools.pairwise(points):
         assert smaller < size and longer > seconds
 
