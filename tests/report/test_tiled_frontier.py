@@ -51,6 +51,7 @@ def test_below_what_is_reached_without_there_are_plans_in_tiles(plan: roundpipe_
     assert tiled and max(size for size, _ in tiled) < min(size for size, _ in untiled)
     sizes, seconds = zip(*tiled, strict=True)
     assert list(sizes) == sorted(sizes, reverse=True) and list(seconds) == sorted(seconds)
+    assert seconds[0] >= 0, "no operation is free on tiles"
     found = plan.look_into().alternatives
     assert [(own.bytes, own.seconds) for own in found.plans] == every
     assert [bool(own.tiles) for own in found.plans] == [point in set(tiled) for point in every]

@@ -11,6 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from roundpipe_fx.analysis.cost.model import CostModel
 from roundpipe_fx.analysis.cost.roofline import flops_of
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, is_view, storages, tensor_values
+from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["annotate_node", "note_bytes", "tensor_bytes"]
@@ -20,7 +21,8 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
     """Annotate a node with the bytes that it allocates, its flops and its seconds."""
     inherited = {storage for source in input_nodes(node) for storage in storages(source)}
     own = storages(node)
-    if is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own):
+    is_sum = node.target in SUMMING  # it writes over its first argument, which it reads as well
+    if not is_sum and (is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own)):
         new_bytes, flops, seconds = 0, 0, 0.0
     else:
         values = tensor_values(node)
@@ -28,8 +30,9 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         flops = flops_of(node)
         read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
         dtype = values[0].dtype if values else torch.float32
-        tuple_item = not values or inherited.issuperset(own)
-        seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + new_bytes, dtype)
+        written = tensor_bytes(values) if is_sum else new_bytes
+        tuple_item = not values or (inherited.issuperset(own) and not is_sum)
+        seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + written, dtype)
     if not new_bytes:
         node.meta.pop(Mark.WORKSPACE, None)  # copied together with another node's annotations
     node.meta[Mark.BYTES] = new_bytes

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.ir.joint_graph import has_tag
+from roundpipe_fx.operators.gradient_sums import add_product_to
 
 __all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
 
@@ -124,10 +125,11 @@ def roofline_of(device: torch.device, name: str | None = None) -> Roofline:
     return DEVICES["cpu"] if device.type in ("cpu", "meta") else DEVICES["A100"]
 
 
-# The CPU's attention, which PyTorch's flop counter does not know, takes the same arguments as CUDA's.
+# What PyTorch's flop counter does not know, with what takes the same arguments: the CPU's attention, sums of products.
 _SAME_FLOPS: Mapping[Any, Any] = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+    add_product_to: aten.addmm,
 }
 
 
@@ -138,7 +140,7 @@ def flops_of(node: fx.Node) -> int:
 
 def flops_of_call(target: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations of an operator's call; operands may be nodes or tensors."""
-    packet = getattr(target, "overloadpacket", None)
+    packet = getattr(target, "overloadpacket", target)
     formula = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if formula is None:
         return 0

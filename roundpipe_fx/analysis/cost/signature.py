@@ -35,7 +35,13 @@ def signature_of(node: fx.Node, single: bool = False) -> str:
         return str(size_hint(value) if isinstance(value, torch.SymInt) else value)
 
     named = ", ".join(f"{name}={text(value)}" for name, value in node.kwargs.items())
-    return f"{node.target}{text(node.args)}{named}"
+    target = node.target if isinstance(node.target, torch._ops.OpOverload) else _name_of(node.target)
+    return f"{target}{text(node.args)}{named}"
+
+
+def _name_of(target: Any) -> str:
+    """The same in every process."""
+    return f"{target.__module__}.{target.__qualname__}" if hasattr(target, "__qualname__") else str(target)
 
 
 def made_up_arguments(

@@ -332,7 +332,8 @@ def _of_tile(operand: fx.Node, region: TileRegion, rows: int) -> Any:
     place = region.where[operand]
     flat = _flat(value, place)
     with value.fake_mode:
-        return flat.narrow(place[0], 0, rows)
+        tile = flat.narrow(place[0], 0, rows)
+        return torch.empty_strided(tile.shape, tile.stride(), dtype=tile.dtype, device=tile.device)
 
 
 def _unflat(operand: fx.Node, region: TileRegion, rows: int) -> list[int]:

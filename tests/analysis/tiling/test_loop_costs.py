@@ -1,0 +1,70 @@
+"""What loops cost: no operation is free on tiles, sums over tiles among them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import CostModel, MeasuredCosts
+from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
+from roundpipe_fx.passes.tiles import tile_regions
+from tests.graph_text import CPU, joint_of
+from tests.passes.test_tiles import HEAD, MLP
+
+
+def _tiled(text: str, tiles: int, costs: CostModel = CPU) -> JointGraph:
+    joint = joint_of(text)
+    costed = BodyCosts(model=costs, device=None, granularity=1, eager=True, rewrite=lambda graph: graph)
+    return tile_regions(joint, [(region, tiles) for region in find_tile_regions(joint)], costed)
+
+
+def _total(joint: JointGraph, mark: Mark) -> float:
+    return sum(node.meta.get(mark, 0) for node in joint.computed())
+
+
+def _sums(joint: JointGraph) -> list[fx.Node]:
+    loops = [node.target for node in joint.computed() if isinstance(node.target, TileLoop)]
+    bodies = [body for loop in loops for body in loop.bodies.values()]
+    return [node for body in bodies for node in body.graph.nodes if node.target in SUMMING]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 6])
+def test_a_loss_head_has_all_its_products_on_tiles(tiles: int) -> None:
+    assert _total(_tiled(HEAD, tiles), Mark.FLOPS) == _total(joint_of(HEAD), Mark.FLOPS) > 0
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 6])
+def test_elsewhere_the_first_product_is_repeated(tiles: int) -> None:
+    again = 2 * 6 * 8 * 64
+    assert _total(_tiled(MLP, tiles), Mark.FLOPS) == _total(joint_of(MLP), Mark.FLOPS) + again
+
+
+@pytest.mark.parametrize("text", [HEAD, MLP])
+def test_more_tiles_take_longer(text: str) -> None:
+    free = dataclasses.replace(CPU, overhead=0.0)
+    for costs in (CPU, free):
+        seconds = [_total(_tiled(text, tiles, costs), Mark.SECONDS) for tiles in (1, 2, 3)]
+        assert seconds == sorted(set(seconds))
+
+
+def test_a_sum_is_read_and_written_on_each_tile() -> None:
+    slow = dataclasses.replace(CPU, flops={torch.float32: 1e30}, overhead=0.0)
+    (total,) = (node for node in _sums(_tiled(HEAD, 2, slow)) if node.target is add_product_to)
+    moved = 4 * (8 * 3 + 3 * 64 + 2 * 8 * 64)
+    assert total.meta[Mark.SECONDS] == pytest.approx(moved / slow.bandwidth)
+
+
+def test_sums_are_measured_as_other_operations_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
+    costs = MeasuredCosts.load(CPU, torch.device("cpu"))
+    found = [node for node in _sums(_tiled(HEAD, 2, costs)) if node.target is add_product_to]
+    known = {name: own for name, own in costs.seconds_by_signature.items() if "add_product_to" in name}
+    assert [node.meta[Mark.SECONDS] for node in found] == list(known.values()) != []
+    assert all("0x" not in name for name in known), "signatures are the same in every process"
