@@ -7,6 +7,8 @@ this a planner would save pointwise results that are nearly free to recompute in
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import fx
 
@@ -22,12 +24,23 @@ from roundpipe_fx.ir.joint_graph import (
     viewed,
 )
 
-__all__ = ["fuse_costs"]
+__all__ = ["fuse_costs", "fuse_costs_of_body"]
 
 
 def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
     """Lower the seconds of pointwise operations to those that they add to the kernels they are fused into."""
-    for node in joint.computed():
+    _fuse(joint.computed(), costs)
+    return joint
+
+
+def fuse_costs_of_body(body: fx.Graph, costs: CostModel) -> fx.Graph:
+    """The same for the body of a loop over tiles, which is compiled by itself."""
+    _fuse([node for node in body.nodes if node.op == "call_function"], costs)
+    return body
+
+
+def _fuse(nodes: Iterable[fx.Node], costs: CostModel) -> None:
+    for node in nodes:
         if not _fuses(node):
             continue
         sources = [viewed(source) for source in input_nodes(node)]
@@ -37,7 +50,6 @@ def fuse_costs(joint: JointGraph, costs: CostModel) -> JointGraph:
         overhead = costs.overhead if inner else 0.0
         seconds = costs.seconds(0, read + written, tensor_values(node)[0].dtype) - overhead
         node.meta[Mark.SECONDS] = min(node.meta[Mark.SECONDS], max(seconds, 0.0))
-    return joint
 
 
 def _fuses(node: fx.Node) -> bool:

@@ -28,8 +28,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.tiling import BodyCosts
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -44,7 +42,7 @@ from roundpipe_fx.passes.dropout import expand_dropout
 from roundpipe_fx.passes.early_recompute import early_recompute
 from roundpipe_fx.passes.entry import Pass, PassContext, PassLevel
 from roundpipe_fx.passes.equal_collectives import merge_equal_collectives
-from roundpipe_fx.passes.fuse_costs import fuse_costs
+from roundpipe_fx.passes.fuse_costs import fuse_costs, fuse_costs_of_body
 from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
 from roundpipe_fx.passes.in_place_draws import draw_in_memory_order
 from roundpipe_fx.passes.interpolation import restore_interpolation
@@ -417,12 +415,8 @@ def _body_costs(context: PassContext) -> BodyCosts:
         device=context.device if _device_present(context) else None,
         granularity=allocation_granularity(context.device),
         eager=_eager(context),
-        rewrite=reinplace if _eager(context) else _as_it_is,
+        rewrite=reinplace if _eager(context) else lambda body: fuse_costs_of_body(body, context.costs),
     )
-
-
-def _as_it_is(graph: torch.fx.Graph) -> torch.fx.Graph:
-    return graph
 
 
 def _with_cuts(found: tuple[JointGraph, Sequence[Any]]) -> JointGraph:

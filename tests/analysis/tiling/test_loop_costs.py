@@ -14,14 +14,19 @@ from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
+from roundpipe_fx.passes.fuse_costs import fuse_costs, fuse_costs_of_body
 from roundpipe_fx.passes.tiles import tile_regions
 from tests.graph_text import CPU, joint_of
 from tests.passes.test_tiles import HEAD, MLP
 
 
-def _tiled(text: str, tiles: int, costs: CostModel = CPU) -> JointGraph:
+def _tiled(text: str, tiles: int, costs: CostModel = CPU, fused: bool = False) -> JointGraph:
     joint = joint_of(text)
-    costed = BodyCosts(model=costs, device=None, granularity=1, eager=True, rewrite=lambda graph: graph)
+
+    def rewrite(body: fx.Graph) -> fx.Graph:
+        return fuse_costs_of_body(body, costs) if fused else body
+
+    costed = BodyCosts(model=costs, device=None, granularity=1, eager=not fused, rewrite=rewrite)
     return tile_regions(joint, [(region, tiles) for region in find_tile_regions(joint)], costed)
 
 
@@ -68,3 +73,13 @@ def test_sums_are_measured_as_other_operations_are(tmp_path: Path, monkeypatch: 
     known = {name: own for name, own in costs.seconds_by_signature.items() if "add_product_to" in name}
     assert [node.meta[Mark.SECONDS] for node in found] == list(known.values()) != []
     assert all("0x" not in name for name in known), "signatures are the same in every process"
+
+
+def test_a_compiled_body_fuses_what_the_whole_graph_does() -> None:
+    pair = MLP.replace(
+        "    tanh: float32[6, 64] = aten.tanh.default(mm)\n",
+        "    exp: float32[6, 64] = aten.exp.default(mm)\n    tanh: float32[6, 64] = aten.tanh.default(exp)\n",
+    )
+    fused, alone = _tiled(pair, 2, fused=True), _tiled(pair, 2)
+    whole = fuse_costs(joint_of(pair), CPU)
+    assert _total(whole, Mark.SECONDS) < _total(fused, Mark.SECONDS) < _total(alone, Mark.SECONDS)
