@@ -13,6 +13,7 @@ inside wider than those outside.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch import fx
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, is_view, storages, tensor_values
 from roundpipe_fx.ir.segment import Segment
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.torch_private import size_hint
 
 __all__ = ["cut_segments", "inside_tuple"]
@@ -128,7 +130,7 @@ def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) 
     candidates = _candidates(forward, widths)
     elapsed = [0.0]
     for node in forward:
-        elapsed.append(elapsed[-1] + node.meta[Mark.SECONDS])
+        elapsed.append(elapsed[-1] + _forward_seconds(node))
     limit = elapsed[-1] * _LARGEST_SHARE
     cuts: list[int] = []
     ranges = [(-1, len(forward) - 1)]
@@ -143,6 +145,13 @@ def _narrow_cuts(forward: list[fx.Node], lives: list[_Life], widths: list[int]) 
         cuts += chosen
         ranges += pairwise([low, *chosen, high])
     return cuts
+
+
+def _forward_seconds(node: fx.Node) -> float:
+    """Of a loss head in tiles, which computes gradients as well, nothing: what is before it would hardly be cut."""
+    results = node.target.results if isinstance(node.target, TileLoop) else ()
+    has_gradients = any(result.dim is None and math.prod(result.shape) > 1 for result in results)
+    return 0.0 if has_gradients else float(node.meta[Mark.SECONDS])
 
 
 def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:

@@ -49,10 +49,10 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         tiles = tiles_text(planned_tiles(staged))
         whole.append(operations.seconds)
         for candidate in candidates:
-            if anywhere or not tiles or candidate.peak.bytes < lowest:
+            if anywhere or candidate.peak.bytes < lowest:
                 seconds = candidate.seconds + (operations.seconds - whole[0])
                 noted.note(operations, candidate, (candidate.peak.bytes, seconds), tiles)
-        lowest = min(lowest, candidates[-1].peak.bytes) if not tiles else lowest
+        lowest = min(lowest, candidates[-1].peak.bytes)
         points = tuple((own.peak.bytes, own.seconds) for own in candidates)
         chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
         raise UnmetError(Needs.of_plan(chosen, chosen.candidate.peak.bytes), chosen)

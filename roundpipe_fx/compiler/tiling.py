@@ -34,6 +34,8 @@ _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
 _MORE = (2, 4, 8)
 """Where it is not known what binds, so many times as many tiles as first are tried."""
+_WORTH = 0.02
+"""As long as this share of a step is recomputed, more tiles are tried: each trial takes as long as a plan."""
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
@@ -41,6 +43,8 @@ _Kind: TypeAlias = tuple[Any, ...]
 """The same for regions that do the same on the same shapes."""
 _Tiles: TypeAlias = frozenset[tuple[_Kind, int]]
 """Kinds with their number of tiles."""
+_InTiles: TypeAlias = tuple[Mapping[_Kind, int], Lowered]
+"""Kinds with their number of tiles, and the plan with these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,18 +189,53 @@ def _planned(tiling: str | None, budget: int | float, steps: TilingSteps, kinds:
     except UnmetError as error:
         if limit is None:
             raise
-        return _in_tiles_either_way(kinds, error, int(budget), limit)
-    if tiling != "auto" or not isinstance(untiled.chosen, Chosen) or not untiled.recompute_seconds:
-        return untiled
-    unmet = UnmetError(Needs.of_plan(untiled.chosen, untiled.plan.peak_bytes), untiled.chosen)
-    try:
-        tiled = _in_tiles(kinds, unmet, math.ceil(untiled.chosen.limit / steps.share), untiled.chosen.limit)
-    except UnmetError:
-        return untiled
-    return min(untiled, tiled, key=lambda lowered: sum(lowered.seconds.values()))
+        tiles, met = _in_tiles_either_way(kinds, error, int(budget), limit)
+    else:
+        tiles, met = {}, untiled
+    if tiling != "auto" or kinds.is_met_by_known or not isinstance(met.chosen, Chosen):
+        return met
+    limit = met.chosen.limit
+    return _shortened(kinds, tiles, met, math.ceil(limit / steps.share), limit)
 
 
-def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowered:
+def _shortened(kinds: _Kinds, tiles: Mapping[_Kind, int], met: Lowered, budget: int, limit: int) -> Lowered:
+    """A plan in more tiles, as long as its step is modelled to be shorter: something else need not be recomputed.
+
+    Args:
+        kinds: what can be tiled.
+        tiles: of the plan.
+        met: a plan within the budget.
+        budget: bytes.
+        limit: bytes that may be used.
+    """
+    done: set[_Kind] = set()
+    while _recomputes(met):
+        assert isinstance(met.chosen, Chosen)
+        needs = Needs.of_plan(met.chosen, met.plan.peak_bytes)
+        kind = kinds.binding(needs, done)
+        if kind is None:
+            break
+        tried = {**tiles, kind: kinds.more_tiles(kind, tiles.get(kind), needs, limit)}
+        try:
+            found = kinds.planned(tried, budget, None)
+        except UnmetError:
+            found = None
+        if found is None or _seconds(found) >= _seconds(met) or tried == tiles:
+            done.add(kind)
+        else:
+            met, tiles = found, tried
+    return met
+
+
+def _recomputes(met: Lowered) -> bool:
+    return met.recompute_seconds > _WORTH * _seconds(met)
+
+
+def _seconds(lowered: Lowered) -> float:
+    return sum(lowered.seconds.values())
+
+
+def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTiles:
     """A plan within the budget in few tiles; else from where no tiles lower what any operation needs.
 
     Arguments and errors as for :func:`_in_tiles`.
@@ -209,15 +248,15 @@ def _in_tiles_either_way(kinds: _Kinds, unmet: UnmetError, budget: int, limit: i
         raise first
     try:
         try:
-            return kinds.planned({}, budget, 0)
+            return {}, kinds.planned({}, budget, 0)
         except UnmetError as error:
             return _in_tiles(kinds, error, budget, 0)
     except UnmetError as error:
         raise min(first, error, key=lambda error: error.needs.bytes) from None
 
 
-def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowered:
-    """The first plan within the budget, in more and more tiles.
+def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTiles:
+    """The first plan within the budget, in more and more tiles, with these.
 
     Args:
         kinds: what can be tiled.
@@ -239,7 +278,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> Lowe
             tried[kind] = kinds.more_tiles(kind, tiles.get(kind), lowest.needs, limit)
         try:
             bounded = kind is not None and lowest.chosen is None
-            return kinds.planned(tried, budget, limit if bounded else None)
+            return tried, kinds.planned(tried, budget, limit if bounded else None)
         except UnmetError as error:
             alike = (error.chosen is None) == (lowest.chosen is None)
             if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:

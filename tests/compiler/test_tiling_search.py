@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,10 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
-from roundpipe_fx.compiler import lower
+from roundpipe_fx.analysis.tiling import find_tile_regions
+from roundpipe_fx.compiler import lower, tiling
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.passes import pipeline
 from roundpipe_fx.remat.least_bytes import LeastBytes, least_bytes
 from tests.compiler.test_tiling import CASES, Made
 from tests.compiler.tiled import is_tiled, minimum
@@ -129,3 +134,88 @@ def test_tiles_are_as_many_as_the_budget_asks_for() -> None:
         tiles.append(max(own.tiles for own in compiled.plan.tiles))
         assert compiled.plan.peak_bytes <= budget
     assert tiles == sorted(tiles) and tiles[0] < tiles[-1]
+
+
+class WideBlocks(nn.Module):
+    """Blocks whose inner values are wide, and a head whose logits are less so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        self.up = nn.ModuleList(nn.Linear(16, 384) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(384, 16) for _ in range(3))
+        self.head = nn.Linear(16, 256)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norm, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return F.cross_entropy(self.head(x), y)
+
+
+def _seconds(budget: int, tiling: str | None) -> float:
+    torch._dynamo.reset()
+    batch = {"x": torch.randn(2048, 16), "y": torch.randint(256, (2048,))}
+    plan = roundpipe_fx.compile(WideBlocks(), memory_budget=budget, tiling=tiling).trace(**batch)
+    assert plan.peak_bytes <= budget
+    return sum(own.forward_seconds + own.backward_seconds + own.recompute_seconds for own in plan.stages)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("budget", [1_700_000, 4_500_000])
+def test_no_other_regions_in_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it pays, held against all choices of the regions that are in tiles, by exhaustion."""
+    steps: list[float] = []
+
+    def by_exhaustion(joint: Any, option: str | None, budget: int, given: tiling.TilingSteps) -> Any:
+        graph = given.summed(joint)
+        regions = find_tile_regions(graph)
+        assert len(regions) == 4
+        for count in range(1, len(regions) + 1):
+            for chosen in itertools.combinations(regions, count):
+                with contextlib.suppress(tiling.UnmetError):
+                    found = given.planned(given.tiled(graph, [(region, 16) for region in chosen]), budget, None)
+                    steps.append(sum(found.seconds.values()))
+        return found
+
+    own = _seconds(budget, "auto")
+    assert own <= _seconds(budget, None)
+    monkeypatch.setattr(lower, "plan_with_tiles", by_exhaustion)
+    _seconds(budget, "auto")
+    assert own <= min(steps) * 1.001
+
+
+def test_more_is_tiled_where_less_is_recomputed_then() -> None:
+    """The first plan within the budget has whole logits, and recomputes so that they fit."""
+    assert _seconds(4_500_000, "auto") < 0.96 * _seconds(4_500_000, None)
+
+
+class BlocksAndHead(nn.Module):
+    """Blocks, each narrower than the one before, and a head that takes longer than all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 256), nn.Linear(256, width - 8)) for width in range(80, 16, -8)
+        )
+        self.head = nn.Linear(16, 8192)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x), y)
+
+
+def test_what_is_before_a_head_in_tiles_is_cut_as_finely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop computes gradients as well, beside which blocks that are run forward take little time."""
+    segments: dict[bool, int] = {}
+    cut = pipeline.cut_segments
+
+    def noted(joint: Any, *args: Any) -> Any:
+        joint, found = cut(joint, *args)
+        segments[any(isinstance(node.target, TileLoop) for node in joint.computed())] = len(found)
+        return joint, found
+
+    monkeypatch.setattr(pipeline, "cut_segments", noted)
+    batch = {"x": torch.randn(512, 80), "y": torch.randint(8192, (512,))}
+    plan = roundpipe_fx.compile(BlocksAndHead(), memory_budget=12_000_000).trace(**batch)
+    assert plan.tiles and segments[True] >= segments[False] > 5
