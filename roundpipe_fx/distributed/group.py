@@ -14,6 +14,8 @@ With a mesh dimension for data parallelism there are several pipelines, replicas
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from roundpipe_fx.distributed.own_groups import OwnGroup
 from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.torch_private import group_timeout
 
@@ -71,7 +74,7 @@ class Replicas(Ranks):
     def __init__(self, ranks: list[int], timeout: timedelta, backend: str) -> None:
         super().__init__(ranks, timeout, "replicas")
         self._tensors = self._host if backend == "gloo" else self._another(backend)
-        self._gathers: dist.ProcessGroup | None = None
+        self._gathers: OwnGroup | None = None
         self._backend = backend
 
     def prepare_gathers(self) -> None:
@@ -80,8 +83,9 @@ class Replicas(Ranks):
 
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """Start gathering the parts of all replicas, one-dimensional and equally large, in one tensor."""
+        assert self._gathers is not None
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # deprecated since 2.13
-        work: dist.Work = gather(whole, part, group=self._gathers, async_op=True)
+        work: dist.Work = gather(whole, part, group=self._gathers(), async_op=True)
         return work
 
     def start_sum_of_part(self, part: torch.Tensor, whole: torch.Tensor) -> dist.Work:
@@ -101,7 +105,7 @@ class Replicas(Ranks):
         dist.broadcast(value, group_src=0, group=self._group(value))
 
     def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
-        return self._host if value.device.type == "cpu" else self._tensors
+        return self._host() if value.device.type == "cpu" else self._tensors()
 
 
 class PipelineGroup(Ranks):
@@ -112,7 +116,6 @@ class PipelineGroup(Ranks):
 
     Attributes:
         device: this process's device.
-        of_mesh: the mesh's own group of these processes; one for this process alone if it has no ``"pp"``.
         replica: number of this pipeline.
         replicas: the ranks with the same stages; ``None``: there is one pipeline.
         everyone: all ranks of all pipelines, in order of (replica, number in the pipeline).
@@ -128,7 +131,9 @@ class PipelineGroup(Ranks):
             (row, column) for row, own in enumerate(ranks) for column, rank in enumerate(own) if rank == dist.get_rank()
         )
         super().__init__(ranks[place[0]], timeout, "the pipeline")
-        self.of_mesh = mesh.get_group(PIPELINE) if PIPELINE in names else self._host
+        self._of_mesh: Callable[[], dist.ProcessGroup | None] = self._host
+        if PIPELINE in names:
+            self._of_mesh = weakref.ref(mesh.get_group(PIPELINE))
         self.device = torch.device(mesh.device_type)
         if self.device.type != "cpu":
             self.device = torch.device(self.device.type, torch.accelerator.current_device_index())
@@ -143,10 +148,16 @@ class PipelineGroup(Ranks):
             self.replicas = Replicas([own[place[1]] for own in ranks], timeout, backend)
             self.everyone = Ranks([rank for own in ranks for rank in own], timeout, "the pipelines")
 
+    def of_mesh(self) -> dist.ProcessGroup:
+        """The mesh's own group of these processes; one for this process alone if it has no ``"pp"``."""
+        group = self._of_mesh()
+        assert group is not None
+        return group
+
     def share_tensor(self, value: torch.Tensor, root: int) -> None:
         """Overwrite a dense tensor with a rank's. Every rank must call it."""
         group = self._host if value.device.type == "cpu" else self._up
-        dist.broadcast(value, group_src=root, group=group)
+        dist.broadcast(value, group_src=root, group=group())
 
     def start_send(self, value: torch.Tensor, target: int, channel: int) -> dist.Work:
         """Start sending a dense tensor, which must not be freed or changed until it was waited for.
@@ -168,8 +179,8 @@ class PipelineGroup(Ranks):
 
     def _group(self, source: int, target: int, value: torch.Tensor) -> dist.ProcessGroup:
         if value.device.type == "cpu":
-            return self._host
-        return self._up if source < target else self._down
+            return self._host()
+        return self._up() if source < target else self._down()
 
 
 def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:

@@ -5,13 +5,15 @@ Gloo needs no device and no synchronization, so it carries integers, status and 
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from roundpipe_fx.distributed.own_groups import OwnGroup, note_lost_rank
 from roundpipe_fx.torch_private import default_store
 
 __all__ = ["Ranks"]
@@ -40,20 +42,22 @@ class Ranks:
         self._store = default_store()
         self._runs = 0
 
-    def _another(self, backend: str) -> dist.ProcessGroup:
+    def _another(self, backend: str) -> OwnGroup:
         """A process group of their own."""
-        return dist.new_group(self.ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True)
+        return OwnGroup(self.ranks, self._timeout, backend)
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self._host)
+        with _all_take_part():
+            dist.all_gather_object(found, value, group=self._host())
         return found
 
     def share(self, value: Any, root: int) -> Any:
         """A rank's value, on every rank. Every rank must call it."""
         box = [value]
-        dist.broadcast_object_list(box, group_src=root, group=self._host)
+        with _all_take_part():
+            dist.broadcast_object_list(box, group_src=root, group=self._host())
         return box[0]
 
     def next_run(self) -> int:
@@ -72,3 +76,13 @@ class Ranks:
 
     def _key(self, run: int) -> str:
         return f"roundpipe_fx/{self._unique}/{run}"
+
+
+@contextlib.contextmanager
+def _all_take_part() -> Iterator[None]:
+    """Context manager of an operation that every rank comes to; if it fails, one may not have."""
+    try:
+        yield
+    except BaseException:
+        note_lost_rank()
+        raise

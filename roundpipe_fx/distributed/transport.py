@@ -28,6 +28,7 @@ from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.own_groups import note_lost_rank
 from roundpipe_fx.distributed.ranks import Ranks
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
@@ -248,7 +249,7 @@ class ProcessTransport:
                 self._begin(self._place + 1)
                 self._go_without_values(device)
         except RuntimeError:
-            pass  # the other end is gone too; what it left behind ends with its process
+            note_lost_rank()  # the other end is gone too; what it left behind ends with its process
 
     def _go_without_values(self, device: int) -> None:
         """Receive what the current instruction reads, and send zeros instead of its results."""
@@ -272,6 +273,7 @@ class ProcessTransport:
             if self._averaging is not None and (failed or report is not None):
                 self._averaging.wait()  # of the next step's reductions none must meet one of these
         except RuntimeError as lost:
+            note_lost_rank()
             if failure is not None:
                 return
             raise RemoteError(f"a rank of {self._together.name} is lost: {lost}") from lost

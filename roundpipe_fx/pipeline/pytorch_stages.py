@@ -206,7 +206,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
                 group.device,
                 input_args=arguments,
                 output_args=metas[number],
-                group=group.of_mesh,
+                group=group.of_mesh(),
             )
         )
     return made
