@@ -308,10 +308,14 @@ class CompiledModule(nn.Module):
         """Context manager in which steps add to the gradients of this replica without averaging them over replicas.
 
         The first step outside of it averages what has been added, as with DistributedDataParallel. A call of the model
-        must be inside for its ``backward()`` not to average. Without replicas nothing is averaged in any case.
+        must be inside for its ``backward()`` not to average. Without replicas nothing is averaged in any case. With
+        ``shard="dp"`` each replica has whole gradients until then.
 
         Returns:
             the context manager.
+
+        Raises:
+            RuntimeError: parameters are sharded and there is a ``memory_budget``, which does not count them.
         """
         processes = self._state_of_roundpipe_fx.processes
         return contextlib.nullcontext() if processes is None else processes.replication.no_sync()

@@ -17,6 +17,7 @@ from roundpipe_fx.distributed.group import DATA, PIPELINE, PipelineGroup, check_
 from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.distributed.saving import save_files
+from roundpipe_fx.distributed.sharding import is_to_average
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -116,7 +117,7 @@ def process_pipeline(
     shard_mesh = None
     if pipelining is not None and pipelining.sharded:
         shard_mesh = mesh[DATA] if mesh.ndim > 1 else mesh
-    return ProcessPipeline(model, PipelineGroup(mesh), text, shard_mesh)
+    return ProcessPipeline(model, PipelineGroup(mesh), text, shard_mesh, options.memory_budget is not None)
 
 
 def of_this_rank(processes: ProcessPipeline, named: Iterator[tuple[str, T]]) -> Iterator[tuple[str, T]]:
@@ -203,13 +204,17 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     """Scale this rank's gradients so that the norm of all ranks' is at most ``max_norm``; returns the norm."""
     _check_planned(processes)
     ownership, group = processes.ownership, processes.group
-    assert ownership.owners is not None
     named = dict(ownership.model.named_parameters())
     own = [(name, value) for name, value in named.items() if ownership.owns(value) and value.grad is not None]
+    if any(value.grad is not None and is_to_average(value.grad) for _, value in own):
+        raise RuntimeError(
+            "gradients of steps inside no_sync() are not averaged yet, and with shard='dp' their norm is not known: "
+            "run a step outside of it before clip_grad_norm_."
+        )
     counted = {
         name: torch.linalg.vector_norm(_local(value.grad), norm_type).cpu()
         for name, value in own
-        if min(ownership.owners[id(ownership.traced(value))]) == group.rank and value.grad is not None
+        if value.grad is not None and _local(value.grad).numel() and _counts(processes, ownership.traced(value))
     }
     ranks = group if ownership.shards.mesh is None else group.everyone
     parts: dict[str, list[torch.Tensor]] = {}
@@ -229,6 +234,13 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
         if value.grad is not None:
             _local(value.grad).mul_(scale.to(value.grad.device))
     return total
+
+
+def _counts(processes: ProcessPipeline, value: torch.Tensor) -> bool:
+    """Whether this rank's part of a parameter that it owns is one that no other rank counts."""
+    owners, shards, group = processes.ownership.owners or {}, processes.ownership.shards, processes.group
+    in_parts = shards.mesh is None or id(value) in shards.by_traced
+    return min(owners[id(value)]) == group.rank and (in_parts or group.replica == 0)
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

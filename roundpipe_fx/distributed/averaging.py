@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.group import Replicas
 from roundpipe_fx.distributed.layout import dense
@@ -118,6 +119,7 @@ class Averaging:
         unsynchronized: identities of the parameters whose ``.grad`` has the sums of steps without averaging. It is
             averaged too, with the step's own gradient, which then replaces it.
         sharded: the parameters of which each replica has some rows, by identity.
+        receivers: the DTensors that have the gradients of some parameters in their place, by identity.
     """
 
     replicas: Replicas
@@ -126,6 +128,7 @@ class Averaging:
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()
     sharded: Mapping[int, ShardedParameter] = field(default_factory=dict)
+    receivers: Mapping[int, torch.Tensor] = field(default_factory=dict)
     _averaged: dict[int, torch.Tensor] = field(default_factory=dict)
     _started: list[tuple[Any, Callable[[], None]]] = field(default_factory=list)
     """Operations, and what is to be done once each of them is over."""
@@ -175,26 +178,32 @@ class Averaging:
         """
         self.wait()
         averaged = self._averaged
-        for key, value in self.parameters.items():
+        for key in self.parameters:
             if key in averaged or key in self.over_ranks:
                 continue
             if key in gradients:
                 averaged[key] = self.mean(key, gradients.pop(key))
-            elif key in self.unsynchronized and value.grad is not None:  # this step has no gradient of it
-                averaged[key] = self.mean(key, torch.zeros_like(value.grad))
+            elif self._unsynchronized_sum(key) is not None:  # this step has no gradient of it
+                averaged[key] = self.mean(key, torch.zeros_like(self._like(key)))
         gradients.update(averaged)
 
     def _like(self, key: int) -> torch.Tensor:
         """A tensor of the shape and strides in which a gradient is reduced: a parameter may have repeated elements."""
         return torch.empty_like(self.parameters[key].detach())
 
+    def _unsynchronized_sum(self, key: int) -> torch.Tensor | None:
+        """What steps without averaging have left of a gradient."""
+        gradient = self.receivers.get(key, self.parameters[key]).grad if key in self.unsynchronized else None
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
     def _prepared(self, key: int, total: torch.Tensor, own: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
         like = self.parameters[key]
         if not own or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
             total = self._like(key).copy_(total)
-        if key in self.unsynchronized and like.grad is not None:
-            total.add_(like.grad)
+        before = self._unsynchronized_sum(key)
+        if before is not None:
+            total.add_(before)
         return total.div_(self.replicas.size)
 
     def _start(self, values: dict[int, torch.Tensor]) -> None:

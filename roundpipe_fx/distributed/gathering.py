@@ -101,7 +101,8 @@ def refuse_escapes(
         ValueError: there is one; the message names it.
     """
     parameters = {key for own in primals for key in map(id, own) if key in names}
-    parameters -= {id(value) for own in primals for value in own if not isinstance(value, nn.Parameter)}
+    whole = {id(value) for own in primals for value in own if not isinstance(value, nn.Parameter) or not value.dim()}
+    parameters -= whole
 
     def check(batch: int, primal: int | None, what: str) -> None:
         key = id(primals[batch][primal]) if primal is not None else None

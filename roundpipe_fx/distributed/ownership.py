@@ -100,8 +100,7 @@ class Ownership:
 
     def traced(self, value: torch.Tensor) -> torch.Tensor:
         """The traced parameter of a DTensor; other tensors themselves."""
-        sharded = self.shards.of_own(value)
-        return value if sharded is None else sharded.traced
+        return self.shards.traced_of(value)
 
     def shard(self) -> None:
         """Shard the parameters that this rank owns over the replicas, if they are to be."""

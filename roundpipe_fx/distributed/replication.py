@@ -33,14 +33,15 @@ class Replication:
     Args:
         ownership: the model's tensors on this rank.
         group: the ranks.
+        budgeted: whether the memory of a step has a bound.
 
     Attributes:
         synchronizing: whether steps average gradients.
         first_stream: number of the stream of the first microbatch's random numbers.
     """
 
-    def __init__(self, ownership: Ownership, group: PipelineGroup) -> None:
-        self._ownership, self._group = ownership, group
+    def __init__(self, ownership: Ownership, group: PipelineGroup, budgeted: bool = False) -> None:
+        self._ownership, self._group, self._budgeted = ownership, group, budgeted
         self.synchronizing = True
         self.first_stream = 0
         self._alike: list[int] = [group.replica]
@@ -50,10 +51,11 @@ class Replication:
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context manager in which steps add their gradients without averaging them."""
-        if self._ownership.shards.by_traced:
+        if self._ownership.shards.mesh is not None and self._budgeted:
             raise RuntimeError(
-                "no_sync() with shard='dp' would hold the whole gradients of all parameters: give more microbatches, "
-                "num_microbatches=, instead; or add gradients of several steps, which are reduced in each."
+                "no_sync() with shard='dp' holds the whole gradients of all parameters, which a memory_budget does not "
+                "count: give more microbatches, num_microbatches=, instead; or add the gradients of several steps, "
+                "which are averaged in each; or compile without memory_budget."
             )
         before, self.synchronizing = self.synchronizing, False
         try:
@@ -141,6 +143,7 @@ class Replication:
             ),
             unsynchronized=frozenset(self._unsynchronized),
             sharded=self._ownership.shards.by_traced,
+            receivers=self._ownership.shards.receivers,
         )
 
     def _parameters(self) -> dict[int, torch.Tensor]:
@@ -155,7 +158,7 @@ class Replication:
 
     def replace_unsynchronized(self) -> None:
         """A step's gradients include what ``.grad`` has of steps without averaging: they replace it."""
-        for value in self._parameters().values():
-            if id(value) in self._unsynchronized:
+        for key, value in (self._parameters() | self._ownership.shards.receivers).items():
+            if key in self._unsynchronized:
                 value.grad = None
         self._unsynchronized.clear()

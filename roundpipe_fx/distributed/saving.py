@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.agreement import together
 from roundpipe_fx.distributed.group import PipelineGroup
@@ -89,9 +88,8 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
         sharded = ownership.shards.by_traced.get(id(value))
         whole = value.detach()
         if sharded is not None:
-            rows = sharded.own.detach()
-            assert isinstance(rows, DTensor)
-            gathered = rows.full_tensor()
+            assert group.replicas is not None
+            gathered = sharded.whole(group.replicas.start_gather)
             whole = gathered.cpu() if group.replica == 0 else gathered
         if group.replica == 0:
             found[name] = whole.contiguous()

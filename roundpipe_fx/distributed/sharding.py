@@ -3,7 +3,8 @@
 Each replica has some rows of every parameter, as a ``DTensor``: that is what the user's optimizer and checkpoints see.
 The traced parameter stays the same object, without memory; a stage that reads it has it gathered before
 (:mod:`roundpipe_fx.distributed.gathering`), and its gradient is reduced to rows
-(:mod:`roundpipe_fx.distributed.averaging`). ::
+(:mod:`roundpipe_fx.distributed.averaging`). A parameter that is a single number has no rows: each replica has it, in
+the memory of the traced one. ::
 
                      rows of a parameter of 7, for 3 replicas
     replica 0        0 1 2      a part has a third of the rows, rounded up,
@@ -12,21 +13,29 @@ The traced parameter stays the same object, without memory; a stage that reads i
 
 The modules of the model have the DTensors registered, except while a step is traced
 (:meth:`ShardedParameters.traced`).
+
+A gradient that is not averaged yet is whole on each replica: a DTensor whose placement says that the mean is to be
+taken.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-__all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "padded_bytes"]
+__all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average", "padded_bytes"]
+
+
+Gather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
+"""Starts filling a tensor from the parts of all replicas, given this one's: see ``Replicas.start_gather``."""
 
 
 def padded_bytes(value: torch.Tensor, parts: int) -> int:
@@ -39,12 +48,8 @@ def check_shardable(name: str, value: nn.Parameter) -> None:
     """Refuse a parameter that cannot be sharded.
 
     Raises:
-        ValueError: it has no rows, is not contiguous, or has hooks.
+        ValueError: it is not contiguous, or has hooks.
     """
-    if not value.dim():
-        raise ValueError(
-            f"the parameter {name!r} is a single number, which has no rows to shard: make it a tensor of one element."
-        )
     if not value.is_contiguous():
         raise ValueError(f"the parameter {name!r} cannot be sharded, because it is not contiguous: call .contiguous().")
     if value._backward_hooks or getattr(value, "_post_accumulate_grad_hooks", None):
@@ -52,6 +57,11 @@ def check_shardable(name: str, value: nn.Parameter) -> None:
             f"the parameter {name!r} has hooks, which the DTensor in its place would not have: register them after "
             "model.trace(…), on model.named_parameters()."
         )
+
+
+def is_to_average(gradient: torch.Tensor) -> bool:
+    """Whether a gradient is of steps that were not averaged."""
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +101,26 @@ class ShardedParameter:
             rows: torch.Tensor = self.own.detach().to_local()  # type: ignore[attr-defined]
         return rows
 
-    def padded(self) -> torch.Tensor:
-        """The elements of this replica's part with its padding, one-dimensional; a view if there is memory for it."""
-        rows = self.local()
+    def padded(self, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The elements of this replica's part with its padding, one-dimensional; a view if there is memory for it.
+
+        Args:
+            rows: of another tensor of this shape; ``None``: of the parameter.
+        """
+        rows = self.local() if rows is None else rows
         room = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
         if rows.is_contiguous() and room >= self.count:
             return rows.as_strided((self.count,), (1,), rows.storage_offset())
         flat = rows.new_zeros(self.count)
         flat[: rows.numel()].copy_(rows.reshape(-1))
         return flat
+
+    def whole(self, gather: Gather, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """The parameter, or another tensor of its shape, from the rows of all replicas, which must call it together."""
+        part = self.padded(rows)
+        found = part.new_empty(self.count * self.parts)
+        gather(found, part).wait()
+        return found[: self.traced.numel()].view(self.traced.shape)
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
         """A part's elements as rows, without padding."""
@@ -131,10 +152,6 @@ class ShardedParameter:
         own: DTensor = self.own  # type: ignore[assignment]
         return other.device_mesh == own.device_mesh and other.placements == own.placements
 
-    def as_gradient(self, rows: torch.Tensor) -> torch.Tensor:
-        """This replica's rows of the gradient, as a DTensor."""
-        return _distributed(rows, self.own.device_mesh, self.traced)  # type: ignore[attr-defined]
-
 
 class ShardedParameters:
     """The parameters of one rank that are sharded.
@@ -144,14 +161,18 @@ class ShardedParameters:
 
     Attributes:
         mesh: likewise.
-        by_traced: by identity of the traced parameter.
+        by_traced: those that have rows, by identity of the traced parameter.
+        receivers: the DTensors in place of traced parameters, single numbers too, by identity of those.
     """
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         self.mesh = mesh
         self.by_traced: dict[int, ShardedParameter] = {}
-        self._by_own: dict[int, ShardedParameter] = {}
-        self._places: list[tuple[dict[str, nn.Parameter | None], str, ShardedParameter]] = []
+        self.receivers: dict[int, nn.Parameter] = {}
+        self._traced: dict[int, nn.Parameter] = {}
+        """By identity of the DTensor."""
+        self._places: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        """Where traced parameters are registered, and their names there."""
 
     def shard(self, model: nn.Module, owned: Iterable[tuple[str, torch.Tensor]], unloaded: set[int]) -> None:
         """Shard what a rank owns.
@@ -164,13 +185,18 @@ class ShardedParameters:
         if self.mesh is None:
             return
         for _, value in owned:
-            if isinstance(value, nn.Parameter) and id(value) not in self.by_traced:
+            if not isinstance(value, nn.Parameter) or id(value) in self.receivers:
+                continue
+            if value.dim():
                 made = self._sharded(value, with_values=id(value) not in unloaded)
-                self.by_traced[id(value)] = self._by_own[id(made.own)] = made
+                self.by_traced[id(value)], own = made, made.own
+            else:
+                own = _in_place_of(value, _distributed(value.detach(), self.mesh, value, Replicate()))
+            self.receivers[id(value)], self._traced[id(own)] = own, value
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) in self.by_traced:
-                    self._places.append((module._parameters, name, self.by_traced[id(parameter)]))
+                if parameter is not None and id(parameter) in self.receivers:
+                    self._places.append((module._parameters, name, parameter))
         self._register(traced=False)
 
     def _sharded(self, value: nn.Parameter, with_values: bool) -> ShardedParameter:
@@ -179,8 +205,7 @@ class ShardedParameters:
         chunk = -(-value.shape[0] // parts)
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        own = nn.Parameter(_distributed(padded[:rows], self.mesh, value), value.requires_grad)
-        own.__dict__.update(value.__dict__)
+        own = _in_place_of(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
         made = ShardedParameter(traced=value, own=own, parts=parts, part=part)
         if with_values:
             made.write(value.data)
@@ -189,14 +214,35 @@ class ShardedParameters:
         made.free()
         return made
 
-    def of_own(self, value: torch.Tensor) -> ShardedParameter | None:
-        """The sharded parameter of a DTensor; ``None`` for other tensors."""
-        return self._by_own.get(id(value))
+    def traced_of(self, value: torch.Tensor) -> torch.Tensor:
+        """The traced parameter of a DTensor; other tensors themselves."""
+        return self._traced.get(id(value), value)
 
-    @property
-    def receivers(self) -> Mapping[int, nn.Parameter]:
-        """The DTensors that get gradients, by identity of the traced parameter."""
-        return {key: sharded.own for key, sharded in self.by_traced.items()}
+    def distribute(self, gradients: dict[int, torch.Tensor], averaged: bool, gather: Gather) -> None:
+        """Make gradients DTensors, as their receivers are.
+
+        Args:
+            gradients: by identity of the traced parameter: this replica's rows of the mean; or its own whole ones.
+            averaged: which of them.
+            gather: gathers parts of all replicas.
+        """
+        for key, own in self.receivers.items():  # in the model's order, since ranks gather together
+            value = gradients.get(key)
+            if value is None:
+                continue
+            if averaged:
+                placement = Shard(0) if key in self.by_traced else Replicate()
+                gradients[key] = _distributed(value, own.device_mesh, own, placement)  # type: ignore[attr-defined]
+                continue
+            gradients[key] = self._to_average(value)
+            if own.grad is not None and not is_to_average(own.grad):  # the mean of earlier steps
+                assert isinstance(own.grad, DTensor)
+                mean, sharded = own.grad.to_local(), self.by_traced.get(key)
+                own.grad = self._to_average(mean if sharded is None else sharded.whole(gather, mean))
+
+    def _to_average(self, whole: torch.Tensor) -> DTensor:
+        assert self.mesh is not None
+        return _distributed(whole, self.mesh, whole, Partial("avg"))
 
     def fill(self, sharded: ShardedParameter, write: Callable[[torch.Tensor], object]) -> None:
         """Write all values of a parameter, of which this replica's are kept."""
@@ -211,9 +257,10 @@ class ShardedParameters:
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Context manager in which the model has the traced parameters, without values."""
-        for sharded in self.by_traced.values():
-            if sharded.traced.requires_grad != sharded.own.requires_grad:  # the user has frozen it
-                sharded.traced.requires_grad_(sharded.own.requires_grad)
+        for own in self.receivers.values():
+            traced = self._traced[id(own)]
+            if traced.requires_grad != own.requires_grad:  # the user has frozen it
+                traced.requires_grad_(own.requires_grad)
         self._register(traced=True)
         try:
             yield
@@ -221,9 +268,15 @@ class ShardedParameters:
             self._register(traced=False)
 
     def _register(self, traced: bool) -> None:
-        for registered, name, sharded in self._places:
-            registered[name] = sharded.traced if traced else sharded.own
+        for registered, name, parameter in self._places:
+            registered[name] = parameter if traced else self.receivers[id(parameter)]
 
 
-def _distributed(rows: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor) -> DTensor:
-    return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+def _in_place_of(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
+    own = nn.Parameter(distributed, value.requires_grad)
+    own.__dict__.update(value.__dict__)
+    return own
+
+
+def _distributed(local: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor, placement: Placement) -> DTensor:
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())

@@ -74,6 +74,7 @@ class ProcessPipeline:
         group: the ranks.
         options: the user's options as a text, which is to be the same on all ranks.
         shard_mesh: of the replicas that share out parameters; ``None``: each has all of its stages'.
+        budgeted: whether the memory of a step has a bound.
 
     Attributes:
         group: the ranks.
@@ -83,13 +84,18 @@ class ProcessPipeline:
     """
 
     def __init__(
-        self, model: nn.Module, group: PipelineGroup, options: str, shard_mesh: DeviceMesh | None = None
+        self,
+        model: nn.Module,
+        group: PipelineGroup,
+        options: str,
+        shard_mesh: DeviceMesh | None = None,
+        budgeted: bool = False,
     ) -> None:
         self.group = group
         self.ownership = Ownership(model, group.rank, group.device, shard_mesh)
         if shard_mesh is not None and group.replicas is not None:
             group.replicas.prepare_gathers()
-        self.replication = Replication(self.ownership, group)
+        self.replication = Replication(self.ownership, group, budgeted)
         self.structure: Any = None
         self._agreed = False
         self._options = f"{options}\ntorch {torch.__version__}"
@@ -199,7 +205,7 @@ class ProcessPipeline:
 
     def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
         """What a rank gathers and drops, by position of the instruction."""
-        sharded = {id(value) for _, value in self.ownership.named() if isinstance(value, nn.Parameter)}
+        sharded = {id(v) for _, v in self.ownership.named() if isinstance(v, nn.Parameter) and v.dim()}
         return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
 
     def _text_of(self, graph: PipelinedGraph) -> str:
@@ -247,17 +253,15 @@ class ProcessPipeline:
                 averaging = self.replication.averaging(instructions, programs, primals, shared)
             transport.combining(lambda gradients: sum_gradients(self.group, gradients, shared, averaging), averaging)
         rank, shards = self.group.rank, self.ownership.shards
+        replicas = self.group.replicas
         if shards.by_traced:
-            assert self.group.replicas is not None
-            transport.gathering = Gathering(shards, self.group.replicas, self._gathers(captured, scheduled, rank))
+            assert replicas is not None
+            transport.gathering = Gathering(shards, replicas, self._gathers(captured, scheduled, rank))
         finished = run_pipeline(
             workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
         )
-        finished.gradients.update(
-            (key, sharded.as_gradient(finished.gradients[key]))
-            for key, sharded in shards.by_traced.items()
-            if key in finished.gradients
-        )
+        if replicas is not None:
+            shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
         where = {
             (own.action.step, own.action.microbatch): device
             for device, of_device in enumerate(instructions)

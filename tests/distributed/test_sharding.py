@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor
 import roundpipe_fx
 from roundpipe_fx.distributed import averaging, gathering
 from roundpipe_fx.distributed.errors import RemoteError
-from tests.distributed.models import make
+from tests.distributed.models import Block, make
 from tests.trainers.processes import in_processes
 
 STEPS = 3
@@ -77,7 +78,7 @@ def _train(model: Any, batch: dict[str, Any], run: Any, mesh: DeviceMesh) -> lis
 
 
 def _check_equal(name: str, mesh: DeviceMesh, run: Any = _step, frozen: tuple[str, ...] = (), **options: Any) -> None:
-    model, batch = make(name)
+    model, batch = _made(name)
     for each in frozen:
         model.get_parameter(each).requires_grad_(False)
     own = _own(batch, mesh)
@@ -185,14 +186,10 @@ def check_refused(_rank: int, _folder: str) -> None:
         roundpipe_fx.compile(model, mesh=mesh, shard="pp")
     with pytest.raises(ValueError, match="there is no dimension 'dp'"):
         roundpipe_fx.compile(model, shard="dp")
-    for values, message in (
-        (torch.ones(()), "is a single number, which has no rows"),
-        (torch.ones(2, 3).t(), "not contiguous"),
-    ):
-        odd = nn.Module()
-        odd.scale = nn.Parameter(values)
-        with pytest.raises(ValueError, match=message):
-            roundpipe_fx.compile(odd, mesh=mesh, shard="dp")
+    transposed = nn.Module()
+    transposed.scale = nn.Parameter(torch.ones(2, 3).t())
+    with pytest.raises(ValueError, match="not contiguous"):
+        roundpipe_fx.compile(transposed, mesh=mesh, shard="dp")
     hooked = nn.Linear(2, 2)
     hooked.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(ValueError, match="has hooks, which the DTensor"):
@@ -203,7 +200,8 @@ def check_refused(_rank: int, _folder: str) -> None:
     own = _own(batch, mesh)
     compiled = roundpipe_fx.compile(model, mesh=mesh, shard="dp", num_microbatches=2, stages=3)
     compiled.trace(**own)
-    with pytest.raises(RuntimeError, match=r"no_sync\(\) with shard='dp'"), compiled.no_sync():
+    bounded = roundpipe_fx.compile(make("net")[0], mesh=mesh, shard="dp", num_microbatches=2, memory_budget=1.0)
+    with pytest.raises(RuntimeError, match=r"no_sync\(\) with shard='dp' holds the whole gradients"), bounded.no_sync():
         pass
     loss = own["loss_fn"](compiled(own["tokens"]), own["labels"])
     with torch.no_grad():
@@ -261,7 +259,84 @@ def _breaking(module: torch.fx.GraphModule, _inputs: Any) -> Any:
     return call
 
 
+class Odd(nn.Module):
+    """Parameters that are single numbers, of one rank and of all, and one with fewer rows than there are ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(16) for _ in range(4))
+        self.scale, self.last = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.tensor(1.1))
+        self.shift = nn.Parameter(torch.full((1,), 0.1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale + self.shift
+        return x * self.last
+
+
+def _made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    model, batch = make("net" if name == "odd" else name)
+    return (Odd(), batch) if name == "odd" else (model, batch)
+
+
+def _accumulated(model: Any, batch: dict[str, Any], run: Any) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Losses and gradients of steps that accumulate in several ways."""
+    torch.manual_seed(3)
+    found = []
+    for unsynchronized in ((0, 1), (1,), ()):
+        for place in range(3):
+            with model.no_sync() if place in unsynchronized else contextlib.nullcontext():
+                loss = run(model, batch)
+        found.append((loss, {n: _whole(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}))
+        model.zero_grad(set_to_none=len(unsynchronized) != 1)
+    return found
+
+
+def check_accumulation(_rank: int, folder: str) -> None:
+    """Gradients of several steps, with and without averaging each, have the bits of those without shards. A parameter
+    that is a single number is whole on each replica, and counts once in norms and checkpoints."""
+    meshes = _meshes()
+    _check_equal("odd", meshes["dp"], num_microbatches=2, stages=3, memory_budget=0.5, frozen=("scale",))
+    mesh, (model, batch) = meshes["dp, pp"], _made("odd")
+    plain, own = copy.deepcopy(model), _own(batch, mesh)
+    whole = roundpipe_fx.compile(copy.deepcopy(model), mesh=mesh, num_microbatches=2)
+    sharded = roundpipe_fx.compile(copy.deepcopy(model), mesh=mesh, num_microbatches=2, shard="dp")
+    whole.trace(**own), sharded.trace(**own)
+    for run in (_step, _call):
+        steps = zip(_accumulated(sharded, own, run), _accumulated(whole, own, run), strict=True)
+        for (loss, gradients), (other, expected) in steps:
+            assert torch.equal(loss, other)
+            assert gradients and gradients.keys() == expected.keys()
+            assert all(torch.equal(value, expected[key]) for key, value in gradients.items())
+    with sharded.no_sync():
+        sharded.forward_backward(**own)
+    with pytest.raises(RuntimeError, match="are not averaged yet"):
+        sharded.clip_grad_norm_(1.0)
+    norms = []
+    for compiled in (whole, sharded):
+        compiled.zero_grad()
+        compiled.forward_backward(**own)
+        norms.append(compiled.clip_grad_norm_(0.01))
+    torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0)
+    torch.optim.SGD(sharded.parameters(), lr=0.1, foreach=True).step()
+    dcp.save({"model": sharded.state_dict()}, checkpoint_id=f"{folder}/odd")
+    state = plain.state_dict()
+    dcp.load({"model": state}, checkpoint_id=f"{folder}/odd")
+    changed = {name: _whole(value.detach()).clone() for name, value in sharded.named_parameters()}
+    assert all(torch.equal(state[name], value) for name, value in changed.items())
+    sharded.load_state_dict(model.state_dict())
+    assert not any(torch.equal(changed[name], model.get_parameter(name)) for name in changed)
+    assert all(torch.equal(_whole(v.detach()), model.get_parameter(name)) for name, v in sharded.named_parameters())
+
+
 @pytest.mark.long
 def test_sharding(tmp_path: Path) -> None:
-    checks = [check_bits, check_memory_and_checkpoint, check_without_memory, check_refused, check_failures]
+    checks = [
+        check_bits,
+        check_accumulation,
+        check_memory_and_checkpoint,
+        check_without_memory,
+        check_refused,
+        check_failures,
+    ]
     in_processes(4, checks, tmp_path)
