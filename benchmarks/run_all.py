@@ -22,6 +22,7 @@ BENCHMARKS = (
     "offloaded",
     "host_optimizer",
     "processes",
+    "growth",
     "tiling",
 )
 
