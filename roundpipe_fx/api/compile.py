@@ -153,7 +153,7 @@ def compile(
             devices=devices,
             optim_dtype=optim_dtype,
             deferred_batch_norm=deferred_batch_norm,
-            schedule=schedule if schedule == "roundpipe" else None,
+            schedule=schedule,
         )
     pipelining = parse_pipelining(
         devices,

@@ -41,13 +41,14 @@ T = TypeVar("T", bound=torch.Tensor)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=cuda:)\d+|(?<=index=)\d+")
 
 
-def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: Any) -> list[str]:
+def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, schedule: Any, **others: Any) -> list[str]:
     """The devices to plan for: one for each rank, all like this one's.
 
     Args:
         mesh: the user's.
         model: what is compiled.
         options: the user's.
+        schedule: the user's.
         **others: options that contradict a mesh, with the values that the user gave.
 
     Raises:
@@ -55,6 +56,12 @@ def devices_of(mesh: DeviceMesh, model: nn.Module, options: Options, **others: A
         ValueError: the mesh, or an option beside it, is not supported.
     """
     check_mesh(mesh)
+    if schedule == "roundpipe":
+        raise ValueError(
+            "schedule='roundpipe' runs every stage on every device, which read its parameters from one memory, and "
+            "each rank of a mesh has a memory of its own, with the parameters of its own stages: give "
+            "devices=['cuda:0', 'cuda:1'] in one process instead of mesh=, or another schedule."
+        )
     for name, value in others.items():
         if value not in (None, False):
             raise ValueError(f"{name}={value!r} is not supported with a mesh.")

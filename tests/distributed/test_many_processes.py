@@ -203,7 +203,7 @@ def check_refusals(_rank: int, _folder: str) -> None:
     mesh = _mesh()
     model, batch = make("net")
     for options, text in (
-        ({"schedule": "roundpipe"}, "schedule='roundpipe'"),
+        ({"schedule": "roundpipe"}, "schedule='roundpipe' runs every stage on every device"),
         ({"devices": ["cpu"]}, "devices="),
         ({"cost": "measured"}, "all must plan alike"),
         ({"deferred_batch_norm": True}, "deferred_batch_norm=True"),
