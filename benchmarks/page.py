@@ -129,6 +129,21 @@ _PARTS = (
         "Two workers with one core each: speed-up, and the simulated makespan beside the measured one.",
     ),
     _Part(
+        "processes",
+        "Two processes",
+        "benchmarks.processes",
+        "One core each, on gloo, beside PyTorch's pipeline, DistributedDataParallel and FSDP2. A ratio is ours divided "
+        "by that of the peer beside it. Replicas and shards have half of the batch in each process, as their peers, "
+        "and the peak of their peers as a budget.",
+    ),
+    _Part(
+        "growth",
+        "A thousand steps over processes",
+        "benchmarks.growth",
+        "What is there after the last step beyond what was there after the first quarter, on the process where they "
+        "differ most.",
+    ),
+    _Part(
         "pipeline_heavy_head",
         "A heavy head",
         "benchmarks.pipeline",
@@ -199,6 +214,8 @@ def page() -> str:
         "`python -m benchmarks.page` writes this page.",
     ]
     for part in _PARTS:
+        if not (RESULTS / f"{part.name}.json").exists():  # was not run on an idle machine yet
+            continue
         found = json.loads((RESULTS / f"{part.name}.json").read_text())
         pictures = [line for name, text in part.pictures for line in (f"![{text}](pictures/{name})", "")]
         parts += [

@@ -2,13 +2,15 @@
 
 Every step is the forward and backward of one batch of the same language model. The pipelines split it into
 microbatches and run 1F1B; stages of ``torch.distributed.pipelining`` are cut by hand at the block that makes its step
-shortest, found by trying all of them. DistributedDataParallel and FSDP2 give half of the batch to each process.
+shortest, found by trying all of them. DistributedDataParallel and FSDP2 give half of the batch to each process, and so
+do our replicas, whose budget is their peak.
 
 ::
 
     python -m benchmarks.processes [--quick]
 
-Peaks are those of the process that has more: what it allocates during a step beyond what it held when the step began.
+It takes about five minutes (with ``--quick`` one). Peaks are those of the process that has more: what it
+allocates during a step beyond what it held when the step began. Ratios are medians of those of each round.
 """
 
 from __future__ import annotations
@@ -116,6 +118,20 @@ def ours(size: Size, tokens: torch.Tensor, **options: Any) -> tuple[nn.Module, S
     return model, step
 
 
+def our_replicas(size: Size, tokens: torch.Tensor, **options: Any) -> tuple[nn.Module, Step]:
+    """The whole model in each process, with half of the batch."""
+    mesh = init_device_mesh("cpu", (RANKS,), mesh_dim_names=("dp",))
+    model = roundpipe_fx.compile(make(size), mesh=mesh, num_microbatches=1, dynamic=False, **options)
+    own = tokens.chunk(RANKS)[dist.get_rank()]
+    model.trace(own, labels=own, loss_fn=loss_fn)
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        return _mean(model.forward_backward(own, labels=own, loss_fn=loss_fn))
+
+    return model, step
+
+
 def pytorchs(size: Size, tokens: torch.Tensor, cut: int) -> tuple[nn.Module, Step]:
     """PyTorch's pipeline, whose second stage begins at block ``cut``."""
     layers, rank = list(make(size)), dist.get_rank()
@@ -147,11 +163,15 @@ def replicated(wrap: Callable[[nn.Sequential], nn.Module], size: Size, tokens: t
         model.zero_grad()
         loss = loss_fn(model(own), own)
         loss.backward()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total / RANKS
+        return _mean(loss.detach())
 
     return model, step
+
+
+def _mean(loss: torch.Tensor) -> torch.Tensor:
+    total = loss.clone()
+    dist.all_reduce(total)
+    return total / RANKS
 
 
 def _fully_sharded(model: nn.Sequential) -> nn.Module:
@@ -173,11 +193,11 @@ def _seconds(step: Step) -> float:
     return taken.item()
 
 
-def _largest(value: int) -> float:
-    """Of all processes, in MB."""
-    found = torch.tensor(float(value))
+def _largest(value: int) -> int:
+    """Of all processes."""
+    found = torch.tensor(value)
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item() / 1e6
+    return int(found.item())
 
 
 def _held(model: nn.Module) -> int:
@@ -188,9 +208,10 @@ def _held(model: nn.Module) -> int:
 
 
 def _peak(step: Step) -> int:
+    """Of the process that has more."""
     with roundpipe_fx.measure_peak("cpu") as peak:
         step()
-    return peak.bytes
+    return _largest(peak.bytes)
 
 
 def _best_cut(size: Size, tokens: torch.Tensor) -> int:
@@ -209,26 +230,43 @@ def _measure(rank: int, folder: str, size: Size, results: Any) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     tokens = torch.randint(size.vocabulary, (size.rows, size.length), generator=torch.Generator().manual_seed(0))
     cut = _best_cut(size, tokens)
+    pipelining, replicas, shards = f"torch.distributed.pipelining, cut at {cut}", "DistributedDataParallel", "FSDP2"
     methods = {
-        "roundpipe_fx": ours(size, tokens),
-        "roundpipe_fx, least budget": ours(size, tokens, memory_budget=0.0),
-        f"torch.distributed.pipelining, cut at {cut}": pytorchs(size, tokens, cut),
-        "DistributedDataParallel": replicated(DistributedDataParallel, size, tokens),
-        "FSDP2": replicated(_fully_sharded, size, tokens),
+        pipelining: pytorchs(size, tokens, cut),
+        replicas: replicated(DistributedDataParallel, size, tokens),
+        shards: replicated(_fully_sharded, size, tokens),
     }
     losses = {name: step().item() for name, (_, step) in methods.items()}
+    peaks = {name: _peak(step) for name, (_, step) in methods.items()}
+    part = {"shard": "dp", "stages": size.layers}
+    of_ours = {
+        "roundpipe_fx": (pipelining, ours(size, tokens)),
+        "roundpipe_fx, 0.7 × its peak": (pipelining, ours(size, tokens, memory_budget=peaks[pipelining] * 7 // 10)),
+        "roundpipe_fx, least budget": (pipelining, ours(size, tokens, memory_budget=0.0)),
+        "roundpipe_fx, replicas": (replicas, our_replicas(size, tokens, memory_budget=peaks[replicas])),
+        "roundpipe_fx, shards": (shards, our_replicas(size, tokens, memory_budget=peaks[shards], **part)),
+    }
+    if size != QUICK:
+        of_ours |= {
+            "roundpipe_fx, replicas, least budget": (replicas, our_replicas(size, tokens, memory_budget=0.0)),
+            "roundpipe_fx, shards, least budget": (shards, our_replicas(size, tokens, memory_budget=0.0, **part)),
+        }
+    for name, (_, made) in of_ours.items():
+        methods[name] = made
+        losses[name], peaks[name] = made[1]().item(), _peak(made[1])
     rounds = paired({name: functools.partial(_seconds, step) for name, (_, step) in methods.items()}, size.rounds)
     rows = []
-    for name, (model, step) in methods.items():
-        seconds = statistics.median(own[name] for own in rounds)
-        ratio = statistics.median(own[name] / own["roundpipe_fx"] for own in rounds)
+    for name, (model, _) in methods.items():
+        peer = of_ours[name][0] if name in of_ours else name
         rows.append(
             {
                 "two processes": name,
-                "s a step": seconds,
-                "of ours": ratio,
-                "peak MB": _largest(_peak(step)),
-                "parameters MB": _largest(_held(model)),
+                "beside": {pipelining: "pipelining", replicas: "DDP", shards: "FSDP2"}[peer] if peer != name else "",
+                "s a step": statistics.median(own[name] for own in rounds),
+                "time ratio": statistics.median(own[name] / own[peer] for own in rounds),
+                "peak MB": peaks[name] / 1e6,
+                "peak ratio": peaks[name] / peaks[peer],
+                "parameters MB": _largest(_held(model)) / 1e6,
                 "loss": losses[name],
             }
         )
@@ -240,17 +278,19 @@ def _measure(rank: int, folder: str, size: Size, results: Any) -> None:
 
 def main() -> None:
     """Run."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="a small model; nothing is stored")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog="It takes about five minutes.")
+    parser.add_argument("--quick", action="store_true", help="a small model, in a minute; nothing is stored")
     size = QUICK if parser.parse_args().quick else Size()
-    before = os.getloadavg()[0]
+    before, start = os.getloadavg()[0], time.perf_counter()
     results = torch.multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(_measure, (folder, size, results), nprocs=RANKS)
     rows = results.get()
+    print(f"{(time.perf_counter() - start) / 60:.1f} minutes")
     title = (
         f"{size.layers} blocks of width {size.width}, vocabulary {size.vocabulary}, {size.rows} × {size.length} "
-        f"tokens, {size.microbatches} microbatches; median of {size.rounds} interleaved steps"
+        f"tokens, {size.microbatches} microbatches; median of {size.rounds} interleaved steps (targets: at most 0.97 × "
+        "the time of torch.distributed.pipelining, also at 0.7 × its peak; at most the time of DDP and FSDP2)"
     )
     if size is QUICK:
         show(title, rows)
