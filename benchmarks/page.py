@@ -137,6 +137,12 @@ _PARTS = (
         "and the peak of their peers as a budget.",
     ),
     _Part(
+        "processes_makespan",
+        "The makespan over two processes",
+        "benchmarks.processes",
+        "From the first action's start to the last one's end.",
+    ),
+    _Part(
         "growth",
         "A thousand steps over processes",
         "benchmarks.growth",
