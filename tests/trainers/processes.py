@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -40,3 +41,4 @@ def _process(rank: int, count: int, folder: str, checks: Sequence[Check]) -> Non
         dist.barrier()  # a process that left now would reset connections that others still read
     finally:
         dist.destroy_process_group()
+        gc.collect()  # meshes of the checks keep groups; threads of those must end before the interpreter is finalized
