@@ -14,6 +14,7 @@ programs yet: it makes such events of its own operations (:mod:`roundpipe_fx.rem
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -179,22 +180,76 @@ class ProgramEvents:
         return [values[item] if isinstance(item, fx.Node) else [] for item in returned]
 
     def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
-        given = iter(arguments)
         start = len(self.events)
-        reads = {storage for leaves in arguments for storage in leaves if storage != OUTSIDE}
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                self.numbers.give(node, next(given))
-            elif node.op == "output":
-                returned: Any = node.args[0]
-                leaves = [list(self.numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
-                self.calls.append(FollowedCall(name, reads, start, len(self.events), leaves))
-                return leaves
-            else:
-                made = self.numbers.follow(node)
-                self.makers.update(dict.fromkeys(made, node))
-                workspace = node.meta.get(Mark.WORKSPACE, 0)
-                self.events.append(
-                    Event((name, node), self.numbers.reads(node), made, workspace=workspace, stream=self._stream)
-                )
-        raise AssertionError("a graph without an output")
+        given: dict[int, int] = {}
+        pattern = tuple(
+            [tuple([OUTSIDE if s == OUTSIDE else given.setdefault(s, len(given)) for s in own]) for own in arguments]
+        )
+        found = _followed(module, pattern)
+        of = [*given, *(self.numbers.new_of(size) for size in found.sizes)]
+        nodes = [*module.graph.nodes]
+        for place, reads, makes, workspace in found.operations:
+            node = nodes[place]
+            made = [of[local] for local in makes]
+            for storage in made:
+                self.makers[storage] = node
+            event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
+            self.events.append(event)
+        leaves = [[local if local == OUTSIDE else of[local] for local in own] for own in found.returns]
+        self.calls.append(FollowedCall(name, set(given), start, len(self.events), leaves))
+        return leaves
+
+
+class _Followed(NamedTuple):
+    """A stage module that was followed, with numbers of its own for storages: first of what comes in, then of what it
+    allocates.
+
+    Attributes:
+        operations: of each the position of its node, what it reads, what it allocates, and the bytes of its workspace.
+            No nodes, which refer to their module: that is forgotten when nobody else has it.
+        sizes: bytes of what it allocates.
+        returns: for each result, its storages.
+    """
+
+    operations: list[tuple[int, list[int], list[int], int]]
+    sizes: list[int]
+    returns: list[list[int]]
+
+
+_known: weakref.WeakKeyDictionary[fx.GraphModule, dict[tuple[tuple[int, ...], ...], _Followed]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By stage module, which equal stages share, and by what comes in."""
+
+
+def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
+    """Follow a stage module; once, if the same storages come in as before.
+
+    Args:
+        module: the stage module, as it was emitted.
+        pattern: for each argument, its storages, numbered in the order in which they come in.
+    """
+    known = _known.setdefault(module, {})
+    if pattern not in known:
+        known[pattern] = _follow(module, pattern)
+    return known[pattern]
+
+
+def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
+    numbers = StorageIds()
+    incoming = 1 + max((storage for own in pattern for storage in own), default=OUTSIDE)
+    for _ in range(incoming):
+        numbers.new_of(0)
+    arguments = iter(pattern)
+    operations: list[tuple[int, list[int], list[int], int]] = []
+    for place, node in enumerate(module.graph.nodes):
+        if node.op == "placeholder":
+            numbers.give(node, list(next(arguments)))
+        elif node.op == "output":
+            returned: Any = node.args[0]
+            leaves = [list(numbers.of(item)) if isinstance(item, fx.Node) else [] for item in returned]
+            return _Followed(operations, numbers.sizes[incoming:], leaves)
+        else:
+            made = numbers.follow(node)
+            operations.append((place, numbers.reads(node), made, node.meta.get(Mark.WORKSPACE, 0)))
+    raise AssertionError("a graph without an output")

@@ -6,6 +6,7 @@ the nodes that a node reads, and each node that computes gets new storages.
 
 from __future__ import annotations
 
+import functools
 import operator
 from typing import Any
 
@@ -115,14 +116,27 @@ def _total(node: fx.Node) -> fx.Node:
 
 def _written(node: fx.Node) -> fx.Node | None:
     """The argument that a node writes its result into; ``None`` if it allocates its result."""
-    if node.target in PARTIAL_WRITES.values():
+    if node.target in _WRITING_FIRST:
         return node.all_input_nodes[0]
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
-    for position, argument in enumerate(node.target._schema.arguments):
+    written = _written_argument(node.target)
+    if written is None:
+        return None
+    position, name = written
+    given: Any = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+    return given if isinstance(given, fx.Node) else None
+
+
+_WRITING_FIRST = frozenset(PARTIAL_WRITES.values())
+
+
+@functools.cache
+def _written_argument(target: torch._ops.OpOverload) -> tuple[int, str] | None:
+    """Position and name of the argument that an operator writes into; ``None``: there is none."""
+    for position, argument in enumerate(target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            given: Any = node.kwargs.get(argument.name, node.args[position] if position < len(node.args) else None)
-            return given if isinstance(given, fx.Node) else None
+            return position, argument.name
     return None
 
 

@@ -10,6 +10,7 @@ import keyword
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -17,12 +18,17 @@ from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
+from roundpipe_fx.ir.node_copy import copy_node
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
 from roundpipe_fx.torch_private import boxed_codegen, graph_module
 
-__all__ = ["StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
+__all__ = ["KnownModules", "StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
+
+
+KnownModules: TypeAlias = dict[tuple[str, tuple[int, ...]], fx.GraphModule]
+"""The graphs of stage modules, by fingerprint and the workspaces of their operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +74,15 @@ _TAKEN = frozenset(
 
 
 def emit_stage_modules(
-    joint: JointGraph, rewrite: Callable[[fx.Graph], fx.Graph] | None = None
+    joint: JointGraph, rewrite: Callable[[fx.Graph], fx.Graph] | None = None, known: KnownModules | None = None
 ) -> dict[tuple[int, Phase], StageModule]:
     """Split the graph into stage modules.
 
     Args:
         joint: a graph in which every decision is explicit.
         rewrite: applied to each module's graph at the end.
+        known: modules of other plans for the same graph, by what they do. Those are taken, and new ones are added.
+            ``None``: all are made of this graph, with the names of its values.
 
     Returns:
         modules by stage and phase; phases in which a stage does nothing are absent.
@@ -91,7 +99,13 @@ def emit_stage_modules(
             continue
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
-            alike[digest] = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
+            key = digest, tuple([node.meta.get(Mark.WORKSPACE, 0) for node in nodes])
+            found = known.get(key) if known is not None else None
+            if found is None:
+                found = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
+            if known is not None:
+                known[key] = found
+            alike[digest] = found
         emitted[stage, phase] = StageModule(
             stage=stage,
             phase=phase,
@@ -145,7 +159,7 @@ def _graph_module(
         copies[source].target = copies[source].name  # FX renames it if a node has the same name
         copies[source].meta = _kept_meta(source)
     for node in nodes:
-        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node] = copy_node(graph, node, copies.__getitem__)
         copies[node].meta = _kept_meta(node)
     graph.output(tuple(copies[node] for node in outputs))
     if rewrite is not None:

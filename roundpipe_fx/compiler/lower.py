@@ -17,7 +17,13 @@ from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.step_of_calls import StepNeeds
 from roundpipe_fx.budget import default_budget
-from roundpipe_fx.codegen import Program, emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.codegen import (
+    KnownModules,
+    Program,
+    emit_backward_program,
+    emit_forward_program,
+    emit_stage_modules,
+)
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import (
@@ -209,7 +215,13 @@ def asked_budget(joint: JointGraph, options: Options, device: torch.device) -> i
 
 
 def emit_by_policy(
-    joint: JointGraph, setting: Setting, policy: SavePolicy, *, split: bool = False, sums: bool = False
+    joint: JointGraph,
+    setting: Setting,
+    policy: SavePolicy,
+    *,
+    split: bool = False,
+    sums: bool = False,
+    known: KnownModules | None = None,
 ) -> Lowered:
     """Emit what a save policy asks for, with what starts early at no cost in memory.
 
@@ -219,9 +231,10 @@ def emit_by_policy(
         policy: says what is saved.
         split: see :func:`emit`.
         sums: see :func:`emit`.
+        known: see :func:`emit`.
     """
     schedule = recompute_rest(joint, policy(joint))
-    return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums)
+    return emit(joint, setting.knowing(schedule=schedule, early=True), split=split, sums=sums, known=known)
 
 
 def _looking_in_tiles(joint: JointGraph, setting: Setting) -> Setting:
@@ -362,6 +375,7 @@ def emit(
     chosen: Chosen | Recalled | None = None,
     split: bool = False,
     sums: bool = False,
+    known: KnownModules | None = None,
 ) -> Lowered:
     """Write what was decided into a graph, and emit stage modules and programs.
 
@@ -371,6 +385,7 @@ def emit(
         chosen: the plan, where one was chosen.
         split: whether gradients of parameters are made in modules of their own.
         sums: whether stage modules add gradients to those of earlier microbatches.
+        known: see :func:`roundpipe_fx.codegen.emit_stage_modules`; for plans that are only simulated.
     """
     training = setting.context.training
     setting = setting.knowing(split=split, sums=sums)
@@ -387,7 +402,7 @@ def emit(
     def rewrite(graph: fx.Graph) -> fx.Graph:
         return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
 
-    modules = emit_stage_modules(joint, rewrite)
+    modules = emit_stage_modules(joint, rewrite, known)
     forward = emit_forward_program(joint, modules)
     backward = emit_backward_program(joint, modules) if training else None
     _rewrite_program(forward, setting)

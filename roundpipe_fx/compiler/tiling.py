@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 from torch import fx
 
 from roundpipe_fx.analysis.operations import Operation
-from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements, find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -165,10 +165,12 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
     Args:
         joint: an annotated graph in which means are sums.
     """
-    kinds = list(_by_kind(find_tile_regions(joint)).values())
-    first = [_first_tiles(kind[0]) for kind in kinds]
-    for count in range(1, len(kinds) + 1):
-        yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
+    kinds: list[list[TileRegion]] = []
+    for found in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
+        known, kinds = len(kinds), list(_by_kind(found).values())
+        first = [_first_tiles(kind[0]) for kind in kinds]
+        for count in range(known + 1, len(kinds) + 1):
+            yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
     for times in _MORE if kinds else ():
         yield [
             (region, min(times * tiles, region.most_tiles))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.node_copy import copy_node
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.torch_private import gradient_inputs, graph_module, input_mutations
 
@@ -285,7 +286,10 @@ class JointGraph:
         """
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
-        output = graph.output(graph.graph_copy(self.graph, copies))
+        for node in self.graph.nodes:
+            if node.op != "output":
+                copies[node] = copy_node(graph, node, copies.__getitem__)
+        output = graph.output(fx.node.map_arg(self.graph.output_node().args[0], copies.__getitem__))
         output.meta = dict(self.graph.output_node().meta)
         return JointGraph(
             module=graph_module(self.module, graph),

@@ -14,6 +14,7 @@ from torch import fx
 from roundpipe_fx.compiler.alternative_values import alternative_value, recomputed_nodes, saved_nodes
 from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
+from roundpipe_fx.pipeline.steps import steps_of
 from roundpipe_fx.report.alternatives import Alternative, Alternatives, AlternativeValue
 from roundpipe_fx.schedules import Timing
 
@@ -39,12 +40,22 @@ def chosen_among(attempts: Sequence[Attempt], own: Attempt, budget: int, allowed
         if not frontier or attempt.peak < frontier[-1].peak:
             frontier.append(attempt)
     return dataclasses.replace(
-        own.pipeline,
+        _with_own_modules(own),
         budget=budget,
         allowed=allowed,
         trade_off=tuple((attempt.peak, attempt.seconds) for attempt in frontier),
         alternatives=_alternatives(own, frontier),
     )
+
+
+def _with_own_modules(attempt: Attempt) -> LoweredPipeline:
+    """An attempt's pipeline, in whose stage modules values have its own names."""
+    main = attempt.pipeline.main
+    if attempt.emit is None:
+        return attempt.pipeline
+    lowered = attempt.emit()
+    variant = dataclasses.replace(main, lowered=lowered, steps=steps_of(lowered))
+    return dataclasses.replace(attempt.pipeline, main=variant, last=variant)
 
 
 def _alternatives(own: Attempt, frontier: Sequence[Attempt]) -> Alternatives:

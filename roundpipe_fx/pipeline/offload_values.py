@@ -44,7 +44,7 @@ def _at_distance(attempt: Attempt, rule: OffloadRule) -> Attempt:
     timing, costs = attempt.timing, attempt.pipeline.main.costs
     offloads = offloads_within(timing, costs, {}, rule)
     timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
-    return Attempt(dataclasses.replace(attempt.pipeline, offload=rule), timing, attempt.chosen)
+    return dataclasses.replace(attempt, pipeline=dataclasses.replace(attempt.pipeline, offload=rule), timing=timing)
 
 
 def _cost(attempt: Attempt, limit: int) -> tuple[int, float]:

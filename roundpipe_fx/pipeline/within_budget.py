@@ -17,9 +17,11 @@ parameters gathered (:mod:`roundpipe_fx.schedules.sharding`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, limit_of, share_hint
+from roundpipe_fx.codegen import KnownModules
 from roundpipe_fx.compiler.lower import emit, emit_by_policy
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import operations_of
@@ -167,7 +169,8 @@ def _sent(levels: _Levels, others: Sequence[Attempt], limit: int) -> list[Attemp
 
 
 class _Attempts:
-    """Plans that are emitted to simulate their schedule: each copies the graph, and none is emitted twice.
+    """Plans that are emitted to simulate their schedule: each copies the graph, and takes the stage modules of others
+    that do the same. Only the chosen one is emitted a second time, with its own.
 
     Attributes:
         blocks: the graph's operations as the planner sees them.
@@ -182,6 +185,7 @@ class _Attempts:
         self._split = split
         self._forwards_before_backwards = forwards_before_backwards
         self._by_choice: list[tuple[RematChoice, Attempt]] = []
+        self._known: KnownModules = {}
 
     @property
     def of_choices(self) -> list[Attempt]:
@@ -199,19 +203,27 @@ class _Attempts:
     def with_candidate(self, candidate: Candidate) -> Attempt:
         """The attempt that follows a schedule of the planner."""
         graph = self.blocks.graph
-        joint = self._cut.joint.copy()
-        remat = remat_schedule(graph, candidate.schedule).on(joint.graph)
         chosen = Chosen(candidate=candidate, limit=candidate.peak.bytes, graph=graph, frontier=(), followed=graph)
-        setting = self._cut.setting.knowing(schedule=remat)
-        return self._simulated(emit(joint, setting, chosen=chosen, split=self._split, sums=True), chosen)
+
+        def emitted(known: KnownModules | None) -> Lowered:
+            joint = self._cut.joint.copy()
+            setting = self._cut.setting.knowing(schedule=remat_schedule(graph, candidate.schedule).on(joint.graph))
+            return emit(joint, setting, chosen=chosen, split=self._split, sums=True, known=known)
+
+        return self._simulated(emitted, chosen)
 
     def with_policy(self, policy: SavePolicy) -> Attempt:
         """The attempt that saves what a policy says."""
-        joint = self._cut.joint.copy()
-        return self._simulated(emit_by_policy(joint, self._cut.setting, policy, split=self._split, sums=True))
 
-    def _simulated(self, lowered: Lowered, chosen: Chosen | None = None) -> Attempt:
-        only = variant_of(lowered, self._cut.setting, self._pipelining)
+        def emitted(known: KnownModules | None) -> Lowered:
+            joint, setting = self._cut.joint.copy(), self._cut.setting
+            return emit_by_policy(joint, setting, policy, split=self._split, sums=True, known=known)
+
+        return self._simulated(emitted)
+
+    def _simulated(self, emitted: Callable[[KnownModules | None], Lowered], chosen: Chosen | None = None) -> Attempt:
+        has_own_modules = not self._known
+        only = variant_of(emitted(self._known), self._cut.setting, self._pipelining)
         pipeline = LoweredPipeline(
             main=only,
             last=only,
@@ -221,7 +233,8 @@ class _Attempts:
             devices=self._pipelining.workers,
             forwards_before_backwards=self._forwards_before_backwards,
         )
-        return Attempt(pipeline, pipeline.predict(self._pipelining.microbatches), chosen)
+        timing = pipeline.predict(self._pipelining.microbatches)
+        return Attempt(pipeline, timing, chosen, None if has_own_modules else functools.partial(emitted, None))
 
 
 class _Levels:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from roundpipe_fx.ir.joint_graph import is_view, module_path, viewed
 from roundpipe_fx.torch_private import module_path_text
@@ -45,3 +45,16 @@ def test_module_paths_of_all_spellings() -> None:
     assert module_path_text("L['self']._modules['h']._modules['0']._modules['ln']") == "h.0.ln"
     assert module_path_text("L['self'].h.0.ln") == "h.0.ln"
     assert module_path_text("L['self']") == ""
+
+
+def test_a_copy_is_that_of_fx() -> None:
+    tokens = torch.randint(16, (2, 4))
+    joint = capture_joint(TiedTransformer(), tokens, tokens.clone())
+    expected = fx.Graph()
+    expected.output(expected.graph_copy(joint.graph, {}))
+    copied = joint.copy().graph
+    assert str(copied) == str(expected)
+    for own, other in zip(copied.nodes, expected.nodes, strict=True):
+        assert own.name == other.name and own.type == other.type
+        assert own.op == "output" or own.meta.keys() == other.meta.keys()
+        assert [user.name for user in own.users] == [user.name for user in other.users]

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.pipeline import fill_waits
+from roundpipe_fx.codegen import stage_modules, stage_text
+from roundpipe_fx.pipeline import fill_waits, within_budget
 from tests import hugging_face
 from tests.pipeline.steps import CPUS, SCHEDULES, Blocks, assert_close, batch_of, pipelined_step, squares
 
@@ -303,3 +304,29 @@ def test_segments_without_gradients(kept: dict[str, Any], devices: int) -> None:
         step, compiled = pipelined_step(model, {"x": x}, devices=["cpu"] * devices, schedule=schedule, **given, **kept)
         assert_close(step, reference)
         assert schedule != "roundpipe" or compiled.plan.recompute_seconds > 0
+
+
+def test_plans_that_are_tried_share_stage_modules_and_the_chosen_one_has_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, y = batch_of(512, 32)
+    options = {"devices": CPUS, "num_microbatches": 8, "memory_budget": 0.4}
+    made = 0
+    graph_module, emit = stage_modules._graph_module, within_budget.emit
+
+    def counted(*given: object) -> object:
+        nonlocal made
+        made += 1
+        return graph_module(*given)
+
+    monkeypatch.setattr(stage_modules, "_graph_module", counted)
+    texts, counts = [], []
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(within_budget, "emit", lambda *given, known, **how: emit(*given, **how))
+        compiled = roundpipe_fx.compile(Blocks(32, 8), **options)
+        plan = compiled.trace(x, labels=y, loss_fn=squares)
+        texts.append([*map(stage_text, plan.modules), str(plan), plan.details()])
+        counts.append(made)
+        made = 0
+    assert texts[0] == texts[1] and counts[0] < counts[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -39,6 +39,7 @@ class Growth:
     Attributes:
         widest: the value.
         start: where its rows are.
+        order: the nodes of the graph, with their positions.
         described: how operations divide, as far as anybody has asked.
         sizes: number of elements by node, as far as anybody has asked.
         taken: what other regions have.
@@ -54,6 +55,7 @@ class Growth:
 
     widest: fx.Node
     start: Rows
+    order: Mapping[fx.Node, int]
     described: dict[fx.Node, Described | None]
     sizes: dict[fx.Node, int]
     taken: set[fx.Node]
@@ -144,7 +146,7 @@ class Growth:
     def _close(self) -> bool:
         """Take in what lies between members of one phase; whether all of it works row by row."""
         for phase in (Phase.FORWARD, Phase.BACKWARD):
-            between = _between([node for node in self.members if node.meta[Mark.PHASE] is phase])
+            between = _between([node for node in self.members if node.meta[Mark.PHASE] is phase], self.order)
             if not all(node in self.members or self._join(node) for node in between):
                 return False
         return True
@@ -238,15 +240,24 @@ def _has_static_strides(value: fx.Node) -> bool:
     )
 
 
-def _between(members: Iterable[fx.Node]) -> list[fx.Node]:
-    """Nodes of the same phase on a way from a member to a member, in graph order."""
-    own = list(members)
+def _between(members: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> list[fx.Node]:
+    """Nodes of the same phase on a way from a member to a member, in graph order.
+
+    Args:
+        members: of one phase.
+        order: the nodes of the graph, with their positions. Only those between the first member and the last are
+            looked at: a model has many regions, and each of them is a small part of it.
+    """
+    own = sorted(members, key=order.__getitem__)
     if not own:
         return []
-    phase, graph = own[0].meta[Mark.PHASE], own[0].graph
+    phase = own[0].meta[Mark.PHASE]
     inside = set(own)
     after: set[fx.Node] = set()
-    nodes = [node for node in graph.nodes if node.meta.get(Mark.PHASE) is phase]
+    nodes = [own[0]]
+    while nodes[-1] is not own[-1]:
+        nodes.append(nodes[-1].next)
+    nodes = [node for node in nodes if node.meta.get(Mark.PHASE) is phase]
     for node in nodes:
         if any(source in inside or source in after for source in node.all_input_nodes):
             after.add(node)

@@ -166,11 +166,17 @@ class TileRegions:
                 self._look_around(widest)
         return self.found
 
+    def by_width(self) -> Iterator[list[TileRegion]]:
+        """What is found with ever narrower widest values: each time all so far, those of one more width last."""
+        while self._waiting:
+            yield self.as_wide_as(self._sizes[self._waiting[0]])
+
     def _look_around(self, widest: fx.Node) -> None:
         grown = [
             Growth(
                 widest=widest,
                 start=rows,
+                order=self._order,
                 described=self._described,
                 sizes=self._sizes,
                 taken=self._taken,
