@@ -20,7 +20,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from roundpipe_fx.runtime.host_buffers import allocating_on_host
+
 __all__ = ["Offloaded", "offloaded"]
+
+_NOT_PINNED = (
+    "No weight has changed and nothing of the step has run: close other programs and run it again, or use a host with "
+    "more memory. PyTorch rounds each of these tensors up to a power of two."
+)
 
 
 def offloaded(
@@ -95,7 +102,11 @@ class Offloaded:
         return tree_map(lambda v: v.cpu() if isinstance(v, torch.Tensor) else v, outputs)
 
     def pin(self) -> None:
-        """Pin the memory of tensors that use all of it: copies from there overlap with the device's work."""
+        """Pin the memory of tensors that use all of it: copies from there overlap with the device's work.
+
+        Raises:
+            HostMemoryError: the host has no memory for it. What is pinned already stays so; the others have their own.
+        """
         new = [key for key, value in self.tensors.items() if self._seen.get(key) != value.data_ptr()]
         if not new:
             return
@@ -105,7 +116,8 @@ class Offloaded:
             storage = value.untyped_storage()
             is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
             if is_whole and storage.nbytes():
-                value.data = value.data.pin_memory()
+                with allocating_on_host(storage.nbytes(), "the model's weights in pinned memory", _NOT_PINNED):
+                    value.data = value.data.pin_memory()
             self._seen[key] = value.data_ptr()
 
     @contextlib.contextmanager

@@ -16,10 +16,12 @@ from typing import Any, Protocol
 import torch
 
 from roundpipe_fx.runtime.copies import copied, copied_together
-from roundpipe_fx.runtime.host_buffers import HostBuffers
+from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
 from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
+
+_NO_GRADIENTS = "No gradient of this step is handed out: close other programs, or use a host with more memory."
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +331,11 @@ class AcceleratorDeviceStreams:
         self._brought = self.incoming.record_event()
 
     def offload_gradients(self, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients are held until the next call; by then they have been copied while the device computed."""
+        """The gradients are held until the next call; by then they have been copied while the device computed.
+
+        Raises:
+            HostMemoryError: the host has no memory for them.
+        """
         if self._leaving:
             self.compute.wait_event(self._left)
             self._leaving.clear()
@@ -337,7 +343,8 @@ class AcceleratorDeviceStreams:
         self.outgoing.wait_event(self.compute.record_event())
         with on_stream(self.outgoing):
             for gradient in gradients:
-                copies.append(torch.empty_like(gradient, device="cpu", pin_memory=True))
+                with allocating_on_host(gradient.nbytes, "gradients that leave the device", _NO_GRADIENTS):
+                    copies.append(torch.empty_like(gradient, device="cpu", pin_memory=True))
                 copies[-1].copy_(gradient, non_blocking=True)
         self._left = self.outgoing.record_event()
         self._leaving.extend(gradients)

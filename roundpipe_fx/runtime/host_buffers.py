@@ -6,13 +6,39 @@ microbatch are still under way: so they are kept from step to step, and one serv
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+import re
+from collections.abc import Collection, Iterator
 
 import torch
 
 from roundpipe_fx.budget import HostMemoryError, bytes_text
 
-__all__ = ["HostBuffers"]
+__all__ = ["HostBuffers", "allocating_on_host"]
+
+_RAN_OUT = re.compile("out of memory|allocate memory|not enough memory|no memory")
+"""What CUDA, PyTorch's allocators and the operating system say."""
+
+
+@contextlib.contextmanager
+def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
+    """Context manager that says what memory of the host was for, if it runs out. Other errors pass unchanged.
+
+    Args:
+        size: bytes that are allocated.
+        what: they are for.
+        advice: what is left as it is, and what to do; sentences.
+
+    Raises:
+        HostMemoryError: the host has no memory for it.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not _RAN_OUT.search(str(error)):
+            raise
+        message = f"the host has no memory for {what}: allocating {bytes_text(size)} failed. {advice}"
+        raise HostMemoryError(message, size) from error
 
 
 class HostBuffers:
@@ -42,15 +68,12 @@ class HostBuffers:
         free = self._free.get(size)
         if free:
             return free.pop()
-        try:
+        advice = (
+            f"Such values have {bytes_text(self.bytes)} already. Give a smaller host_budget, so that more is "
+            "recomputed instead, or use a smaller batch."
+        )
+        with allocating_on_host(size, "values that leave the device", advice):
             made = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
-        except RuntimeError as error:
-            raise HostMemoryError(
-                f"the host has no memory for values that leave the device: allocating {bytes_text(size)} failed, "
-                f"beside the {bytes_text(self.bytes)} that they have already. Give a smaller host_budget, so that "
-                "more is recomputed instead, or use a smaller batch.",
-                self.bytes + size,
-            ) from error
         self.bytes += size
         return made
 
@@ -59,6 +82,7 @@ class HostBuffers:
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
     def keep(self, sizes: Collection[int]) -> None:
-        """Free the buffers of other sizes, which a step with other inputs had."""
-        for size in self._free.keys() - set(sizes):
-            self.bytes -= size * len(self._free.pop(size))
+        """Free the buffers of other sizes, which a step with other inputs had. None is in use then: those that a step
+        had which has failed are freed already."""
+        self._free = {size: free for size, free in self._free.items() if size in sizes}
+        self.bytes = sum(size * len(free) for size, free in self._free.items())

@@ -373,3 +373,44 @@ def test_no_room_is_an_error_before_anything_runs() -> None:
         compiled.forward_backward(torch.randn(8, 64), labels=torch.randn(8, 64), loss_fn=squares)
     assert raised.value.minimum > 40_000
     assert all(parameter.device.type == "cpu" and parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("what", ["weights in pinned memory", "gradients that leave the device"])
+def test_a_host_without_memory_to_be_pinned_is_told_of_and_the_next_step_works(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Blocks(64, 4)
+    x, y = torch.randn(2, 8, 64)
+    own, reference = copy.deepcopy(model), copy.deepcopy(model)
+    compiled, other = (
+        roundpipe_fx.compile(each, devices=["cuda:0"], num_microbatches=2, stage_compiler="eager")
+        for each in (own, reference)
+    )
+    expected = other.forward_backward(x, labels=y, loss_fn=squares)
+    pin, empty_like, calls = torch.Tensor.pin_memory, torch.empty_like, []
+
+    def failing() -> None:
+        calls.append(None)
+        if len(calls) == 3:
+            raise RuntimeError("CUDA error: out of memory")
+
+    def pinned(value: torch.Tensor) -> torch.Tensor:
+        failing()
+        return pin(value)
+
+    def allocated(value: torch.Tensor, **how: object) -> torch.Tensor:
+        if how.get("pin_memory"):
+            failing()
+        return empty_like(value, **how)
+
+    if what.startswith("weights"):
+        monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
+    else:
+        monkeypatch.setattr(torch, "empty_like", allocated)
+    with pytest.raises(roundpipe_fx.HostMemoryError, match=what):
+        compiled.forward_backward(x, labels=y, loss_fn=squares)
+    assert all(parameter.grad is None for parameter in own.parameters())
+    assert all(map(torch.equal, own.parameters(), model.parameters()))
+    assert torch.equal(compiled.forward_backward(x, labels=y, loss_fn=squares), expected)
+    for left, right in zip(own.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad) and left.is_pinned()
