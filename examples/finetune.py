@@ -4,21 +4,28 @@ python examples/finetune.py --model FOLDER --data FILE [--device cuda:0] [--lora
 
 FOLDER is what ``save_pretrained`` writes or a snapshot from the Hugging Face Hub, FILE is text. Weights are bfloat16
 on the host; AdamW works there on float32 copies, stage by stage beside the backward. With ``--lora`` the weights are
-frozen and adapters are trained. OUT gets losses.csv, losses.png, checkpoints that ``--resume`` goes on from with the
-same bits, and the trained model (or its adapters) in OUT/model.
+frozen and adapters are trained. OUT gets losses.csv, losses.png, the trained model (or its adapters) in OUT/model, and
+checkpoints that ``--resume`` goes on from with the same bits. A checkpoint is copied between two steps and written
+beside the next ones; a host that has no memory for the copy waits until it is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import os
+import shutil
 import time
+import warnings
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import roundpipe_fx
@@ -93,14 +100,61 @@ def trained_state(model: Any) -> dict[str, Any]:
     return state
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint. A disk that is full, or an interrupt, leaves the last one as it is."""
-    partial = path.with_suffix(".partial")
-    try:
-        torch.save(state, partial)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+class Checkpoints:
+    """Folders OUT/checkpoint-STEP, the last of which is kept. One that is whole has a file .metadata, written last."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+        self._writing: tuple[Path, Future[Any]] | None = None
+
+    def whole(self) -> list[Path]:
+        """Those that can be resumed from, oldest first."""
+        found = [file.parent for file in self._out.glob("checkpoint-*/.metadata")]
+        return sorted(found, key=lambda folder: int(folder.name.rpartition("-")[2]))
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Copy a state, and write it beside what follows; without memory for a copy, write it now."""
+        failed = self.finish()
+        if failed:
+            tqdm.write(failed)
+        folder = self._out / f"checkpoint-{step}"
+        size = sum(value.nbytes for value in tree_leaves(state) if isinstance(value, torch.Tensor))
+        if size < 0.8 * psutil.virtual_memory().available:
+            self._writing = folder, dcp.async_save(state, checkpoint_id=folder, no_dist=True)
+            return
+        written: Future[Any] = Future()
+        try:
+            written.set_result(dcp.save(state, checkpoint_id=folder, no_dist=True))
+        except (Exception, dcp.CheckpointException) as error:  # which is no Exception
+            written.set_exception(error)
+        self._writing = folder, written
+
+    def finish(self) -> str | None:
+        """Wait until it is written, and remove the one before. If that fails, as on a full disk, the one before stays.
+
+        Returns:
+            why it failed.
+        """
+        if self._writing is None:
+            return None
+        folder, writing = self._writing
+        error = writing.exception()  # an interrupt here leaves it to be waited for
+        self._writing = None
+        if error is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            return f"{folder} was not written, and the checkpoint before is kept: {cause_of(error)}"
+        for older in self.whole()[:-1]:
+            shutil.rmtree(older)
+        return None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """What came first, such as that the disk is full: other errors follow from it while the file is closed."""
+    if isinstance(error, dcp.CheckpointException):
+        error, _ = next(iter(error.failures.values()))
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
 
 
 def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
@@ -120,9 +174,10 @@ def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
 
 def main() -> None:
     given = arguments()
-    checkpoint = given.out / "checkpoint.pt"
-    if given.resume and not checkpoint.exists():
-        raise SystemExit(f"There is no {checkpoint} to resume from.")
+    warnings.filterwarnings("ignore", "torch.distributed is disabled")
+    checkpoints = Checkpoints(given.out)
+    if given.resume and not checkpoints.whole():
+        raise SystemExit(f"There is no checkpoint in {given.out} to resume from.")
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(given.seed)
     rows = rows_of(given)
@@ -144,9 +199,18 @@ def main() -> None:
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     begin, losses = 0, []
+
+    def state_at(step: int) -> dict[str, Any]:
+        copies = {name: copy.detach() for name, copy in model.optim_named_parameters()}
+        weights = {"model": trained_state(model), "copies": copies, "optimizer": optimizer.state_dict()}
+        of_run = {"step": step, "losses": losses, "rng": torch.get_rng_state()}
+        return {**weights, **of_run, "scheduler": scheduler.state_dict()}
+
     if given.resume:
-        state = torch.load(checkpoint)
-        model.load_state_dict(state["model"], strict=False)
+        with roundpipe_fx.OptimizerCtx():
+            get_optimizer_state_dict(model, optimizer)  # gives it a state, into which is read
+        state = state_at(0)
+        dcp.load(state, checkpoint_id=checkpoints.whole()[-1], no_dist=True)
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         torch.set_rng_state(state["rng"])
@@ -164,11 +228,15 @@ def main() -> None:
         losses.append((step, float(loss), speed))
         steps.set_postfix(loss=f"{losses[-1][1]:.4f}", tokens_s=f"{speed:.0f}")
         if (step + 1) % given.save_every == 0 or step + 1 == given.steps:
-            state = {"model": trained_state(model), "step": step + 1, "losses": losses, "rng": torch.get_rng_state()}
-            state |= {"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
-            save(checkpoint, state)
-            draw(losses, given.out)
+            checkpoints.begin(step + 1, state_at(step + 1))
+            try:
+                draw(losses, given.out)
+            except OSError as error:
+                tqdm.write(f"losses were not drawn: {error}")
+    failed = checkpoints.finish()
     own.save_pretrained(given.out / "model")
+    if failed:
+        raise SystemExit(failed)
 
 
 if __name__ == "__main__":

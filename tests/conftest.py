@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -36,6 +38,25 @@ def _fresh():
 def no_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels need nothing for themselves: what is planned does not depend on the machine."""
     monkeypatch.setattr(workspaces, "workspaces_of", lambda *_: {})
+
+
+FullDisk = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+@pytest.fixture
+def full_disk() -> FullDisk:
+    """A context manager in which no file can grow beyond 16 KiB: what writes more fails, as it does on a full disk."""
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limited
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import logging
 import re
 import runpy
@@ -13,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import roundpipe_fx
+from tests.conftest import FullDisk
 from tests.hugging_face import small_model_and_data
 
 ROOT = Path(__file__).parent.parent
@@ -114,10 +119,36 @@ def test_finetune(tmp_path: Path) -> None:
     assert (stopped / "losses.png").stat().st_size > 5_000
     one, other = ((out / "model" / "model.safetensors").read_bytes() for out in (through, stopped))
     assert one == other
+    assert [folder.name for folder in stopped.glob("checkpoint-*")] == ["checkpoint-100"]
     # Of a model with adapters, weights that are frozen are not written again and again.
     _run(*command(tmp_path / "adapters", "--lora", "4", "--steps", "2"))
-    sizes = [(out / "checkpoint.pt").stat().st_size for out in (through, tmp_path / "adapters")]
-    assert sizes[1] < sizes[0] / 3 and (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
+    files = [out.glob("checkpoint-*/*.distcp") for out in (through, tmp_path / "adapters")]
+    sizes = [sum(file.stat().st_size for file in of) for of in files]
+    assert sizes[1] < sizes[0] / 2 and (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
+
+
+def test_checkpoints_of_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: FullDisk) -> None:
+    """One that cannot be written is told of, and the one before stays; so it is without memory for a copy."""
+    made = runpy.run_path(str(ROOT / "examples/finetune.py"))["Checkpoints"]
+    said: list[str] = []
+    monkeypatch.setattr("tqdm.tqdm.write", said.append)
+    for available in (2**40, 0):
+        out = tmp_path / str(available)
+        checkpoints = made(out)
+        monkeypatch.setattr("psutil.virtual_memory", lambda left=available: argparse.Namespace(available=left))
+        for step, is_full in ((10, False), (20, True), (30, False)):
+            with full_disk() if is_full else contextlib.nullcontext():
+                checkpoints.begin(step, {"weights": torch.full((50_000,), float(step)), "step": step})
+                failed = checkpoints.finish()
+            assert bool(failed) == is_full
+            (kept,) = out.glob("checkpoint-*")
+            assert checkpoints.whole() == [kept] and kept.name == f"checkpoint-{10 if is_full else step}"
+            if failed:
+                assert "checkpoint-20 was not written" in failed and "File too large" in failed
+            read = {"weights": torch.zeros(50_000), "step": 0}
+            dcp.load(read, checkpoint_id=kept, no_dist=True)
+            assert read["weights"].eq(read["step"]).all() and kept.name.endswith(f"-{read['step']}")
+    assert not said  # it was asked for each
 
 
 @pytest.mark.long
