@@ -4,11 +4,14 @@ works. tests/gpu/test_offloaded.py has gradients that leave a device."""
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import roundpipe_fx
 from roundpipe_fx.pipeline.offloaded import Offloaded
@@ -91,3 +94,31 @@ def test_what_the_error_says() -> None:
     assert buffers.bytes == 0 and buffers.take(8).nbytes == buffers.bytes == 8
     with pytest.raises(RuntimeError, match="an illegal memory access"), allocating_on_host(8, "weights", "Do not."):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def _anonymous_bytes() -> int:
+    """Bytes of this process that are no part of a file."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux tells of a process")
+def test_weights_of_a_folder_are_copied_once_from_its_files_into_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.LlamaConfig(
+        hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8, vocab_size=4096
+    )
+    transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(tmp_path)
+    gc.collect()
+    before = _anonymous_bytes()
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    assert size > 50 * 2**20 and _anonymous_bytes() - before < size / 4  # they are where the files are mapped
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    own = Offloaded(torch.device("cpu"))
+    own.tensors = {id(parameter): parameter for parameter in model.parameters()}
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    PIN(own)
+    assert addresses.isdisjoint(parameter.data_ptr() for parameter in model.parameters())  # all are pinned
+    assert _anonymous_bytes() - before < 1.25 * size
