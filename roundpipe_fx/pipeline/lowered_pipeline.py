@@ -169,7 +169,9 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     """A lowered graph as steps with their costs."""
     steps = steps_of(lowered)
     granularity = allocation_granularity(setting.device)
-    away = [number for number, device in enumerate(pipelining.devices) if device != setting.device]
+    # A process has the parameters of its own stages, and the batch, before a step begins.
+    copied = () if pipelining.over_processes else enumerate(pipelining.devices)
+    away = [number for number, device in copied if device != setting.device]
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
     if pipelining.offloaded:
         costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)

@@ -250,6 +250,22 @@ def test_what_a_budget_keeps_gathered_takes_no_time_to_gather_again() -> None:
     assert most.pipeline.makespan < least.pipeline.makespan
 
 
+def test_devices_of_a_mesh_have_their_weights_and_batch_before_a_step() -> None:
+    """A step is not counted copies of them: on any kind of device it holds the same values."""
+    width = 512
+    x = torch.empty(4 * width, width)
+    common: dict[str, Any] = {"labels": x, "num_microbatches": 4, "mesh_shape": (2, 2), "stages": ["layers.2"]}
+    model = _WithLoss(_layers(4, width))
+    peaks = [
+        roundpipe_fx.plan(model, x, device=kind, memory_budget=1.0, **common).pipeline.peak_bytes
+        for kind in ("H100", "cpu")
+    ]
+    size = 4 * width**2
+    for on_gpu, on_cpu in zip(*peaks, strict=True):
+        assert abs(on_gpu - on_cpu) < size // 4  # the state of the CPU's generator, and what CUDA's allocator rounds up
+    assert max(peaks[0]) < 16 * size
+
+
 def test_tokens_of_a_mesh() -> None:
     model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 8))
     tokens = torch.zeros(2, 4, dtype=torch.long)
