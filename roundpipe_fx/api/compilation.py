@@ -158,7 +158,7 @@ class _Compilation:
         seen = Seen(self._see_size, self.learned.see_workspace) if pipeline.budget is not None else None
         self.graph = pipelined_graph(pipeline, differentiated, pipelining.loss_reduction, seen)
         self.lowered = pipeline.main.lowered
-        self.on_plan(plan_of_pipeline(self.graph, pipelining))
+        self.on_plan(plan_of_pipeline(self.graph))
         assert self.lowered.backward is not None
         return self.lowered.forward.module, seen_by_autograd(self.lowered.backward)
 
@@ -238,7 +238,7 @@ class _Compilation:
                     like=self.compile_state.structure,
                 )
             graph = pipelined_graph(pipeline, [], self.pipelining.loss_reduction)
-            self.on_plan(plan_of_pipeline(graph, self.pipelining))
+            self.on_plan(plan_of_pipeline(graph))
             return pipelined(graph, [])
         with torch_private.without_modes():
             lowered = undisturbed(lower)(joint, self.options, self.registered_syncs, training=False)

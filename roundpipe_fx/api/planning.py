@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.network import Network, network_of
 from roundpipe_fx.api.compiled_module import compiled_module
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
-from roundpipe_fx.pipeline.settings import parse_pipelining
+from roundpipe_fx.pipeline.microbatch import row_counts, split_inputs
+from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
 from roundpipe_fx.schedules import Schedule
@@ -35,7 +36,7 @@ def plan(
     memory_budget: int | float | str | None = None,
     device: str | None = None,
     devices: int = 1,
-    mesh_shape: tuple[int, int] | None = None,
+    mesh_shape: tuple[int, int] | int | None = None,
     shard: str | None = None,
     network: Network | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
@@ -68,6 +69,12 @@ def plan(
     ``plan(model, input_ids=tokens, labels=tokens, mesh_shape=(64, 16), device="H100")`` plans for 1,024 devices. Inputs
     are then the batch of one replica.
 
+    A number as ``mesh_shape`` divides so many devices into replicas of a pipeline, with shared out parameters or
+    without, such that the modelled step is the shortest that fits; with ``schedule="auto"`` the schedule is chosen too.
+    Inputs are then the batch of all replicas: ``plan(model, input_ids=all_tokens, labels=all_tokens, mesh_shape=1024,
+    schedule="auto", device="H100")``. All divisions run the same microbatches. ``plan.pipeline.mesh.divisions`` are
+    those that were considered.
+
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; only shapes and dtypes of tensors matter.
@@ -79,15 +86,17 @@ def plan(
         devices: how many such devices the step is pipelined over.
         mesh_shape: sizes of the mesh's dimensions ``"dp"`` and ``"pp"``: how many replicas there are, and how many
             devices each of them has. Instead of ``devices``. Memory beside the budget is then for the optimizer's state
-            too, if ``optimizer`` is given.
+            too, if ``optimizer`` is given. A number: of all devices, however they are divided.
         shard: ``"dp"``: replicas share out parameters, gradients and the optimizer's state, as for
-            :func:`roundpipe_fx.compile`.
+            :func:`roundpipe_fx.compile`. Of a number of devices, ``None`` leaves that to be chosen.
         network: the links of the mesh; ``None``: the usual ones of such devices, eight of them on a node.
-        stages: as for :func:`roundpipe_fx.compile`.
+        stages: as for :func:`roundpipe_fx.compile`. ``"auto"`` with a number as ``mesh_shape``: one, two, four, … on
+            each device, whichever takes the shortest step.
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``; all devices are then of one process.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
-            several or the model is offloaded.
+            several or the model is offloaded. With a number as ``mesh_shape``: of all replicas together, by default one
+            for each row; rows must be divisible by it.
         schedule: as for :func:`roundpipe_fx.compile`.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
         optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
@@ -101,7 +110,8 @@ def plan(
     Raises:
         InfeasibleBudgetError: it does not fit; the message says which limit is exceeded and how many bytes are needed.
         HostMemoryError: the host would need more than ``host_budget``.
-        ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value.
+        ValueError: a device of unknown name; the message lists the known ones. Or an option has an unknown value, or
+            devices cannot be divided.
         TypeError: an option has a wrong type, or a keyword is neither an option nor an input of the model.
     """
     _check_names(model, kwargs)
@@ -111,7 +121,10 @@ def plan(
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
     budget = options.memory_budget
     replicas = 1
-    if mesh_shape is not None:
+    of_any_shape = isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool)
+    if of_any_shape:
+        replicas = _mesh_devices(mesh_shape, devices, offloaded, options, schedule)
+    elif mesh_shape is not None:
         replicas, devices = _mesh_sizes(mesh_shape, devices, offloaded)
     elif shard is not None or network is not None:
         raise ValueError("shard= and network= are of a mesh: give mesh_shape=(replicas, devices of each) too.")
@@ -124,13 +137,18 @@ def plan(
         total = int(_SHARE * (DEVICES[name].memory or 0))
         weights = 0 if offloaded else sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
         if total:
-            _check_weights(weights, total, devices * (replicas if shard else 1), name)
+            _check_weights(weights, total, devices * (replicas if shard or of_any_shape else 1), name)
         budget = (total if over_processes else total - weights) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
     stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
+    undivided = None
+    tokens = _tokens((args, kwargs))
+    if of_any_shape:
+        undivided, (args, kwargs) = _microbatch_of((args, kwargs), replicas, num_microbatches)
+        replicas = num_microbatches = 1
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
     if offloaded or over_processes or num_microbatches is not None or schedule is not None:
@@ -161,17 +179,19 @@ def plan(
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,
-            sharded=shard is not None and replicas > 1,
+            sharded=shard is not None and (replicas > 1 or of_any_shape),
             network=(network or network_of(name)) if mesh_shape is not None else None,
             optimizer_share=_optimizer_share(memory, model) if mesh_shape is not None else 0.0,
             budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
+            undivided=undivided,
         )
-    tokens = _tokens((args, kwargs))
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
     found = planned.trace(*args, **kwargs)
     if found.pipeline is None or found.pipeline.mesh is None:
         return found
+    if undivided is not None:
+        tokens //= found.pipeline.mesh.replicas
     mesh = dataclasses.replace(found.pipeline.mesh, tokens=tokens)
     return dataclasses.replace(found, pipeline=dataclasses.replace(found.pipeline, mesh=mesh))
 
@@ -186,12 +206,84 @@ def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, in
     if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
         raise ValueError(
             f"mesh_shape={mesh_shape!r}: give the sizes of the dimensions 'dp' and 'pp', as mesh_shape=(64, 16): 64 "
-            "replicas of 16 devices each."
+            "replicas of 16 devices each. Or give a number of devices, as mesh_shape=1024, which are then divided."
         )
+    _check_mesh_alone(mesh_shape, devices, offloaded)
+    return sizes[0], sizes[1]
+
+
+def _check_mesh_alone(mesh_shape: Any, devices: int, offloaded: bool) -> None:
+    """Refuse other options about devices beside a mesh.
+
+    Raises:
+        ValueError: there are some.
+    """
     if devices != 1 or offloaded:
         other = "offloaded=True" if offloaded else f"devices={devices}"
         raise ValueError(f"mesh_shape={mesh_shape!r} and {other} exclude each other: the mesh has all devices.")
-    return sizes[0], sizes[1]
+
+
+def _mesh_devices(
+    mesh_shape: Any, devices: int, offloaded: bool, options: Options, schedule: str | Schedule | None
+) -> int:
+    """The number of devices of a mesh of no fixed shape.
+
+    Raises:
+        ValueError: it is not positive, or contradicts other options.
+    """
+    if mesh_shape < 1:
+        raise ValueError(f"mesh_shape={mesh_shape}: a mesh has at least one device.")
+    _check_mesh_alone(mesh_shape, devices, offloaded)
+    if isinstance(options.stages, tuple):
+        raise ValueError(
+            f"mesh_shape={mesh_shape} and stages with names exclude each other: how many stages there can be depends "
+            "on how devices are divided. Give a number, or leave stages='auto'."
+        )
+    if isinstance(schedule, Schedule):
+        raise ValueError(
+            f"mesh_shape={mesh_shape} and a Schedule exclude each other: it is for one number of devices and "
+            "microbatches. Give its mesh_shape=(replicas, devices of each), or the name of a schedule."
+        )
+    if isinstance(options.memory_budget, float):
+        raise ValueError(
+            f"memory_budget={options.memory_budget} with mesh_shape={mesh_shape}: a share means other bytes for each "
+            "way to divide devices, so they could not be compared. Give bytes, such as '60GiB'."
+        )
+    return int(mesh_shape)
+
+
+def _microbatch_of(inputs: Any, devices: int, num_microbatches: int | None) -> tuple[Undivided, Any]:
+    """The microbatches of a batch of all replicas, and the first one's inputs.
+
+    Args:
+        inputs: positional and keyword inputs.
+        devices: how many there are.
+        num_microbatches: the user's.
+
+    Raises:
+        ValueError: rows cannot be divided equally.
+        TypeError: the number of microbatches is none.
+    """
+    args, kwargs = inputs
+    rows = row_counts(args, kwargs, split_inputs(args, kwargs, 1))[0]
+    count = rows if num_microbatches is None else num_microbatches
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"num_microbatches must be a positive int, not {count!r}.")
+    if count < 1:
+        raise ValueError(f"num_microbatches={count}: there must be at least one.")
+    if rows % count:
+        raise ValueError(
+            f"num_microbatches={count}: the batch of all replicas has {rows} rows, which are not divisible by it, and "
+            "all divisions of the devices are to run equal microbatches. Give a divisor of the rows."
+        )
+    # A part of a batch would be priced with the storage of all of it.
+    own = tree_map_only(torch.Tensor, _alone, split_inputs(args, kwargs, count)[0])
+    return Undivided(devices, count), own
+
+
+def _alone(value: torch.Tensor) -> torch.Tensor:
+    """A copy with a storage of its own."""
+    return value.detach().clone().requires_grad_(value.requires_grad)
 
 
 def _optimizer_share(memory: OptimizerMemory, model: nn.Module) -> float:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.of_node import tensor_bytes
 from roundpipe_fx.api import planning
@@ -21,9 +23,11 @@ from roundpipe_fx.report.plan_page import page_of_plans
 __all__ = ["compare", "devices", "explain", "fit", "frontier", "plan", "show"]
 
 
-def _planned(asked: argparse.Namespace, named: Named, rows: int) -> Plan:
+def _planned(asked: argparse.Namespace, named: Named, rows: int, **mesh: Any) -> Plan:
     pipelined = asked.offloaded or asked.devices > 1
     microbatches = asked.num_microbatches or (2 * asked.devices if pipelined else None)
+    if mesh.get("optimizer") is not None:
+        mesh["optimizer"] = _optimizer(mesh["optimizer"], named)
     return planning.plan(
         named.model,
         memory_budget=asked.memory_budget,
@@ -31,8 +35,19 @@ def _planned(asked: argparse.Namespace, named: Named, rows: int) -> Plan:
         devices=asked.devices,
         offloaded=asked.offloaded,
         num_microbatches=None if microbatches is None else min(rows, microbatches),  # each has a row at least
+        **mesh,
         **named.make_batch(rows, asked.sequence),
     )
+
+
+def _optimizer(name: str, named: Named) -> torch.optim.Optimizer:
+    kind: Any = getattr(torch.optim, name, None)
+    is_one = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    if not is_one or kind is torch.optim.Optimizer:
+        raise CommandError(f"--optimizer {name}: not a class of torch.optim, such as AdamW")
+    made = kind(named.model.parameters())
+    assert isinstance(made, torch.optim.Optimizer)
+    return made
 
 
 def _plan_asked(asked: argparse.Namespace) -> Plan:
@@ -42,13 +57,13 @@ def _plan_asked(asked: argparse.Namespace) -> Plan:
     return _planned_as_asked(asked)
 
 
-def _planned_as_asked(asked: argparse.Namespace) -> Plan:
+def _planned_as_asked(asked: argparse.Namespace, **mesh: Any) -> Plan:
     """The plan for the batch that was asked for."""
     if (asked.num_microbatches or 0) > asked.batch:
         raise CommandError(
             f"{asked.batch} rows cannot be split into {asked.num_microbatches} microbatches: give a larger --batch"
         )
-    return _planned(asked, named_model(asked.model, asked.dtype), asked.batch)
+    return _planned(asked, named_model(asked.model, asked.dtype), asked.batch, **mesh)
 
 
 def _read(path: Path) -> Plan:
@@ -60,7 +75,13 @@ def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     for path in (asked.output, asked.html):
         if path is not None and not path.parent.is_dir():  # said before planning, which can take minutes
             raise CommandError(f"{path}: there is no folder {path.parent}")
-    found = _planned_as_asked(asked)
+    found = _planned_as_asked(
+        asked,
+        mesh_shape=asked.mesh_shape,
+        shard=asked.shard,
+        schedule=asked.schedule,
+        optimizer=asked.optimizer,
+    )
     if asked.output is not None:
         asked.output.write_text(found.to_json())
     return _told(asked, found)

@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     planning = command("plan", commands.plan, "plan a training step and print what it needs")
     _add_model(planning)
     _add_batch(planning)
+    _add_mesh(planning)
     planning.add_argument("--details", action="store_true", help="print every stage")
     planning.add_argument("--output", type=Path, metavar="FILE", help="write the plan as JSON")
     _add_page(planning, "write a page to explore the plan with")
@@ -129,6 +130,21 @@ def _add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=_positive, default=1, metavar="ROWS", help="rows of a batch; default 1")
 
 
+def _add_mesh(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--mesh-shape",
+        type=_mesh,
+        metavar="DPxPP",
+        help="replicas x devices of each, such as 64x16; or a number of devices, which are then divided, with the "
+        "batch of all replicas",
+    )
+    parser.add_argument("--shard", choices=["dp"], help="replicas share out parameters, gradients and optimizer state")
+    parser.add_argument("--schedule", metavar="NAME", help="of the pipeline, or auto: the quickest; default 1f1b")
+    parser.add_argument(
+        "--optimizer", metavar="CLASS", help="of torch.optim, such as AdamW, whose state is counted with --mesh-shape"
+    )
+
+
 def _add_page(parser: argparse.ArgumentParser, help: str) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help=help)
 
@@ -137,6 +153,11 @@ def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
     return int(text)
+
+
+def _mesh(text: str) -> int | tuple[int, ...]:
+    parts = tuple(map(_positive, text.split("x")))
+    return parts if len(parts) > 1 else parts[0]
 
 
 def _budget(text: str) -> int | float | str:

@@ -29,7 +29,6 @@ from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
-from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
@@ -64,9 +63,9 @@ class PipelinedGraph:
     measured: list[list[list[Span]]] = field(default_factory=list)
 
 
-def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
+def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
     """The plan of one microbatch, with the part about the pipeline."""
-    pipeline = graph.pipeline
+    pipeline, pipelining = graph.pipeline, graph.pipeline.pipelining
     timing = pipeline.predict(pipelining.microbatches)
     order = with_transfers(timing.schedule, pipeline.main.steps.graph)
     host = host_memory_of(pipeline, timing, pipelining)
@@ -90,7 +89,7 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
         host_optimizer_bytes=host.optimizer,
         gathered_bytes=timing.gathered_bytes,
         gathered=gathered_stages(pipeline.main.costs, timing),
-        mesh=_planned_mesh(pipeline, timing, pipelining) if pipelining.network is not None else None,
+        mesh=_planned_mesh(pipeline, timing) if pipelining.network is not None else None,
     )
     return dataclasses.replace(
         pipeline.main.lowered.plan,
@@ -103,18 +102,19 @@ def plan_of_pipeline(graph: PipelinedGraph, pipelining: Pipelining) -> Plan:
     )
 
 
-def _planned_mesh(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipelining) -> PlannedMesh:
+def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
     """The replicas of a pipeline, and what communication costs."""
-    costs = pipeline.main.costs
+    costs, pipelining = pipeline.main.costs, pipeline.pipelining
     alone = simulate_time(timing.schedule, pipeline.main.steps.graph, costs.without_communication())
-    trained = weights_of_devices(timing.schedule, costs, trained=True)
+    weights, optimizer = pipeline.bytes_between_steps(timing.schedule)
     return PlannedMesh(
         replicas=pipelining.replicas,
         sharded=pipelining.sharded,
-        weight_bytes=tuple(weights_of_devices(timing.schedule, costs)),
-        optimizer_bytes=tuple(int(pipelining.optimizer_share * size) for size in trained),
+        weight_bytes=tuple(weights),
+        optimizer_bytes=tuple(optimizer),
         collective_seconds=max(timing.collective_seconds, default=0.0),
         unhidden_seconds=timing.makespan - alone.makespan,
+        divisions=pipeline.divisions,
     )
 
 

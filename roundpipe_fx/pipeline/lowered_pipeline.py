@@ -17,6 +17,7 @@ from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.pipeline.sharded_costs import copied_bytes, sharded_costs
 from roundpipe_fx.pipeline.steps import Steps, step_costs, steps_of
 from roundpipe_fx.report.alternatives import Alternatives
+from roundpipe_fx.report.plan_parts import PlannedDivision
 from roundpipe_fx.schedules import (
     Schedule,
     StageGraph,
@@ -28,6 +29,7 @@ from roundpipe_fx.schedules import (
 )
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 from roundpipe_fx.schedules.data_parallel import DataParallel
+from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
 from roundpipe_fx.schedules.sharding import KeptGathered, choose_kept, gaps_of
@@ -77,8 +79,7 @@ class LoweredPipeline:
         last: what the last microbatch runs; the same unless ``checkpoint="except_last"``.
         structure: how the graph was cut, and for which schedule.
         staged: the graph with its stages, before it was decided what is recomputed.
-        given: the user's own schedule; ``None``: it is one of those known by name.
-        devices: how many.
+        pipelining: the user's settings, and where devices were divided the chosen ones.
         forwards_before_backwards: whether all forwards run before all backwards, with a loss outside between them.
         budget: bytes that a device may allocate at most at one time; ``None``: no limit.
         allowed: bytes that the user allows per device, of which a plan may have to leave some; ``None``: no number was
@@ -87,20 +88,21 @@ class LoweredPipeline:
             plans that were simulated for a budget.
         alternatives: those plans, as the page of the plan shows them.
         offload: how it is decided which values an offloaded model sends to the host; ``None``: none leave.
+        divisions: the ways to divide the devices that were considered; empty: they were given.
     """
 
     main: Variant
     last: Variant
     structure: Structure
     staged: JointGraph
-    given: Schedule | None
-    devices: int
+    pipelining: Pipelining
     forwards_before_backwards: bool
     budget: int | None = None
     allowed: int | None = None
     trade_off: tuple[tuple[int, float], ...] = ()
     offload: OffloadRule | None = None
     alternatives: Alternatives = dataclasses.field(default_factory=Alternatives)
+    divisions: tuple[PlannedDivision, ...] = ()
 
     def schedule(self, graph: StageGraph, microbatches: int) -> Schedule:
         """The schedule for a number of microbatches.
@@ -112,11 +114,12 @@ class LoweredPipeline:
         Raises:
             InvalidScheduleError: a given schedule does not fit; the message names the action.
         """
-        if self.given is not None:
-            made = with_recompute(self.given.without_missing_halves(graph), graph)
+        devices, given = self.pipelining.workers, self.pipelining.given_schedule
+        if given is not None:
+            made = with_recompute(given.without_missing_halves(graph), graph)
         else:
-            made = make_schedule(self.structure.name, graph, self.main.costs, self.devices, microbatches)
-        validate(made, graph, microbatches, self.devices)
+            made = make_schedule(self.structure.name, graph, self.main.costs, devices, microbatches)
+        validate(made, graph, microbatches, devices)
         return made.halves() if self.forwards_before_backwards else made
 
     def predict(self, microbatches: int) -> Timing:
@@ -141,6 +144,16 @@ class LoweredPipeline:
             return []
         timing = simulate_time(schedule, graph, self.main.costs, others)
         return offloads_within(timing, self.main.costs, others or {}, self.offload)
+
+    def bytes_between_steps(self, schedule: Schedule) -> tuple[list[int], list[int]]:
+        """For each device, bytes of its parameters and buffers, and of the optimizer's state.
+
+        Args:
+            schedule: the schedule.
+        """
+        costs, share = self.main.costs, self.pipelining.optimizer_share
+        trained = weights_of_devices(schedule, costs, trained=True)
+        return weights_of_devices(schedule, costs), [int(share * size) for size in trained]
 
     def kept(
         self, schedule: Schedule, graph: StageGraph, others: Mapping[int, StepCosts] | None = None

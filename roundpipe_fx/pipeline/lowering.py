@@ -13,12 +13,16 @@ step takes, and how many bytes each device holds with the microbatches in flight
                     checkpoint="always", "except_last", "never"         a save policy
                     a budget                                            within_budget
                 simulate the schedule
+
+Where devices are yet to be divided, all of it is done for some divisions (:mod:`roundpipe_fx.pipeline.divide_devices`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -38,9 +42,12 @@ from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
 from roundpipe_fx.pipeline.distributed import refuse_distributed
+from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
+from roundpipe_fx.pipeline.segment_costs import segment_costs
 from roundpipe_fx.pipeline.settings import SCHEDULES, Pipelining
+from roundpipe_fx.pipeline.step_bound import Division, StepBounds
 from roundpipe_fx.pipeline.within_budget import within_budget
 from roundpipe_fx.remat.save_policy import SavePolicy, save_slot_inputs
 from roundpipe_fx.schedules import ActionKind, Schedule
@@ -82,9 +89,12 @@ def lower_pipeline(
         HostMemoryError: an offloaded model needs more than the host has.
         InfeasibleBudgetError: some device needs more than the budget at the least.
         InvalidScheduleError: a given schedule does not fit the stages.
+        NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
     """
     refuse_distributed(joint, pipelining.workers)
+    if pipelining.undivided is not None:
+        return _lower_undivided(joint, options, pipelining, registered_syncs, training, forwards_before_backwards)
     joint, setting = prepare(joint, options, registered_syncs, workspaces, training, pipelining.microbatches)
     setting = dataclasses.replace(setting, share=share)
     names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
@@ -100,6 +110,58 @@ def lower_pipeline(
         check_host_memory(host_memory_of(best, timing, pipelining), host_budget_of(best, pipelining))
     log.info("%s", best.main.lowered.plan)
     return best
+
+
+def _lower_undivided(
+    joint: JointGraph,
+    options: Options,
+    pipelining: Pipelining,
+    registered_syncs: Collection[Any],
+    training: bool,
+    forwards_before_backwards: bool,
+) -> LoweredPipeline:
+    """The pipeline of the division of devices with the shortest step.
+
+    Raises:
+        InfeasibleBudgetError: none fits.
+        NoDivisionError: there is none, or nothing is trained.
+    """
+    undivided = pipelining.undivided
+    assert undivided is not None and pipelining.network is not None and not isinstance(options.stages, tuple)
+    if not training:
+        raise NoDivisionError(
+            f"mesh_shape={undivided.devices}: devices are divided for training, and no gradient is computed here. Give "
+            "the shape, as mesh_shape=(replicas, devices of each)."
+        )
+    prepared, setting = prepare(joint.copy(), options, registered_syncs, None, training, undivided.microbatches)
+    costs = segment_costs(prepared, setting)
+    names = _schedules_to_try(options, pipelining, training)
+    divisions = divisions_of(undivided, costs.count, options.stages, names, pipelining.sharded)
+    budget = options.memory_budget
+    bounds = StepBounds(
+        costs=costs,
+        microbatches=undivided.microbatches,
+        network=pipelining.network,
+        memory=budget if isinstance(budget, int) else math.inf,
+        with_weights=pipelining.budget_has_weights,
+        optimizer_share=pipelining.optimizer_share,
+        halves=forwards_before_backwards,
+    )
+
+    def lower(division: Division, tiles: bool) -> LoweredPipeline:
+        own = dataclasses.replace(options, stages=division.stages, tiling=options.tiling if tiles else "never")
+        with warnings.catch_warnings():
+            # In tiles there are fewer segments; how many stages there are was not the user's choice.
+            warnings.filterwarnings("ignore", "roundpipe_fx: stages=")
+            return lower_pipeline(
+                joint.copy(),
+                own,
+                pipelining_of(pipelining, division),
+                registered_syncs,
+                forwards_before_backwards=forwards_before_backwards,
+            )
+
+    return lower_divided(divisions, bounds, lower)
 
 
 def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) -> Sequence[str]:
@@ -227,8 +289,7 @@ def _lower_for_schedule(
             last=only,
             structure=cut.structure,
             staged=cut.joint,
-            given=None,
-            devices=pipelining.workers,
+            pipelining=pipelining,
             forwards_before_backwards=False,
         )
     split = name == "zero_bubble" or _splits_backward(pipelining.schedule)
@@ -261,8 +322,7 @@ def _by_policy(
         last=first if last == main else variant(last),
         structure=cut.structure,
         staged=cut.joint,
-        given=pipelining.given_schedule,
-        devices=pipelining.workers,
+        pipelining=pipelining,
         forwards_before_backwards=forwards_before_backwards,
     )
 

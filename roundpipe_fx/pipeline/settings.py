@@ -19,6 +19,7 @@ __all__ = [
     "SCHEDULES",
     "Pipelining",
     "StepCompileState",
+    "Undivided",
     "parse_pipelining",
 ]
 
@@ -53,6 +54,19 @@ class StepCompileState:
     kept: dict[bool, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Undivided:
+    """Devices that are yet to be divided into replicas of a pipeline (:mod:`roundpipe_fx.pipeline.divide_devices`).
+
+    Attributes:
+        devices: how many.
+        microbatches: of all replicas together.
+    """
+
+    devices: int
+    microbatches: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Pipelining:
     """How a step is pipelined.
@@ -78,6 +92,8 @@ class Pipelining:
             and for the optimizer's state of these parameters.
         network: the links between the devices of all replicas; ``None``: they are not modelled.
         optimizer_share: bytes of the optimizer's state for each byte of a parameter, where replicas are planned for.
+        undivided: the devices of a mesh of no fixed shape: ``devices``, ``microbatches``, ``replicas`` and ``sharded``
+            are then chosen, ``sharded`` unless it is true; ``None``: they are fixed.
     """
 
     devices: tuple[torch.device, ...]
@@ -95,6 +111,7 @@ class Pipelining:
     budget_has_weights: bool = False
     network: Network | None = None
     optimizer_share: float = 0.0
+    undivided: Undivided | None = None
 
     @property
     def workers(self) -> int:

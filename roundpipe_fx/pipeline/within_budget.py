@@ -42,7 +42,6 @@ from roundpipe_fx.remat.schedule import RematChoice, remat_schedule
 from roundpipe_fx.remat.search import Candidate, ParetoPoint, everything_kept, most_kept, work_out
 from roundpipe_fx.remat.segment_chain import chain_of
 from roundpipe_fx.schedules import simulate_time
-from roundpipe_fx.schedules.memory import weights_of_devices
 
 __all__ = ["within_budget"]
 
@@ -139,10 +138,8 @@ def _beside_weights(budget: int, attempt: Attempt, pipelining: Pipelining) -> in
     Raises:
         InfeasibleBudgetError: nothing is left.
     """
-    schedule, costs = attempt.timing.schedule, attempt.pipeline.main.costs
-    trained = weights_of_devices(schedule, costs, trained=True)
-    optimizer = [int(pipelining.optimizer_share * size) for size in trained]
-    weights = max(map(sum, zip(weights_of_devices(schedule, costs), optimizer, strict=True)))
+    held, optimizer = attempt.pipeline.bytes_between_steps(attempt.timing.schedule)
+    weights = max(map(sum, zip(held, optimizer, strict=True)))
     if weights < budget:
         return budget - weights
     raise InfeasibleBudgetError(
@@ -229,8 +226,7 @@ class _Attempts:
             last=only,
             structure=self._cut.structure,
             staged=self._cut.joint,
-            given=self._pipelining.given_schedule,
-            devices=self._pipelining.workers,
+            pipelining=self._pipelining,
             forwards_before_backwards=self._forwards_before_backwards,
         )
         timing = pipeline.predict(self._pipelining.microbatches)

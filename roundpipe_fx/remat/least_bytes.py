@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
 from roundpipe_fx.remat.schedule import name_of
 
-__all__ = ["LeastBytes", "least_bytes"]
+__all__ = ["LeastBytes", "bytes_of_operation", "least_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +36,25 @@ def least_bytes(graph: OperationGraph) -> LeastBytes:
         graph: the operations.
     """
     backward = [operation for block in graph.backward.values() for operation in block]
-    held = graph.outputs | graph.held
-
-    def live(operation: Operation) -> set[int]:
-        with_callers = held if operation.index >= len(graph.forward) else frozenset()
-        return {*operation.reads, *operation.makes, *with_callers}
-
-    def size(operation: Operation) -> int:
-        written_over = max((graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
-        return sum(graph.sizes[storage] for storage in live(operation)) + operation.workspace - written_over
-
-    most = max([*graph.forward, *backward], key=size, default=None)
+    most = max([*graph.forward, *backward], key=lambda own: bytes_of_operation(graph, own), default=None)
     if most is None:
         return LeastBytes(bytes=0, operation=None, live=())
-    values = sorted(((name_of(graph, storage), graph.sizes[storage]) for storage in live(most)), key=lambda it: -it[1])
-    return LeastBytes(bytes=size(most), operation=most, live=tuple(values))
+    named = ((name_of(graph, storage), graph.sizes[storage]) for storage in _live(graph, most))
+    values = sorted(named, key=lambda it: -it[1])
+    return LeastBytes(bytes=bytes_of_operation(graph, most), operation=most, live=tuple(values))
+
+
+def bytes_of_operation(graph: OperationGraph, operation: Operation) -> int:
+    """Bytes of an operation's operands, results and workspace, and of what the caller holds beside them.
+
+    Args:
+        graph: the operations.
+        operation: one of them.
+    """
+    written_over = max((graph.sizes[storage] for storage in operation.inplace_candidates), default=0)
+    return sum(graph.sizes[storage] for storage in _live(graph, operation)) + operation.workspace - written_over
+
+
+def _live(graph: OperationGraph, operation: Operation) -> set[int]:
+    with_callers = graph.outputs | graph.held if operation.index >= len(graph.forward) else frozenset()
+    return {*operation.reads, *operation.makes, *with_callers}

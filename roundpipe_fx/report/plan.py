@@ -17,6 +17,7 @@ from roundpipe_fx.codegen import Program, StageModule, program_text, stage_text
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.search import search
 from roundpipe_fx.report.alternatives import Alternatives, PlansInTiles, alternatives_of, joined
+from roundpipe_fx.report.divisions import division_lines
 from roundpipe_fx.report.explanation import explained
 from roundpipe_fx.report.plan_details import EmittedStep, PlanDetails
 from roundpipe_fx.report.plan_json import fields_of_json, json_of_plan
@@ -390,6 +391,8 @@ class Plan:
             the text, with some ten lines a stage.
         """
         lines = header_lines(self)
+        if self.pipeline is not None and self.pipeline.mesh is not None:
+            lines += division_lines(self.pipeline.mesh)
         offloaded = {value.name for value in self.pipeline.offloaded} if self.pipeline is not None else set()
         for stage in self.stages:
             lines += stage_lines(stage, self.training, offloaded)

@@ -12,6 +12,7 @@ from roundpipe_fx.report.plan_parts import (
     LISTS,
     GatheredStage,
     OffloadedValue,
+    PlannedDivision,
     PlannedMesh,
     PlannedPipeline,
     PlannedStage,
@@ -81,7 +82,9 @@ def fields_of_json(text: str) -> dict[str, Any]:
         lists["gathered_bytes"] = tuple(fields["pipeline"].get("gathered_bytes", ()))
         mesh = fields["pipeline"].get("mesh")
         if mesh is not None:
-            mesh = PlannedMesh(**(mesh | {name: tuple(mesh[name]) for name in ("weight_bytes", "optimizer_bytes")}))
+            mesh |= {name: tuple(mesh[name]) for name in ("weight_bytes", "optimizer_bytes")}
+            mesh |= {"divisions": tuple(PlannedDivision(**own) for own in mesh.get("divisions", ()))}
+            mesh = PlannedMesh(**mesh)
         lists |= {"offloaded": offloaded, "gathered": gathered, "mesh": mesh}
         fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))
     fields["trade_off"] = tuple((int(size), float(seconds)) for size, seconds in fields["trade_off"])

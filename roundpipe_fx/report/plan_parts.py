@@ -8,6 +8,7 @@ __all__ = [
     "LISTS",
     "GatheredStage",
     "OffloadedValue",
+    "PlannedDivision",
     "PlannedMesh",
     "PlannedPipeline",
     "PlannedStage",
@@ -149,6 +150,36 @@ class GatheredStage:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedDivision:
+    """A way to divide devices into replicas of a pipeline: the best of those with as many replicas, sharded or not.
+
+    Attributes:
+        pipeline: number of devices of a replica.
+        replicas: how many there are.
+        sharded: whether they share out parameters, gradients and the optimizer's state.
+        stages: into how many the model is cut.
+        schedule: name of the schedule.
+        seconds: modelled seconds of a step; of a division that was not planned, what it takes at the least; ``None``:
+            it does not fit.
+        bytes: of the fullest device, with weights and the optimizer's state; if it was not planned, at the least.
+        fits: whether a step fits; true where it was not planned and may.
+        planned: whether it was planned.
+        chosen: whether it is the plan's.
+    """
+
+    pipeline: int
+    replicas: int
+    sharded: bool
+    stages: int
+    schedule: str
+    seconds: float | None
+    bytes: int
+    fits: bool
+    planned: bool
+    chosen: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedMesh:
     """Replicas of a pipeline on a mesh of devices, as planned.
 
@@ -160,6 +191,7 @@ class PlannedMesh:
         collective_seconds: modelled seconds that the device with most of them gathers and reduces.
         unhidden_seconds: how much shorter a step would be if no communication took time, that of the pipeline included.
         tokens: in the batch of one replica; 0 where the inputs have none.
+        divisions: the ways to divide the devices among which this one was chosen; empty: it was given.
     """
 
     replicas: int
@@ -169,6 +201,7 @@ class PlannedMesh:
     collective_seconds: float
     unhidden_seconds: float
     tokens: int = 0
+    divisions: tuple[PlannedDivision, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)

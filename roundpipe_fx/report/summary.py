@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.report.divisions import division_lines
 from roundpipe_fx.report.plan_parts import PlannedStage, PlannedValue
 from roundpipe_fx.report.plan_text import header_lines
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 _ROWS = 6
 """Rows of the tables of modules and stages. With titles, last rows and the header there are 40 lines at most."""
+_ROWS_BESIDE = 3
+"""The same where there is a table of divisions of devices, which has as many rows as these tables then lack."""
 _REASONS = 2
 """Rows of the table of hoisted values."""
 _NUMBER = re.compile(r"(?<![^. ])\d+(?![^. ])")
@@ -39,9 +42,12 @@ def summary_lines(plan: Plan) -> list[str]:
     Returns:
         at most 40 lines.
     """
-    lines = [*header_lines(plan), *_alive(plan), *_stages(plan)]
+    mesh = plan.pipeline.mesh if plan.pipeline is not None else None
+    divisions = division_lines(mesh, _ROWS) if mesh is not None else []
+    most = _ROWS_BESIDE if divisions else _ROWS
+    lines = [*header_lines(plan), *divisions, *_alive(plan, most), *_stages(plan, most)]
     values = [value for stage in plan.stages for value in stage.recomputed]
-    lines += _recomputed(values)
+    lines += _recomputed(values, most)
     lines += _hoisted([value for stage in plan.stages for value in stage.hoisted])
     return lines
 
@@ -51,7 +57,7 @@ def folded(module: str) -> str:
     return _NUMBER.sub("*", module)
 
 
-def _alive(plan: Plan) -> list[str]:
+def _alive(plan: Plan, most: int) -> list[str]:
     live = plan.peak.live
     if not live:
         return []
@@ -64,24 +70,24 @@ def _alive(plan: Plan) -> list[str]:
     rows = [(sum(value.bytes for value in own), f"{name}{_count(own)}") for name, own in named.items() if own]
     total = sum(size for size, _ in rows)
     rows.sort(key=lambda row: -row[0])
-    shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:_ROWS]]
-    rest = sum(size for size, _ in rows[_ROWS:])
+    shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:most]]
+    rest = sum(size for size, _ in rows[most:])
     return [
         f"alive at the peak: {bytes_text(total)} in {len(live)} values",
         *shown,
-        *_rest(rows, f"{bytes_text(rest)} of other modules"),
+        *_rest(rows, f"{bytes_text(rest)} of other modules", most),
     ]
 
 
-def _stages(plan: Plan) -> list[str]:
+def _stages(plan: Plan, most: int) -> list[str]:
     groups = list(_grouped(plan.stages, lambda stage: (folded(stage.modules), _decisions(stage))).values())
     lines = ["stages, those alike as one:"]
-    for stages in groups[:_ROWS]:
+    for stages in groups[:most]:
         numbers = ", ".join(str(stage.index) for stage in stages[:4]) + (", …" if len(stages) > 4 else "")
         count = f" ({len(stages)} stages)" if len(stages) > 1 else ""
         name = stages[0].modules if len(stages) == 1 else folded(stages[0].modules)
         lines.append(f"  {numbers}{count}: {name}; {_decisions(stages[0])}")
-    return [*lines, *_rest(groups, f"and {sum(map(len, groups[_ROWS:]))} more: plan.details()")]
+    return [*lines, *_rest(groups, f"and {sum(map(len, groups[most:]))} more: plan.details()", most)]
 
 
 def _decisions(stage: PlannedStage) -> str:
@@ -99,7 +105,7 @@ def _decisions(stage: PlannedStage) -> str:
     return ", ".join(parts)
 
 
-def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
+def _recomputed(values: Sequence[PlannedValue], most: int) -> list[str]:
     groups = _grouped(values, lambda value: (folded(value.module), value.line))
     rows = []
     for (_, line), own in groups.items():
@@ -110,9 +116,9 @@ def _recomputed(values: Sequence[PlannedValue]) -> list[str]:
     rows.sort(key=lambda row: -row[0])
     if not rows:
         return []
-    shown = [f"  {seconds * 1e3:>10.3f}  {text}" for seconds, text in rows[:_ROWS]]
-    rest = sum(seconds for seconds, _ in rows[_ROWS:])
-    return ["costliest recomputations, ms:", *shown, *_rest(rows, f"{rest * 1e3:.3f} ms of others")]
+    shown = [f"  {seconds * 1e3:>10.3f}  {text}" for seconds, text in rows[:most]]
+    rest = sum(seconds for seconds, _ in rows[most:])
+    return ["costliest recomputations, ms:", *shown, *_rest(rows, f"{rest * 1e3:.3f} ms of others", most)]
 
 
 def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
@@ -143,5 +149,5 @@ def _count(items: Sequence[object]) -> str:
     return f" ({len(items)} values)" if len(items) > 1 else ""
 
 
-def _rest(rows: Sequence[object], text: str, shown: int = _ROWS) -> list[str]:
+def _rest(rows: Sequence[object], text: str, shown: int) -> list[str]:
     return [f"  … {text}"] if len(rows) > shown else []

@@ -278,7 +278,8 @@ def test_tokens_of_a_mesh() -> None:
     ("given", "message"),
     [
         ({"mesh_shape": (2, 0)}, "sizes of the dimensions 'dp' and 'pp'"),
-        ({"mesh_shape": 8}, "sizes of the dimensions 'dp' and 'pp'"),
+        ({"mesh_shape": 0}, "a mesh has at least one device"),
+        ({"mesh_shape": 8, "devices": 4}, "exclude each other"),
         ({"mesh_shape": (8, 1, 2)}, "sizes of the dimensions 'dp' and 'pp'"),
         ({"mesh_shape": (2, 2), "devices": 4}, "exclude each other"),
         ({"mesh_shape": (2, 2), "offloaded": True}, "exclude each other"),

@@ -1,0 +1,52 @@
+"""The table of the ways to divide devices among which a plan's was chosen."""
+
+from __future__ import annotations
+
+from roundpipe_fx.budget import bytes_text
+from roundpipe_fx.report.plan_parts import PlannedDivision, PlannedMesh
+
+__all__ = ["division_lines"]
+
+
+def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
+    """The table: the chosen division, then by seconds those that fit, then the others by bytes.
+
+    Args:
+        mesh: any; without divisions there is no table.
+        most: number of divisions that are listed at most; ``None``: all.
+    """
+    if not mesh.divisions:
+        return []
+    ordered = sorted(mesh.divisions, key=_key)
+    devices = ordered[0].pipeline * ordered[0].replicas
+    planned = sum(own.planned for own in ordered)
+    shown = ordered if most is None else ordered[:most]
+    lines = [
+        f"ways to divide {devices} devices: {len(ordered)}, of which {planned} planned; {_proof(ordered)}",
+        "    replicas x devices          stages  schedule         ms a step  fullest device",
+        *map(_row, shown),
+    ]
+    return lines if len(shown) == len(ordered) else [*lines, f"  … {len(ordered) - len(shown)} more: plan.details()"]
+
+
+def _key(own: PlannedDivision) -> tuple[bool, bool, float, int, int]:
+    seconds = own.seconds if own.seconds is not None else 0.0
+    return not own.chosen, not own.fits, seconds, own.bytes, own.pipeline
+
+
+def _proof(ordered: list[PlannedDivision]) -> str:
+    """Whether a division that was not planned may have a shorter step."""
+    chosen = ordered[0].seconds or 0.0
+    open_ones = [own for own in ordered if not own.planned and own.seconds is not None and own.seconds < chosen]
+    if open_ones:
+        return f"{len(open_ones)} that were not planned may take less"
+    return "the others take longer at the least (≥), or do not fit"
+
+
+def _row(own: PlannedDivision) -> str:
+    least = "" if own.planned else "≥ "
+    seconds = f"{least}{own.seconds * 1e3:.3f}" if own.seconds is not None else "does not fit"
+    size = f"{least}{bytes_text(own.bytes)}"
+    mesh = f"{own.replicas} x {own.pipeline}"
+    mark, share = "*" if own.chosen else " ", "sharded" if own.sharded else ""
+    return f"  {mark} {mesh:>18}  {share:<7}  {own.stages:>6}  {own.schedule:<12} {seconds:>13}  {size:>14}"
