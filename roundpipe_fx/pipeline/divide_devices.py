@@ -67,6 +67,8 @@ def divisions_of(
             continue
         for sharded in [False, True] if not only_sharded and replicas > 1 else [replicas > 1]:
             for schedule in schedules:
+                if "1f1b" in schedules and _is_1f1b(schedule, pipeline, undivided.microbatches // replicas):
+                    continue
                 counts = [stages] if isinstance(stages, int) else _stage_counts(pipeline, replicas, schedule)
                 found += [
                     Division(pipeline=pipeline, replicas=replicas, sharded=sharded, stages=count, schedule=schedule)
@@ -82,6 +84,13 @@ def divisions_of(
             "devices."
         )
     return found
+
+
+def _is_1f1b(schedule: str, devices: int, microbatches: int) -> bool:
+    """Whether a schedule of another name runs as 1F1B does: with one microbatch, or split without waits to fill."""
+    if schedule == "gpipe":
+        return microbatches == 1
+    return devices == 1 and (schedule == "zero_bubble" or (schedule == "interleaved" and microbatches == 1))
 
 
 def _stage_counts(pipeline: int, replicas: int, schedule: str) -> list[int]:
