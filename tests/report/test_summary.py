@@ -14,7 +14,14 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.analysis.simulator import LiveValue
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.report.plan_parts import GatheredStage, PlannedPipeline, PlannedTiles, PlannedValue
+from roundpipe_fx.report.plan_parts import (
+    GatheredStage,
+    PlannedDivision,
+    PlannedMesh,
+    PlannedPipeline,
+    PlannedTiles,
+    PlannedValue,
+)
 from roundpipe_fx.report.summary import folded
 from tests.pipeline.steps import Blocks, squares
 
@@ -207,6 +214,47 @@ def test_a_screen_with_every_line_of_the_header_and_full_tables() -> None:
         peak=dataclasses.replace(plan.peak, live=live),
     )
     assert len(str(full).splitlines()) == _LINES
+    divided = dataclasses.replace(
+        full,
+        gathered_bytes=0,  # of models that are distributed already
+        bucket_bytes=0,
+        sizes={},  # a plan for a mesh is for the sizes that are given
+        pipeline=dataclasses.replace(pipeline, brought_bytes=0, gathered_bytes=(1,) * 20, mesh=_mesh_of(20, 40)),
+    )
+    text = str(divided)
+    assert len(text.splitlines()) <= _LINES
+    assert "ways to divide 40 devices: 40, of which 1 planned; 19 that were not planned may take less" in text
+    assert "* 40 x 1 1 1f1b 1000.000 2.0 KiB" in " ".join(text.split())
+    assert "≥ 500.000" in text and "… 34 more: plan.details()" in text
+    assert divided.details().count("does not fit") == 10 and "34 more" not in divided.details()
+
+
+def _mesh_of(devices: int, count: int) -> PlannedMesh:
+    """A mesh that was chosen among others: the first; ten of them do not fit."""
+    divisions = tuple(
+        PlannedDivision(
+            pipeline=1,
+            replicas=count,
+            sharded=bool(number),
+            stages=1 + number,
+            schedule="1f1b",
+            seconds=None if number >= count - 10 else 1.0 if number == 0 else 0.5 + (number - 1) / (count - 2),
+            bytes=2048,
+            fits=number < count - 10,
+            planned=number == 0,
+            chosen=number == 0,
+        )
+        for number in range(count)
+    )
+    return PlannedMesh(
+        replicas=2,
+        sharded=True,
+        weight_bytes=(1,) * devices,
+        optimizer_bytes=(1,) * devices,
+        collective_seconds=1.0,
+        unhidden_seconds=0.5,
+        divisions=divisions,
+    )
 
 
 def test_notebooks_get_the_summary_and_the_details() -> None:
