@@ -303,6 +303,29 @@ def test_fit_says_what_is_beside_the_peak(
     assert "AdamW" not in capsys.readouterr().out
 
 
+def test_devices_are_divided(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["plan", _MLP, "--batch", "4", "--sequence", "8", "--device", "H100", "--optimizer", "AdamW"]
+    found = _json(capsys, *asked, "--mesh-shape", "2", "--num-microbatches", "2")
+    assert isinstance(found, dict)
+    mesh = found["pipeline"]["mesh"]
+    (chosen,) = (own for own in mesh["divisions"] if own["chosen"])
+    assert chosen["replicas"] * chosen["pipeline"] == 2 and any(mesh["optimizer_bytes"])
+    given = f"{chosen['replicas']}x{chosen['pipeline']}"
+    asked[3] = str(4 // chosen["replicas"])
+    fixed = _json(capsys, *asked, "--mesh-shape", given, "--num-microbatches", str(2 // chosen["replicas"]))
+    assert isinstance(fixed, dict) and fixed["pipeline"]["mesh"]["replicas"] == chosen["replicas"]
+
+
+def test_what_is_no_mesh_or_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", _MLP, "--mesh-shape", "2", "--optimizer", "Adamw"]) == 2
+    assert "--optimizer Adamw: not a class of torch.optim" in capsys.readouterr().err
+    assert main(["plan", _MLP, "--mesh-shape", "2", "--batch", "3", "--num-microbatches", "2"]) == 2
+    assert "3 rows, which are not divisible" in " ".join(capsys.readouterr().err.split())
+    for wrong in ("0", "4x", "x4", "4x0"):
+        with pytest.raises(SystemExit):
+            main(["plan", _MLP, "--mesh-shape", wrong])
+
+
 @pytest.mark.long
 def test_an_encoder_and_decoder_is_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1, "decoder_start_token_id": 0}
