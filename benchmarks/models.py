@@ -106,20 +106,22 @@ def without_mask() -> str:
 
 
 def llama_8b(attention: str = "sdpa") -> nn.Module:
-    """A Llama of 8B parameters in bfloat16, on the meta device.
+    """A Llama 3 of 8B parameters in bfloat16, on the meta device.
 
     Args:
         attention: the name of an attention of transformers.
     """
+    return _llama_3(attention, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32)
+
+
+def llama_70b() -> nn.Module:
+    """A Llama 3 of 70B parameters in bfloat16, on the meta device."""
+    return _llama_3("sdpa", hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+
+
+def _llama_3(attention: str, **sizes: int) -> nn.Module:
     config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        use_cache=False,
-        attn_implementation=attention,
+        **sizes, num_key_value_heads=8, vocab_size=128256, use_cache=False, attn_implementation=attention
     )
     with torch.device("meta"):
         return transformers.LlamaForCausalLM(config).bfloat16()

@@ -168,10 +168,13 @@ _PARTS = (
         "benchmarks.published",
         "Planned, not run, at the vendor's peak rates, beside what torchtitan publishes for H100s "
         "(https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3, "
-        "without float8). Nothing was fitted. Those devices have 96 GB at 2.4 TB/s and a power limit of 500 W; plans "
-        "are for 80 GB at 3.35 TB/s. Sequences are taken to have 8,192 tokens, torchtitan's default. The 70B and 405B "
-        "runs of that page have tensor parallelism with float8, which no plan has. Not modelled are the optimizer's "
-        "step and parameters in float32. The last rows are for 1,024 devices, and have no published counterpart.",
+        "without float8) and for A100s with FSDP alone "
+        "(https://github.com/pytorch/torchtitan/blob/main/docs/performance.md). Nothing was fitted. Those H100s have "
+        "96 GB at 2.4 TB/s and a power limit of 500 W; plans are for 80 GB at 3.35 TB/s. Sequences are taken to have "
+        "8,192 tokens, torchtitan's default. The 70B and 405B runs on H100s have tensor parallelism with float8, which "
+        "no plan has. Not modelled: the optimizer's step, parameters in float32. What is recomputed is decided by "
+        "the devices' memory, not as published. The last rows are for 1,024 devices, and have no published "
+        "counterpart; of the last one, the division of the devices and the schedule are chosen.",
     ),
     _Part(
         "tiling_lowest",

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _ESTIMATED = 48
 """Number of divisions, of those with the lowest bounds, that are simulated to begin with the most promising."""
-_MOST_SEGMENTS = 210
+_MOST_SEGMENTS = 140
 """Segments of all graphs that are planned at most, without tiles and with them."""
 
 
