@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.api import over_processes
-from roundpipe_fx.api.compiled_state import CompiledState
+from roundpipe_fx.api.compiled_state import CompiledState, NoPlanError
 from roundpipe_fx.api.roundpipe_arguments import in_our_names
 from roundpipe_fx.api.subclassing import instance_beside
 from roundpipe_fx.ir.options import Options
@@ -22,7 +22,7 @@ from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_parameters import in_optimizer_context
 
-__all__ = ["COMPILED", "CompiledModule", "NoPlanError", "compiled_module"]
+__all__ = ["COMPILED", "CompiledModule", "compiled_module"]
 
 
 class CompiledModule(nn.Module):
@@ -433,10 +433,6 @@ class CompiledModule(nn.Module):
         saved = (getattr(state_dict, "_metadata", None) or {}).get(_OPTIMIZER, {})
         self._state_of_roundpipe_fx.optimizer.load(saved)
         return loaded
-
-
-class NoPlanError(AttributeError, RuntimeError):
-    """There is no plan."""
 
 
 _OPTIMIZER = "roundpipe_fx.optim_parameters"

@@ -38,9 +38,13 @@ from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
 
-__all__ = ["CompiledState"]
+__all__ = ["CompiledState", "NoPlanError"]
 
 _BY_CONVENTION = Splitting()
+
+
+class NoPlanError(AttributeError, RuntimeError):
+    """There is no plan."""
 
 
 class CompiledState:
