@@ -198,6 +198,18 @@ _PARTS = (
         "CPU seconds of planning within the peak of the leanest peer, and within the least budget that needs no tiles.",
     ),
     _Part(
+        "host_updates",
+        "The optimizer on the host",
+        "benchmarks.host_optimizer",
+        "AdamW of PyTorch and of DeepSpeed, if that is installed, and a copy of as many bytes.",
+    ),
+    _Part(
+        "host_optimizer",
+        "Updates beside the backward",
+        "benchmarks.host_optimizer",
+        "A backward that computes, or waits as for a device, as long as the updates take, with one thread for each.",
+    ),
+    _Part(
         "offloaded",
         "Models on the host",
         "benchmarks.offloaded",
