@@ -14,21 +14,26 @@ from __future__ import annotations
 import argparse
 import csv
 import shutil
+import signal
 import time
 import warnings
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import psutil
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
+from matplotlib import pyplot
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 import roundpipe_fx
+
+matplotlib.use("agg")
 
 
 def arguments() -> argparse.Namespace:
@@ -160,16 +165,28 @@ def cause_of(error: BaseException) -> BaseException:
 def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
     with open(folder / "losses.csv", "w", newline="") as file:
         csv.writer(file).writerows([("step", "loss", "tokens a second"), *losses])
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot([step for step, *_ in losses], [loss for _, loss, _ in losses])
     axes.set(xlabel="step", ylabel="loss")
     figure.savefig(folder / "losses.png", dpi=120)
     pyplot.close(figure)
+
+
+class Interrupts:
+    """Ctrl-C raises, and is noted: torch.compile drops what is raised while it checks its guards (PyTorch 2.13)."""
+
+    def __init__(self) -> None:
+        self._noted = False
+        signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, *_: Any) -> None:
+        self._noted = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise anew what was dropped."""
+        if self._noted:
+            raise KeyboardInterrupt
 
 
 def main() -> None:
@@ -219,7 +236,9 @@ def main() -> None:
     first = batch_of(rows, begin, given)
     print(model.trace(input_ids=first, labels=first, optimizer=optimizer))
     steps = tqdm(range(begin, given.steps), initial=begin, total=given.steps, unit="step")
+    interrupts = Interrupts()
     for step in steps:
+        interrupts.check()
         tokens = batch_of(rows, step, given)
         start = time.perf_counter()
         loss = model.forward_backward(input_ids=tokens, labels=tokens, optimizer=optimizer)
@@ -233,6 +252,7 @@ def main() -> None:
                 draw(losses, given.out)
             except OSError as error:
                 tqdm.write(f"losses were not drawn: {error}")
+    interrupts.check()
     failed = checkpoints.finish()
     own.save_pretrained(given.out / "model")
     if failed:
