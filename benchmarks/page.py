@@ -174,8 +174,7 @@ _PARTS = (
         "8,192 tokens, torchtitan's default. The 70B and 405B runs on H100s have tensor parallelism with float8, which "
         "no plan has. Not modelled: the optimizer's step, parameters in float32. What is recomputed is decided by "
         "the devices' memory, not as published. The last rows are for 1,024 devices, and have no published "
-        "counterpart; of the last one, the division of the devices and the schedule are chosen. The machine was busy "
-        "with other work meanwhile, which lengthens the seconds of planning.",
+        "counterpart; of the last one, the division of the devices and the schedule are chosen.",
     ),
     _Part(
         "tiling_lowest",
