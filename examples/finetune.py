@@ -173,7 +173,7 @@ def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
 
 
 class Interrupts:
-    """Ctrl-C raises, and is noted: torch.compile drops what is raised while it checks its guards (PyTorch 2.13)."""
+    """Ctrl-C raises, and is noted: torch.compile may drop what is raised while it checks guards, seen with 2.13."""
 
     def __init__(self) -> None:
         self._noted = False

@@ -127,6 +127,20 @@ def test_finetune(tmp_path: Path) -> None:
     assert sizes[1] < sizes[0] / 2 and (tmp_path / "adapters" / "model" / "adapter_model.safetensors").exists()
 
 
+def test_an_interrupt_of_finetuning_that_is_dropped_comes_again() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        interrupts = runpy.run_path(str(ROOT / "examples/finetune.py"))["Interrupts"]()
+        interrupts.check()
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+            pytest.fail("it was not raised at once")
+        with pytest.raises(KeyboardInterrupt):
+            interrupts.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_checkpoints_of_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: FullDisk) -> None:
     """One that cannot be written is told of, and the one before stays; so it is without memory for a copy."""
     made = runpy.run_path(str(ROOT / "examples/finetune.py"))["Checkpoints"]

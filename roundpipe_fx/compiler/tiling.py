@@ -218,14 +218,14 @@ def _shortened(kinds: _Kinds, tiles: Mapping[_Kind, int], met: Lowered, budget: 
         if kind is None:
             break
         tried = {**tiles, kind: kinds.more_tiles(kind, tiles.get(kind), needs, limit)}
-        try:
+        done.add(kind)  # unless more tiles of it have paid
+        if tried == tiles:
+            continue
+        with contextlib.suppress(UnmetError):
             found = kinds.planned(tried, budget, None)
-        except UnmetError:
-            found = None
-        if found is None or _seconds(found) >= _seconds(met) or tried == tiles:
-            done.add(kind)
-        else:
-            met, tiles = found, tried
+            if _seconds(found) < _seconds(met):
+                met, tiles = found, tried
+                done.discard(kind)
     return met
 
 
