@@ -38,6 +38,7 @@ from roundpipe_fx.compiler.overlap import Unfilled, modules_to_overlap, stages_t
 from roundpipe_fx.compiler.plan_cache import CachedPlan, PlanFile, Recalled, plan_file
 from roundpipe_fx.compiler.run_passes import dump_folder, edited_passes, run_passes
 from roundpipe_fx.compiler.schedule_data import schedule_as_data, schedule_from_data
+from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiled_frontier import plans_in_tiles
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, plan_with_tiles
@@ -249,6 +250,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: summed(joint, setting),
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
+        by_segment=lambda joint, regions, limit: tilings_by_segment(joint, regions, limit, setting),
         planned=lambda joint, budget, limit: _within(cut(joint, setting), setting, budget, limit),
         share=setting.share,
     )

@@ -1,16 +1,20 @@
 """What plans in tiles reach, for the frontier of a plan: more and more tiles, down to the least peak.
 
-It goes the way that planning for ever smaller budgets goes, and emits nothing.
+It goes the way that planning for ever smaller budgets goes, and emits nothing. Where tiles are taken wherever they pay,
+the tiles that the chain of segments finds best are among them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import NoReturn
 
+from roundpipe_fx.analysis.tiling import find_tile_regions
 from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
+from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -18,12 +22,15 @@ from roundpipe_fx.passes.entry import PassLevel
 from roundpipe_fx.progress import working
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
-from roundpipe_fx.remat.search import refine, search
+from roundpipe_fx.remat.search import refine, search, spread
 from roundpipe_fx.remat.several_calls import search_for_step
 from roundpipe_fx.report.alternatives import Noted, PlansInTiles
 from roundpipe_fx.report.plan_text import tiles_text
 
 __all__ = ["plans_in_tiles"]
+
+_TILINGS = 8
+"""So many of the tiles that the chain of segments finds best are looked at, spread over all amounts of memory."""
 
 
 def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
@@ -35,6 +42,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
     """
     noted = Noted()
     whole: list[float] = []
+    least: list[int] = []
     anywhere = setting.options.tiling == "auto"
     lowest = math.inf
 
@@ -48,6 +56,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         candidates = refine(blocks, found, 0)
         tiles = tiles_text(planned_tiles(staged))
         whole.append(operations.seconds)
+        least.append(candidates[-1].peak.bytes)
         for candidate in candidates:
             if anywhere or candidate.peak.bytes < lowest:
                 seconds = candidate.seconds + (operations.seconds - whole[0])
@@ -60,9 +69,16 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
     steps = TilingSteps(
         summed=lambda graph: summed(graph, setting),
         tiled=lambda graph, tiles: tiled(graph, tiles, setting),
+        by_segment=lambda graph, regions, limit: tilings_by_segment(graph, regions, limit, setting),
         planned=planned,
         share=1.0,
     )
     with working("looking for plans in tiles"):
         tile_down(joint, steps)
+        if anywhere:
+            graph = steps.summed(joint)
+            found = steps.by_segment(graph, find_tile_regions(graph), least[0])
+            for _, tiles in spread([*found], _TILINGS):
+                with contextlib.suppress(UnmetError):
+                    planned(steps.tiled(graph, tiles) if tiles else joint, 0, None)
     return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

@@ -4,6 +4,9 @@ Plans are made without tiles first. If the budget cannot be met, the regions tha
 found are tiled, all of the same kind alike, and a plan is made anew; then the next kind, or the same in more tiles.
 While one operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
 
+Where tiles are taken wherever they pay, what is saved and what is tiled is decided together then, segment by segment
+(:mod:`roundpipe_fx.compiler.segments_in_tiles`), and plans with the best of these tiles are made.
+
 What is tried so depends on the budget. The least budget that an error names has therefore been planned for.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +26,7 @@ from torch import fx
 from roundpipe_fx.analysis.operations import Operation
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen, refusal
 from roundpipe_fx.remat.schedule import simulate
@@ -35,13 +39,17 @@ _ROWS = 128
 _MORE = (2, 4, 8)
 """Where it is not known what binds, so many times as many tiles as first are tried."""
 _WORTH = 0.02
-"""As long as this share of a step is recomputed, more tiles are tried: each trial takes as long as a plan."""
+"""Other tiles are tried where a step takes so much longer than with everything saved: a trial takes a plan's time."""
+_TRIED = 4
+"""So many of the tiles that the chain of segments finds best are tried: what it counts is not quite what plans need."""
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
+Tiles: TypeAlias = Sequence[tuple[TileRegion, int]]
+"""Regions with their number of tiles."""
 _Kind: TypeAlias = tuple[Any, ...]
 """The same for regions that do the same on the same shapes."""
-_Tiles: TypeAlias = frozenset[tuple[_Kind, int]]
+_TilesOfKinds: TypeAlias = frozenset[tuple[_Kind, int]]
 """Kinds with their number of tiles."""
 _InTiles: TypeAlias = tuple[Mapping[_Kind, int], Lowered]
 """Kinds with their number of tiles, and the plan with these."""
@@ -98,13 +106,16 @@ class TilingSteps:
     Attributes:
         summed: a copy of a graph in which means are sums.
         tiled: a copy of a graph in which regions are loops.
+        by_segment: the tiles of regions that the chain of segments finds best for a number of bytes and for ever fewer,
+            each with the seconds that a step then takes longer than with nothing recomputed.
         planned: plans for a budget; raises :class:`UnmetError`, without a search for a plan where one operation alone
             needs more than so many bytes as the last argument says.
         share: of a budget that may be used.
     """
 
     summed: Callable[[JointGraph], JointGraph]
-    tiled: Callable[[JointGraph, Sequence[tuple[TileRegion, int]]], JointGraph]
+    tiled: Callable[[JointGraph, Tiles], JointGraph]
+    by_segment: Callable[[JointGraph, Sequence[TileRegion], int], Iterable[tuple[float, Tiles]]]
     planned: Callable[[JointGraph, int | float, int | None], Lowered]
     share: float
 
@@ -196,41 +207,33 @@ def _planned(tiling: str | None, budget: int | float, steps: TilingSteps, kinds:
         tiles, met = {}, untiled
     if tiling != "auto" or kinds.is_met_by_known or not isinstance(met.chosen, Chosen):
         return met
-    limit = met.chosen.limit
-    return _shortened(kinds, tiles, met, math.ceil(limit / steps.share), limit)
+    return _shortest(kinds, kinds.in_tiles(tiles), met, steps.share)
 
 
-def _shortened(kinds: _Kinds, tiles: Mapping[_Kind, int], met: Lowered, budget: int, limit: int) -> Lowered:
-    """A plan in more tiles, as long as its step is modelled to be shorter: something else need not be recomputed.
+def _shortest(kinds: _Kinds, tiles: Tiles, met: Lowered, share: float) -> Lowered:
+    """A plan with the tiles that make the step shortest, as the chain of segments counts it.
 
     Args:
         kinds: what can be tiled.
         tiles: of the plan.
-        met: a plan within the budget.
-        budget: bytes.
-        limit: bytes that may be used.
+        met: a plan within the budget, which is returned if no other one is shorter.
+        share: of the budget that may be used.
     """
-    done: set[_Kind] = set()
-    while _recomputes(met):
-        assert isinstance(met.chosen, Chosen)
-        needs = Needs.of_plan(met.chosen, met.plan.peak_bytes)
-        kind = kinds.binding(needs, done)
-        if kind is None:
+    assert isinstance(met.chosen, Chosen)
+    if _seconds(met) <= (1 + _WORTH) * kinds.seconds:
+        return met
+    budget = math.ceil(met.chosen.limit / share)
+    for longer, tried in itertools.islice(kinds.by_segment(met.chosen.limit), _TRIED):
+        if kinds.seconds + longer >= _seconds(met):
             break
-        tried = {**tiles, kind: kinds.more_tiles(kind, tiles.get(kind), needs, limit)}
-        done.add(kind)  # unless more tiles of it have paid
-        if tried == tiles:
-            continue
-        with contextlib.suppress(UnmetError):
-            found = kinds.planned(tried, budget, None)
-            if _seconds(found) < _seconds(met):
-                met, tiles = found, tried
-                done.discard(kind)
+        if _named(tried) != _named(tiles):
+            with contextlib.suppress(UnmetError):
+                met = min(met, kinds.planned_in(tried, budget), key=_seconds)
     return met
 
 
-def _recomputes(met: Lowered) -> bool:
-    return met.recompute_seconds > _WORTH * _seconds(met)
+def _named(tiles: Tiles) -> set[tuple[str, int]]:
+    return {(region.widest.name, count) for region, count in tiles}
 
 
 def _seconds(lowered: Lowered) -> float:
@@ -307,11 +310,11 @@ class _Kinds:
     def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
         self._joint, self._steps = joint, steps
         self.is_met_by_known = False
-        self._least: dict[_Tiles, UnmetError] = {}
+        self._least: dict[_TilesOfKinds, UnmetError] = {}
         """What one operation needs alone; found where it is more than a limit."""
-        self._fitting: dict[_Tiles, int] = {}
+        self._fitting: dict[_TilesOfKinds, int] = {}
         """The least limit that no operation alone was found to exceed."""
-        self._lowest: dict[_Tiles, UnmetError] = {}
+        self._lowest: dict[_TilesOfKinds, UnmetError] = {}
         """The lowest peak of a plan; which that is does not depend on the budget."""
 
     @functools.cached_property
@@ -325,6 +328,11 @@ class _Kinds:
     @functools.cached_property
     def _named(self) -> dict[str, fx.Node]:
         return {node.name: node for node in self._graph.graph.nodes}
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Modelled seconds of the graph without tiles, with nothing recomputed."""
+        return sum(node.meta[Mark.SECONDS] for node in self._joint.computed())
 
     @property
     def exist(self) -> bool:
@@ -357,10 +365,8 @@ class _Kinds:
                 raise lowest
             if self.is_met_by_known:
                 raise _Met
-        regions = [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
-        graph = self._steps.tiled(self._graph, regions) if tiles else self._joint
         try:
-            return self._steps.planned(graph, budget, limit)
+            return self.planned_in(self.in_tiles(tiles), budget, limit)
         except UnmetError as error:
             if error.chosen is None:
                 self._least[key] = error
@@ -369,6 +375,28 @@ class _Kinds:
                 if limit is not None:
                     self._fitting[key] = min(limit, self._fitting.get(key, limit))
             raise
+
+    def in_tiles(self, tiles: Mapping[_Kind, int]) -> Tiles:
+        """The regions of kinds, with their number of tiles."""
+        return [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
+
+    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Lowered:
+        """A plan for a budget, with regions in so many tiles.
+
+        Args:
+            tiles: of regions; none: the graph as it was.
+            budget: bytes or a share.
+            limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
+
+        Raises:
+            UnmetError: no plan stays within it.
+        """
+        graph = self._steps.tiled(self._graph, tiles) if tiles else self._joint
+        return self._steps.planned(graph, budget, limit)
+
+    def by_segment(self, limit: int) -> Iterable[tuple[float, Tiles]]:
+        """The tiles of regions that are best for a number of bytes and for ever fewer, with seconds."""
+        return self._steps.by_segment(self._graph, self._regions.as_wide_as(0), limit)
 
     def binding(self, needs: Needs, done: Collection[_Kind]) -> _Kind | None:
         """The kind that holds most of what binds, but for some; ``None``: none holds any."""

@@ -12,6 +12,7 @@ alike              what makes two segments equal, so that repeated layers are so
 chain              decisions across segments, and what they cost
 solve_chain        the best decisions, by dynamic programming over memory, with nested recomputation
 segment_chain      the segments as the stages of that chain
+options_in_tiles   that chain, with the options that a segment has in tiles beside those without
 search             candidates on the trade-off of peak and recomputation
 choose             the least recomputation within the budget
 sequences          checkpointing sequences of a chain (rotor)

@@ -161,32 +161,32 @@ def _seconds(budget: int, tiling: str | None) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("budget", [1_700_000, 4_500_000])
-def test_no_other_regions_in_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever it pays, held against all choices of the regions that are in tiles, by exhaustion."""
+@pytest.mark.parametrize("budget", [3_500_000, 5_500_000])
+def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it pays, held against all choices of the tiles of each region, by exhaustion."""
     steps: list[float] = []
 
     def by_exhaustion(joint: Any, option: str | None, budget: int, given: tiling.TilingSteps) -> Any:
         graph = given.summed(joint)
         regions = find_tile_regions(graph)
         assert len(regions) == 4
-        for count in range(1, len(regions) + 1):
-            for chosen in itertools.combinations(regions, count):
-                with contextlib.suppress(tiling.UnmetError):
-                    found = given.planned(given.tiled(graph, [(region, 16) for region in chosen]), budget, None)
-                    steps.append(sum(found.seconds.values()))
+        for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
+            tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
+            with contextlib.suppress(tiling.UnmetError):
+                found = given.planned(given.tiled(graph, tiles) if tiles else joint, budget, budget)
+                steps.append(sum(found.seconds.values()))
         return found
 
     own = _seconds(budget, "auto")
-    assert own <= _seconds(budget, None)
     monkeypatch.setattr(lower, "plan_with_tiles", by_exhaustion)
     _seconds(budget, "auto")
-    assert own <= min(steps) * 1.001
+    assert len(steps) > 20 and own <= min(steps) * 1.001
 
 
-def test_more_is_tiled_where_less_is_recomputed_then() -> None:
-    """The first plan within the budget has whole logits, and recomputes so that they fit."""
-    assert _seconds(4_500_000, "auto") < 0.96 * _seconds(4_500_000, None)
+@pytest.mark.parametrize("budget", [1_300_000, 2_000_000, 4_500_000])
+def test_tiles_that_pay_make_a_shorter_step(budget: int) -> None:
+    """The first plan within the budget has all blocks in as many tiles, and may recompute what more tiles spare."""
+    assert _seconds(budget, "auto") < 0.96 * _seconds(budget, None)
 
 
 class BlocksAndHead(nn.Module):

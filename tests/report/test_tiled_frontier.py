@@ -98,6 +98,13 @@ def test_where_tiles_are_taken_wherever_they_pay_no_plan_beats_another() -> None
         assert smaller < size and longer > seconds
 
 
+def test_where_tiles_are_taken_wherever_they_pay_budgets_meet_the_points() -> None:
+    points = _traced(memory_budget=0.5, tiling="auto").frontier()
+    for size, seconds in (points[len(points) // 3], points[len(points) // 2], points[-1]):
+        met = _traced(memory_budget=size, tiling="auto")
+        assert met.peak_bytes <= size and met.point()[1] <= seconds + 0.02 * met.forward_seconds
+
+
 def test_a_plan_from_the_cache_looks_for_tiles_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROUNDPIPE_FX_CACHE", str(tmp_path))
     monkeypatch.setenv("ROUNDPIPE_FX_PLAN_CACHE", "1")

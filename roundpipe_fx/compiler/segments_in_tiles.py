@@ -1,0 +1,130 @@
+"""Copies of a graph with its regions in ever more tiles, cut at the same places, and what each segment is best in.
+
+A copy is cut where the graph without tiles is, but for cuts inside a region: a loop is one operation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TypeAlias
+
+from roundpipe_fx.analysis.tiling import TileRegion
+from roundpipe_fx.compiler.operations import cut, operations_of, tiled
+from roundpipe_fx.compiler.setting import Setting
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.passes.entry import PassLevel
+from roundpipe_fx.remat.blocks import Blocks
+from roundpipe_fx.remat.options_in_tiles import ChainInTiles, join, tiled_segments
+from roundpipe_fx.remat.segment_chain import chain_of
+
+__all__ = ["tilings_by_segment"]
+
+_Numbers: TypeAlias = tuple[int, ...]
+"""By region, the number of tiles; 1: as a whole."""
+
+_PARTS = (2, 4, 8, 16, 32, 64)
+"""The widest value of a tile is at most such a part of the budget; what is still less hardly counts."""
+
+
+def tilings_by_segment(
+    joint: JointGraph, regions: Sequence[TileRegion], limit: int, setting: Setting
+) -> Iterator[tuple[float, list[tuple[TileRegion, int]]]]:
+    """Seconds that a step takes longer than with nothing recomputed, and regions with their number of tiles.
+
+    Each time less memory is needed, and more seconds.
+
+    Args:
+        joint: an annotated graph that is not cut, in which means are sums; not changed.
+        regions: of this graph, that do not overlap.
+        limit: bytes of the budget.
+        setting: what else there is to know.
+    """
+    regions = [region for region in regions if _widest_bytes(region) * _PARTS[-1] >= limit]
+    if not regions:
+        return
+    tried = _ever_more(regions, limit)
+    whole = cut(joint.copy(), setting)
+    segment_of = _with_regions_whole(whole, regions)
+    joined = join([_chain(joint, regions, numbers, segment_of, whole, setting) for numbers in tried])
+    of_region = [segment_of[region.widest.name] for region in regions]
+    for seconds, copies in tiled_segments(joined, limit):
+        numbers = [tried[copies[segment]][place] for place, segment in enumerate(of_region)]
+        yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
+
+
+def _ever_more(regions: Sequence[TileRegion], limit: int) -> list[_Numbers]:
+    """Powers of two, from one on, until a tile hardly counts."""
+    found: list[_Numbers] = [(1,) * len(regions)]
+    for part in _PARTS:
+        most = max(limit // part, 1)
+        numbers = tuple(_power_of_two(region, most) for region in regions)
+        if numbers != found[-1]:
+            found.append(numbers)
+    return found
+
+
+def _power_of_two(region: TileRegion, most: int) -> int:
+    """The number of tiles whose widest value has so many bytes at most, as far as there can be so many."""
+    parts = -(-_widest_bytes(region) // most)
+    return min(max(1 << (parts - 1).bit_length(), 2), region.most_tiles)
+
+
+def _widest_bytes(region: TileRegion) -> int:
+    value = region.widest.meta["val"]
+    return int(value.numel() * value.dtype.itemsize)
+
+
+def _chain(
+    joint: JointGraph,
+    regions: Sequence[TileRegion],
+    numbers: _Numbers,
+    segment_of: Mapping[str, int],
+    whole: JointGraph,
+    setting: Setting,
+) -> ChainInTiles:
+    """The segments of a copy with regions in so many tiles."""
+    tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
+    copy = tiled(joint, tiles, setting) if tiles else joint.copy()
+    own = setting.knowing(segment_starts=_starts(copy, segment_of, whole), stage_starts=(0,))
+    staged = own.run(cut(copy, own), PassLevel.STAGED)
+    chain, _ = chain_of(Blocks(operations_of(staged, setting)))
+    return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))
+
+
+def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> dict[str, int]:
+    """By name of a forward node, its segment, where segments that share a region are one.
+
+    Args:
+        joint: a graph with segments.
+        regions: of a copy of this graph.
+    """
+    segment_of = {node.name: node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.FORWARD)}
+    begins = [True] * len(joint.segments)
+    for region in regions:
+        own = [segment_of[node.name] for node in region.in_phase(Phase.FORWARD)]
+        begins[min(own) + 1 : max(own) + 1] = [False] * (max(own) - min(own))
+    number = [count - 1 for count in accumulate(begins)]
+    return {name: number[segment] for name, segment in segment_of.items()}
+
+
+def _starts(copy: JointGraph, segment_of: Mapping[str, int], whole: JointGraph) -> list[int]:
+    """Positions in a copy's forward at which the segments but the first begin.
+
+    Args:
+        copy: with loops in place of regions.
+        segment_of: by name, the segment of forward nodes of the graph without loops.
+        whole: that graph.
+    """
+    by_number = {
+        node.meta["seq_nr"]: segment_of[node.name] for node in whole.in_phase(Phase.FORWARD) if "seq_nr" in node.meta
+    }
+    found: list[int] = []
+    for node in copy.in_phase(Phase.FORWARD):
+        # A loop, and what is beside it, has the number of an operation of its region; its name may be another's.
+        is_known = node.name in segment_of and not isinstance(node.target, TileLoop)
+        own = segment_of[node.name] if is_known else by_number.get(node.meta.get("seq_nr"))
+        found.append(max(found[-1] if found else 0, own or 0))
+    return [bisect_left(found, segment) for segment in range(1, max(segment_of.values()) + 1)]

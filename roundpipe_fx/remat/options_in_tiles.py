@@ -1,0 +1,114 @@
+"""Options in tiles: what a segment may save, and in how many tiles it may run, decided together.
+
+Copies of a graph have their regions of operations in ever more tiles, and are cut at the same places, so that each
+region is in one segment. A segment then has the options of all its copies side by side; to the seconds of an option is
+added what its copy takes longer, or less long, than the graph without tiles. Which copy each segment is of is part of
+the chain's solution (:mod:`roundpipe_fx.remat.solve_chain`), for every amount of memory.
+
+What is recomputed more than once is not considered here, nor how the tiles of one segment change what lives in another.
+The segments that a solution has in tiles are planned for anew, as a graph of their own, which decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, SegmentChain
+from roundpipe_fx.remat.search import FINE_SLOTS, levels
+from roundpipe_fx.remat.solve_chain import solve_chain
+
+__all__ = ["ChainInTiles", "JoinedChain", "join", "tiled_segments"]
+
+_BEYOND = 1.1
+"""Solutions that need up to so many times the budget are considered: plans often need less than the chain counts."""
+
+
+@dataclass(frozen=True)
+class ChainInTiles:
+    """The segments of a copy.
+
+    Attributes:
+        chain: of the copy.
+        seconds: by segment, modelled seconds of its forward and backward with nothing recomputed.
+    """
+
+    chain: SegmentChain
+    seconds: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class JoinedChain:
+    """The segments of a graph with the options of all copies.
+
+    Attributes:
+        chain: the options of each segment.
+        copies: by segment and option, the number of the copy that has it.
+    """
+
+    chain: SegmentChain
+    copies: tuple[tuple[int, ...], ...]
+
+
+def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
+    """One chain that has the options of all copies.
+
+    Args:
+        copies: of one graph, cut at the same places; the first is without tiles.
+    """
+    whole = copies[0]
+    stages: list[ChainStage] = []
+    numbers: list[tuple[int, ...]] = []
+    for segment, stage in enumerate(whole.chain.stages):
+        options: list[tuple[int, ChainStageOption]] = []
+        for number, copy in enumerate(copies):
+            own, longer = copy.chain.stages[segment], copy.seconds[segment] - whole.seconds[segment]
+            options += [(number, _beside(option, own, stage, longer)) for option in own.options]
+        best = _worthwhile(options)
+        # Nothing is recomputed in these solutions but by options, so the rest of a stage is not read.
+        stages.append(dataclasses.replace(stage, options=tuple(option for _, option in best)))
+        numbers.append(tuple(number for number, _ in best))
+    return JoinedChain(SegmentChain(tuple(stages), whole.chain.live_across), tuple(numbers))
+
+
+def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Seconds, and by segment the copy that it is of: each time so that less memory is needed, and more seconds.
+
+    Args:
+        joined: the segments with the options of all copies.
+        limit: bytes; what needs much more is left out.
+    """
+    slots = int(FINE_SLOTS * _BEYOND)
+    solution = solve_chain(joined.chain, int(limit * _BEYOND), slots, nested=False)
+    seen = set()
+    for memory in sorted(levels(solution), key=lambda memory: float(solution.seconds[memory])):
+        decisions = solution.decisions(memory)
+        chosen = {own.stage: joined.copies[own.stage][own.option] for own in decisions if own.option is not None}
+        found = tuple(chosen[segment] for segment in range(len(joined.chain.stages)))
+        if found not in seen:
+            seen.add(found)
+            yield float(solution.seconds[memory]), found
+
+
+def _beside(option: ChainStageOption, own: ChainStage, stage: ChainStage, longer: float) -> ChainStageOption:
+    """An option of a copy's segment as one of the graph's, whose resident bytes and seconds are counted elsewhere."""
+    return dataclasses.replace(
+        option,
+        seconds=option.seconds + longer,
+        forward=option.forward + own.resident_forward - stage.resident_forward,
+        backward=option.backward + own.resident - stage.resident,
+    )
+
+
+def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
+    """Those that no other dominates in bytes held, peaks and seconds."""
+    figures = np.array([(own.seconds, own.held, own.backward, own.forward) for _, own in options])
+    order = sorted(range(len(options)), key=lambda place: (tuple(figures[place]), options[place][0]))
+    best: list[int] = []
+    for place in order:
+        if not best or not (figures[best] <= figures[place]).all(1).any():
+            best.append(place)
+    return [options[place] for place in best]
