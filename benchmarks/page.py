@@ -92,6 +92,13 @@ _PARTS = (
         "A model so small that only the way into and out of it takes time.",
     ),
     _Part(
+        "before",
+        "Beside earlier versions",
+        "benchmarks.before 5893003 d87887c",
+        "The same models with this repository's code before tiles were known (5893003), and before its list of passes "
+        "(d87887c): nothing that is not in tiles has become slower or larger.",
+    ),
+    _Part(
         "first_step",
         "The first step",
         "benchmarks.first_step",
