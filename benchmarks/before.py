@@ -1,6 +1,6 @@
 """Steps, compilation and peaks beside an earlier commit of this repository.
 
-python -m benchmarks.before COMMIT … [--pairs N]
+python -m benchmarks.before [COMMIT …] [--pairs N]
 
 Each of the two runs in a process of its own, with the same models, batches and other packages. They take turns: a step
 of one, a step of the other; ratios are medians of pairs. Compilation is the CPU seconds of the first step, from Dynamo
@@ -26,6 +26,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+_COMMITS = ("5893003", "d87887c")
+"""Before tiles were known, and before there was one list of passes."""
 _CASES = ("GPT-2", "Llama", "T5", "BERT")
 _WAYS: dict[str, dict[str, Any]] = {
     "nothing recomputed": {"recompute": "none"},
@@ -38,7 +40,7 @@ _STEPS = 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("commits", nargs="+", metavar="commit", help="what to compare with")
+    parser.add_argument("commits", nargs="*", metavar="commit", default=_COMMITS, help="what to compare with")
     parser.add_argument("--pairs", type=int, default=7, help="paired steps of each model and way")
     arguments = parser.parse_args()
     from benchmarks.side_by_side import report

@@ -94,7 +94,7 @@ _PARTS = (
     _Part(
         "before",
         "Beside earlier versions",
-        "benchmarks.before 5893003 d87887c",
+        "benchmarks.before",
         "The same models with this repository's code before tiles were known (5893003), and before its list of passes "
         "(d87887c): nothing that is not in tiles has become slower or larger.",
     ),

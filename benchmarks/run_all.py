@@ -24,6 +24,7 @@ BENCHMARKS = (
     "processes",
     "growth",
     "tiling",
+    "before",
 )
 
 
