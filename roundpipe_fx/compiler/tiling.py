@@ -42,6 +42,8 @@ _WORTH = 0.02
 """Other tiles are tried where a step takes so much longer than with everything saved: a trial takes a plan's time."""
 _TRIED = 4
 """So many of the tiles that the chain of segments finds best are tried: what it counts is not quite what plans need."""
+_ROUGHLY = 1.01
+"""Tiles are tried if the chain counts at most so many times the seconds of the shortest plan so far."""
 _GAIN = 0.999
 """More tiles are worth it if they lower the peak to this share at most."""
 
@@ -224,7 +226,7 @@ def _shortest(kinds: _Kinds, tiles: Tiles, met: Lowered, share: float) -> Lowere
         return met
     budget = math.ceil(met.chosen.limit / share)
     for longer, tried in itertools.islice(kinds.by_segment(met.chosen.limit), _TRIED):
-        if kinds.seconds + longer >= _seconds(met):
+        if kinds.seconds + longer >= _ROUGHLY * _seconds(met):
             break
         if _named(tried) != _named(tiles):
             with contextlib.suppress(UnmetError):
