@@ -37,10 +37,9 @@ from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, p
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
-from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.gradient_observer import gradient_observer
-from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
 from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages

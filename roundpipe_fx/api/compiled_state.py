@@ -33,7 +33,7 @@ from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
 from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.bridge import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer

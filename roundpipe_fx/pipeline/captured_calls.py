@@ -10,8 +10,8 @@ import torch
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
 from roundpipe_fx.pipeline.settings import StepCompileState
+from roundpipe_fx.runtime.bridge import capture_call
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
-from roundpipe_fx.runtime.pipelined_calls import capture_call
 from roundpipe_fx.schedules import ActionKind
 
 __all__ = ["CapturedCalls", "UnlikeStagesError", "capture_calls", "check_unchanged"]

@@ -44,9 +44,9 @@ from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompi
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.updating import updating
 from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.bridge import NothingCompiled, return_results
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
@@ -157,7 +157,7 @@ class Pipeline:
                 ready = receivers, captured.primals, finished.outputs, finished.gradients
                 if not hand_over:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
-                outputs = self._answer(captured, finished.outputs)
+                outputs = self._model_outputs(captured, finished.outputs)
                 if self._processes is not None and captured.averaged:
                     self._processes.replication.replace_unsynchronized()
                 hand_to_autograd(*ready)
@@ -181,11 +181,11 @@ class Pipeline:
             training = any(program.tangents for program in captured.programs)
             if not training:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
-                outputs = self._answer(captured, finished.outputs)
+                outputs = self._model_outputs(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
             run = functools.partial(self._run_part, captured)
             results, own = through_autograd(captured, splits, run, self._alive, self._sharded())
-            outputs = self._answer(captured, results, own)
+            outputs = self._model_outputs(captured, results, own)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
@@ -328,7 +328,7 @@ class Pipeline:
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
-    def _answer(
+    def _model_outputs(
         self,
         captured: CapturedCalls,
         results: Sequence[Sequence[Any]],
@@ -339,7 +339,7 @@ class Pipeline:
         Autograd would differentiate returned results through a graph that was never run, so those that are
         differentiated are replaced.
         """
-        answers = []
+        outputs = []
         updated = {
             id(own[place]): own[place]
             for program, own in zip(captured.programs, captured.primals, strict=True)
@@ -356,10 +356,10 @@ class Pipeline:
                 if differentiated is not None:
                     pairs = [(given[place], result) for place, result in differentiated[index].items()]
                     output = tree_map(functools.partial(_own, pairs), output)
-                answers.append(output)
+                outputs.append(output)
         if self._processes is not None:
             self._processes.finish(captured)
-        return answers
+        return outputs
 
     def _run_part(
         self, captured: CapturedCalls, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None
