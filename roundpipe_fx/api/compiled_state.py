@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
@@ -37,6 +36,7 @@ from roundpipe_fx.runtime.bridge import TraceOnly, outputs_of_programs, trace_on
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
+from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["CompiledState", "NoPlanError"]
 

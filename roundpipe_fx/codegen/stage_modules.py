@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
@@ -22,7 +21,7 @@ from roundpipe_fx.ir.node_copy import copy_node
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
-from roundpipe_fx.torch_private import boxed_codegen, graph_module
+from roundpipe_fx.torch_private import boxed_codegen, graph_module, tree_map_only
 
 __all__ = ["KnownModules", "StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
 

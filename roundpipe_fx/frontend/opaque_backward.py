@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.frontend.call_template import emptied, filled, same
+from roundpipe_fx.torch_private import tree_flatten, tree_unflatten
 
 __all__ = ["OpaqueCall", "calls_in", "opaque_backwards"]
 

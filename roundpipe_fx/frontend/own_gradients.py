@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+
+from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["own_gradients"]
 

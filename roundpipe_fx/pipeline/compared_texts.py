@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
+from roundpipe_fx.torch_private import tree_flatten, tree_leaves
 
 __all__ = ["batch_text", "gradients_text", "graph_text", "shapes_text"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["detached", "functions_of", "loss_output"]
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from roundpipe_fx.torch_private import is_replicate_spec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 __all__ = [
     "SplitTensor",
@@ -361,16 +362,11 @@ def _spread(spec: Any, value: Any) -> dict[Any, Any]:
 
 
 def _is_spec(item: Any) -> bool:
-    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or _replicates(item)
-
-
-def _replicates(item: Any) -> bool:
-    kind = item if isinstance(item, type) else type(item)
-    return kind.__name__ == "_Replicate"
+    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or is_replicate_spec(item)
 
 
 def _dim(spec: Any) -> int | None:
-    if spec is None or _replicates(spec):
+    if spec is None or is_replicate_spec(spec):
         return None
     dim = getattr(spec, "split_dim", spec)
     if isinstance(dim, bool) or not isinstance(dim, int):

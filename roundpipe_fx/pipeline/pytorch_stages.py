@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import key_get, keystr, tree_flatten_with_path
 
 from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
 from roundpipe_fx.distributed.agreement import together
@@ -28,6 +27,7 @@ from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.torch_private import key_get, keystr, tree_flatten_with_path
 
 __all__ = ["TracedStep", "pytorch_stages"]
 

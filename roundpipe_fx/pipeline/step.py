@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
@@ -50,6 +49,7 @@ from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeli
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["Pipeline", "Splitting"]
 

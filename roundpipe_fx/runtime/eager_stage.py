@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.codegen.dying_values import dying_values
 from roundpipe_fx.torch_private import (
     draws_on_own_device,
     run_and_save_rng_state,
     run_with_rng_state,
+    tree_leaves,
     without_wrapper,
 )
 

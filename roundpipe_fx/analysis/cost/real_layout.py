@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
 from roundpipe_fx.analysis.cost.trial import Layout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
-from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
+from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map, tree_map_only, without_modes
 
 __all__ = ["layout_of", "lies_plainly", "note_real_values", "note_sparse_bytes", "real_values", "small_values"]
 

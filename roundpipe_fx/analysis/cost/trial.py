@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint, tree_leaves
 
 __all__ = ["Layout", "Trial", "device_text", "kernel_settings", "run_apart", "try_alone", "try_apart", "write_trials"]
 

@@ -27,12 +27,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.compat.checkpointing.persistent_hooks import PersistentHooks
 from roundpipe_fx.compat.checkpointing.tape import Tape, View
 from roundpipe_fx.ir.recompute_marks import annotated_scope
+from roundpipe_fx.torch_private import TorchDispatchMode
 
 __all__ = ["gradient_checkpoint_scope"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.report.peak_memory import measure_peak
+from roundpipe_fx.torch_private import tree_leaves, tree_map
 
 __all__ = ["measure_layers"]
 
