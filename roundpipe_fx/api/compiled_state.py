@@ -24,13 +24,13 @@ from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.over_processes import process_pipeline
 from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.graph import with_optimizer
 from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
-from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.bridge import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of

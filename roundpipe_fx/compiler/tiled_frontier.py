@@ -13,9 +13,9 @@ from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.progress import working
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.search import refine, search

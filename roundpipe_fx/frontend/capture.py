@@ -14,12 +14,12 @@ from typing import Any, Protocol
 from torch import fx
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
-from roundpipe_fx.progress import working
 
 __all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate

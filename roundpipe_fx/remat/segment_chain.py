@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.frontier import Known, Saving, frontier

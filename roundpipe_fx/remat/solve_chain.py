@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
 
 __all__ = ["Solution", "solve_chain"]

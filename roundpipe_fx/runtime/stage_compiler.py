@@ -12,9 +12,9 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.options import StageCompiler
-from roundpipe_fx.progress import progress
 from roundpipe_fx.runtime.compiled_loops import opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
