@@ -54,7 +54,7 @@ def read_operations(
     """
     # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
     expected = joint.expected_tangents if in_place else joint.tangents
-    reader = _Reader(joint, expected, granularity, in_place)
+    reader = _OperationReader(joint, expected, granularity, in_place)
     for node in joint.inputs:
         reader.read_input(node)
     tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
@@ -105,7 +105,7 @@ def read_operations(
     )
 
 
-def _values(joint: JointGraph, reader: _Reader, makers: Collection[int]) -> dict[int, fx.Node]:
+def _values(joint: JointGraph, reader: _OperationReader, makers: Collection[int]) -> dict[int, fx.Node]:
     """By forward storage, the node whose value it is; absent for results of operations that return several."""
     found: dict[int, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
@@ -116,7 +116,9 @@ def _values(joint: JointGraph, reader: _Reader, makers: Collection[int]) -> dict
     return found
 
 
-def _snapshots(joint: JointGraph, reader: _Reader, operations: Sequence[Operation]) -> dict[int, tuple[int, ...]]:
+def _snapshots(
+    joint: JointGraph, reader: _OperationReader, operations: Sequence[Operation]
+) -> dict[int, tuple[int, ...]]:
     """New storages for copies of updated inputs, by index of the operations that read them in the backward."""
     read = updated_inputs_read(joint)
     taken: dict[fx.Node, int] = {}
@@ -130,7 +132,9 @@ def _snapshots(joint: JointGraph, reader: _Reader, operations: Sequence[Operatio
     return found
 
 
-def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operation]) -> tuple[set[int], set[int]]:
+def _outputs(
+    joint: JointGraph, reader: _OperationReader, operations: Collection[Operation]
+) -> tuple[set[int], set[int]]:
     """Storages that the caller gets and holds, and those that it alone reads, and copies into inputs."""
     results: tuple[set[int], set[int]] = set(), set()
     for place, node in enumerate(joint.forward_outputs):
@@ -141,7 +145,7 @@ def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operatio
     return (results[False] | results[True]) - copied, copied
 
 
-def _gradients(joint: JointGraph, reader: _Reader, added: Collection[fx.Node]) -> frozenset[int]:
+def _gradients(joint: JointGraph, reader: _OperationReader, added: Collection[fx.Node]) -> frozenset[int]:
     """Storages that the backward returns, without gradients of inputs in ``added``: these are added to sums."""
     primals = joint.primals
     return frozenset(
@@ -167,7 +171,11 @@ class _Recipes:
 
     @classmethod
     def of(
-        cls, forward: Sequence[Operation], values: Mapping[int, fx.Node], reader: _Reader, states: Mapping[int, int]
+        cls,
+        forward: Sequence[Operation],
+        values: Mapping[int, fx.Node],
+        reader: _OperationReader,
+        states: Mapping[int, int],
     ) -> _Recipes:
         """The recipes for the results of forward operations.
 
@@ -288,7 +296,7 @@ def _last_segments(
     return found
 
 
-class _Reader:
+class _OperationReader:
     """Reads operations from nodes, in order."""
 
     def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:

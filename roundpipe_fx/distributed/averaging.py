@@ -34,14 +34,14 @@ from roundpipe_fx.distributed.sharding import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 
-__all__ = ["SMALL_BYTES", "Averaging", "Bucket", "buckets_of", "known_at_end"]
+__all__ = ["SMALL_BYTES", "Averaging", "GradientBucket", "buckets_of", "known_at_end"]
 
 SMALL_BYTES = 1 << 16
 """Gradients below this are reduced in one tensor with the others of their bucket."""
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together.
 
     Attributes:
@@ -79,7 +79,7 @@ def buckets_of(
     primals: Sequence[Sequence[Any]],
     parameters: Mapping[int, torch.Tensor],
     late: Collection[int],
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """The buckets of a rank, in the order in which they are started.
 
     Args:
@@ -97,12 +97,12 @@ def buckets_of(
             key = id(primals[batch][programs[batch].gradients[number].primal])
             last[key] = place
             stage[key] = min(stage.get(key, own.action.stage), own.action.stage)
-    found: list[Bucket] = []
+    found: list[GradientBucket] = []
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
         if keys:
             before = found[-1].place if found else 0
-            found.append(Bucket(max(before, *(last[key] for key in keys)), keys))
+            found.append(GradientBucket(max(before, *(last[key] for key in keys)), keys))
     return found
 
 
@@ -123,7 +123,7 @@ class Averaging:
     """
 
     replicas: Replicas
-    buckets: list[Bucket]
+    buckets: list[GradientBucket]
     parameters: Mapping[int, torch.Tensor]
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.errors import RanksDifferError
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.sharding import ShardedParameters, check_shardable
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
@@ -243,7 +243,7 @@ def gradients_elsewhere(
     programs: Sequence[PipelineProgram],
     primals: Sequence[Sequence[object]],
     owners: Callable[[int], frozenset[int]],
-) -> list[tuple[int, dict[int, Layout], frozenset[int]]]:
+) -> list[tuple[int, dict[int, ValueLayout], frozenset[int]]]:
     """Tensors whose gradients are to be summed over ranks, or sent to others: see :func:`sum_gradients`.
 
     Args:
@@ -255,7 +255,7 @@ def gradients_elsewhere(
     where = {
         (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
     }
-    computed: dict[int, dict[int, Layout]] = {}
+    computed: dict[int, dict[int, ValueLayout]] = {}
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for gradient in program.gradients:
@@ -264,7 +264,7 @@ def gradients_elsewhere(
             rank = where.get((makers[gradient.source.index], batch))
             if rank is not None:
                 layouts = computed.setdefault(id(primals[batch][gradient.primal]), {})
-                layouts.setdefault(rank, Layout.of(program.values[gradient.source.index]))
+                layouts.setdefault(rank, ValueLayout.of(program.values[gradient.source.index]))
     return [
         (key, layouts, owners(key))
         for key, layouts in computed.items()

@@ -19,7 +19,7 @@ import torch
 
 from roundpipe_fx.distributed.averaging import SMALL_BYTES, Averaging, buckets_of, known_at_end
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout, dense, strided
+from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.random_streams import RandomStream
@@ -114,7 +114,7 @@ class Replication:
         instructions: Sequence[Sequence[Instruction]],
         programs: Sequence[PipelineProgram],
         primals: Sequence[Sequence[Any]],
-        shared: Sequence[tuple[int, dict[int, Layout], frozenset[int]]],
+        shared: Sequence[tuple[int, dict[int, ValueLayout], frozenset[int]]],
     ) -> Averaging | None:
         """The reductions of a step.
 

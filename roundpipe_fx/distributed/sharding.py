@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 __all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average", "padded_bytes"]
 
 
-Gather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
+StartGather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
 """Starts filling a tensor from the parts of all replicas, given this one's: see ``Replicas.start_gather``."""
 
 
@@ -115,7 +115,7 @@ class ShardedParameter:
         flat[: rows.numel()].copy_(rows.reshape(-1))
         return flat
 
-    def whole(self, gather: Gather, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def whole(self, gather: StartGather, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The parameter, or another tensor of its shape, from the rows of all replicas, which must call it together."""
         part = self.padded(rows)
         found = part.new_empty(self.count * self.parts)
@@ -218,7 +218,7 @@ class ShardedParameters:
         """The traced parameter of a DTensor; other tensors themselves."""
         return self._traced.get(id(value), value)
 
-    def distribute(self, gradients: dict[int, torch.Tensor], averaged: bool, gather: Gather) -> None:
+    def distribute(self, gradients: dict[int, torch.Tensor], averaged: bool, gather: StartGather) -> None:
         """Make gradients DTensors, as their receivers are.
 
         Args:

@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, StageAction
 
@@ -51,7 +51,7 @@ class Parcel:
     source: int
     target: int
     numbers: tuple[int, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ValueLayout, ...]
     generator: bool
 
     @property
@@ -142,7 +142,7 @@ def _parcels(
         numbers = tuple(number for _, number in places)
         generator = bool(after) and where[after[0], batch] == peer
         if numbers or generator:
-            layouts = tuple(Layout.of(program.values[number]) for number in numbers)
+            layouts = tuple(ValueLayout.of(program.values[number]) for number in numbers)
             found[peer] = Parcel(
                 step=step,
                 microbatch=batch,

@@ -28,7 +28,7 @@ from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, Statement, 
 from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.gathering import Gathering, refuse_escapes, steps_of, text_of
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
@@ -330,7 +330,7 @@ class ProcessPipeline:
                 root = min(self._owners_of(id(primals[source.index])))
             else:
                 continue
-            outputs[place] = shared_value(self.group, outputs[place], Layout.of(fakes[place]), root)
+            outputs[place] = shared_value(self.group, outputs[place], ValueLayout.of(fakes[place]), root)
 
     def _share_generator(
         self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream, alone: bool

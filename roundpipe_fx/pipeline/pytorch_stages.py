@@ -21,7 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
 from roundpipe_fx.distributed.agreement import together
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.results import shared_value
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
@@ -178,7 +178,7 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         metas = _metas(stages, [[primals[places[node]] for node in own.primals] for own in stages])
     owners = ownership.owners or {}
     for key in wanted:
-        value = shared_value(group, tensors[key].detach(), Layout.of(tensors[key]), min(owners[key]))
+        value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
         if group.rank not in owners[key]:
             tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
     read[0] |= {key for key in tensors if ownership.owns(tensors[key])} - set().union(*read) if ranks[0] == 0 else set()

@@ -134,10 +134,10 @@ def _late_seconds(graph: OperationGraph, count: int) -> tuple[float, ...]:
 
 
 _Reads = tuple[frozenset[int], ...]
-_Saved = tuple[tuple[tuple[int, float], ...], ...]
+_SavedBySegment = tuple[tuple[tuple[int, float], ...], ...]
 
 
-def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _Saved]:
+def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _SavedBySegment]:
     """Who reads whom, and what the backward reads of the forward."""
     forward: list[set[int]] = [set() for _ in range(count)]
     backward: list[set[int]] = [set() for _ in range(count)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -32,14 +32,14 @@ def _tensors(call: Call, labels: Labels, input_name: str, output: tuple[object, 
     }
 
 
-def _convolution(call: Call, labels: Labels) -> Form:
+def _convolution(call: Call, labels: Labels) -> CallDims:
     dims = _tensors(call, labels, "input", call.results[0])
     if "bias" in call.tensors:
         labels.mix([dims["input"][1]])  # each tile would add it
     return {name: [dims[name]] for name in call.tensors}, [dims["output"]]
 
 
-def _convolution_backward(call: Call, labels: Labels) -> Form:
+def _convolution_backward(call: Call, labels: Labels) -> CallDims:
     dims = _tensors(call, labels, "input", call.shape("grad_output"))
     asked = [name for name, is_asked in zip(("input", "weight", "bias"), call["output_mask"], strict=True) if is_asked]
     if "bias" in asked:
@@ -51,7 +51,7 @@ def _convolution_backward(call: Call, labels: Labels) -> Form:
 def _planes(spatial: int) -> Rule:
     """All tensors have the same leading dimensions; in the last ones places depend on each other."""
 
-    def rule(call: Call, labels: Labels) -> Form:
+    def rule(call: Call, labels: Labels) -> CallDims:
         result = call.results[0]
         leading = labels.of(result[: len(result) - spatial])
 

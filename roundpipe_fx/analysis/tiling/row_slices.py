@@ -106,7 +106,9 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
     known: dict[fx.Node, Described | None] = {}
     dim = _dim_of(node)
     assert isinstance(node.args[0], fx.Node)
-    searches = (_Search(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim))
+    searches = (
+        _SliceSearch(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim)
+    )
     found = next((found for search in searches if (found := search.run()) is not None), None)
     return found if found is not None and _is_kept_in_order(node) else None
 
@@ -180,7 +182,7 @@ def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, in
     return None
 
 
-class _Search:
+class _SliceSearch:
     """What can leave out rows with one slice, given where rows are.
 
     Args:

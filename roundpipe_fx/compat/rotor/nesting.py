@@ -53,13 +53,13 @@ def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
     Raises:
         ValueError: the sequence does not belong to this chain, or is not persistent; the message names the operation.
     """
-    reader = _Reader(sequence, length)
+    reader = _SequenceReader(sequence, length)
     found = reader.read(0, length)
     reader.end()
     return found
 
 
-class _Reader:
+class _SequenceReader:
     """Reads a sequence operation by operation; recursion is as deep as checkpoints are nested."""
 
     def __init__(self, sequence: Sequence, loss: int) -> None:
