@@ -114,7 +114,7 @@ def lower(
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
         lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(_looking_in_tiles(joint, setting)))
-        if file is not None and not lowered.plan.tiles:
+        if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
                 file.write(_to_cache(lowered, marks))
@@ -276,7 +276,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
     assert isinstance(chosen, Chosen) and schedule is not None
     return CachedPlan(
         limit=chosen.limit,
-        peak=lowered.plan.peak_bytes,
+        peak=lowered.peak.bytes,
         frontier=chosen.frontier,
         shared=chosen.followed is not chosen.graph,
         schedule=schedule_as_data(schedule),
@@ -309,8 +309,8 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
     lowered = emit(own, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
-    if lowered.plan.peak_bytes != cached.peak:
-        raise ValueError(f"its programs peak at {lowered.plan.peak_bytes} bytes, not {cached.peak}")
+    if lowered.peak.bytes != cached.peak:
+        raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
     log.info("%s", lowered.plan)
     return lowered
 
@@ -358,12 +358,12 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
             own = (joint if followed is not whole or shared is None else shared).copy()
             remat = remat_schedule(followed, tried).on(own.graph)
             lowered = emit(own, setting.knowing(schedule=remat), chosen=chosen)
-            excess = lowered.plan.peak_bytes - chosen.limit
+            excess = lowered.peak.bytes - chosen.limit
             if excess <= 0:
                 return lowered
         if not chosen.fits:
-            raise UnmetError(Needs.of_plan(chosen, lowered.plan.peak_bytes), chosen)
-        emitted.append((chosen.candidate, lowered.plan.peak_bytes))
+            raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
+        emitted.append((chosen.candidate, lowered.peak.bytes))
         log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
         margin += excess
 

@@ -213,7 +213,7 @@ def _shortened(kinds: _Kinds, tiles: Mapping[_Kind, int], met: Lowered, budget: 
     done: set[_Kind] = set()
     while _recomputes(met):
         assert isinstance(met.chosen, Chosen)
-        needs = Needs.of_plan(met.chosen, met.plan.peak_bytes)
+        needs = Needs.of_plan(met.chosen, met.peak.bytes)
         kind = kinds.binding(needs, done)
         if kind is None:
             break

@@ -55,8 +55,6 @@ class Plan:
         sizes: the largest inputs that it was made for and is used with, by input and dimension; empty where all sizes
             are fixed, or the budget is no number of bytes.
         training: whether there is a backward.
-        static: whether all incoming gradients have sizes that are known when compiling.
-        outputs: how many values the forward returns to its caller.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
@@ -83,8 +81,6 @@ class Plan:
     assumed: Mapping[str, int]
     sizes: Mapping[str, int]
     training: bool
-    static: bool
-    outputs: int
     modules: tuple[StageModule, ...] = field(compare=False)
     programs: tuple[Program, ...] = field(compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
-_FORMAT = "roundpipe_fx plan 9"
+_FORMAT = "roundpipe_fx plan 10"
 _LEFT_OUT = (
     "modules",
     "programs",
