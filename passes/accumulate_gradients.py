@@ -98,12 +98,12 @@ class _Addition:
     target: Callable[..., torch.Tensor]
 
 
-def _added(joint: JointGraph, total: fx.Node, own: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
-    gradient, value = own.gradient, total.meta["val"]
-    operands = gradient.args if own.target is add_product_to else (gradient,)
-    made = joint.graph.create_node("call_function", own.target, (total, *operands), name="added")
+def _added(joint: JointGraph, total: fx.Node, addition: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
+    gradient, value = addition.gradient, total.meta["val"]
+    operands = gradient.args if addition.target is add_product_to else (gradient,)
+    made = joint.graph.create_node("call_function", addition.target, (total, *operands), name="added")
     made.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
-    if own.target is add_product_to:
+    if addition.target is add_product_to:
         made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
     else:
         seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)

@@ -414,8 +414,8 @@ def _body_costs(context: PassContext) -> BodyCosts:
     )
 
 
-def _with_cuts(found: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
-    joint, cuts = found
+def _with_cuts(cut: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
+    joint, cuts = cut
     return dataclasses.replace(joint, cuts=tuple(cuts))
 
 

@@ -75,16 +75,18 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
-    def at_hand(node: fx.Node) -> bool:
+    def is_available(node: fx.Node) -> bool:
         """Whether the backward is given a forward value rather than recomputing it."""
         return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
 
-    again = _makers({source for node in backward for source in input_nodes(node)} & set(forward), forward, at_hand)
-    read = {source for node in (*again, *backward) for source in input_nodes(node) if at_hand(source)}
+    recomputed = _makers(
+        {source for node in backward for source in input_nodes(node)} & set(forward), forward, is_available
+    )
+    read = {source for node in (*recomputed, *backward) for source in input_nodes(node) if is_available(source)}
     inside = set(region.members)
     made: dict[fx.Node, fx.Node] = {}
-    for nodes, phase in ((forward, Phase.FORWARD), ([*again, *backward], Phase.BACKWARD)):
-        own = set(nodes) - set(again if phase is Phase.BACKWARD else ())
+    for nodes, phase in ((forward, Phase.FORWARD), ([*recomputed, *backward], Phase.BACKWARD)):
+        own = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
         results = [
             node
             for node in nodes
@@ -149,12 +151,14 @@ def _bring_forward(nodes: Iterable[fx.Node]) -> None:
             waiting += input_nodes(node)
 
 
-def _makers(wanted: Collection[fx.Node], nodes: Sequence[fx.Node], at_hand: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes that make some values from what is at hand, in order."""
-    needed = {node for node in wanted if not at_hand(node)}
+def _makers(
+    wanted: Collection[fx.Node], nodes: Sequence[fx.Node], is_available: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """The nodes that make some values from what is available, in order."""
+    needed = {node for node in wanted if not is_available(node)}
     for node in reversed(nodes):
         if node in needed:
-            needed.update(source for source in input_nodes(node) if not at_hand(source))
+            needed.update(source for source in input_nodes(node) if not is_available(source))
     return [node for node in nodes if node in needed]
 
 

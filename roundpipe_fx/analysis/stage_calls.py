@@ -125,13 +125,13 @@ class _Calls:
         """By call, the owners of the gradients that it returns, by storage: another call may have computed them."""
         self._outlive = [self._outlive_call(index) for index in range(len(self.calls))]
 
-    def peaks(self, found: Collection[int]) -> list[int]:
+    def peaks(self, accumulated: Collection[int]) -> list[int]:
         """Peak bytes of each call beyond those that are allocated when it begins.
 
         Args:
-            found: numbers of the inputs that have accumulated gradients when the microbatch begins.
+            accumulated: numbers of the inputs that have accumulated gradients when the microbatch begins.
         """
-        known = set(found)
+        known = set(accumulated)
         peaks = []
         for index, call in enumerate(self.calls):
             dying, outlive, own = self._dying(index), self._outlive[index], self._gradients[index]

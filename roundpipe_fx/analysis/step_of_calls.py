@@ -195,10 +195,10 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             live += sum(loss.arriving for loss in losses)
             peak = max(peak, live + own.backward)
             made = sum(own.gradients.values())
-            again = [size for place, size in own.gradients.items() if call.inputs[place] in totals]
+            added = [size for place, size in own.gradients.items() if call.inputs[place] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
-            peak = max(peak, live - own.saved + made + max(again, default=0))
-            live += made - sum(again)
+            peak = max(peak, live - own.saved + made + max(added, default=0))
+            live += made - sum(added)
             totals.update((call.inputs[place], size) for place, size in own.gradients.items())
             # The gradients of its outputs, which later calls have computed, have been read.
             live -= sum(totals.pop(storage, 0) for storage in call.outputs)
@@ -225,9 +225,9 @@ class StepNeeds:
     gradients: Mapping[int, int] = field(default_factory=dict)
     limit: int | None = None
 
-    def peak(self, own: Footprint) -> int:
-        """Peak bytes of the largest step, if the graph has the footprint ``own``."""
-        whole = dataclasses.replace(own, gradients=self.gradients or own.gradients)
+    def peak(self, footprint: Footprint) -> int:
+        """Peak bytes of the largest step, if the graph has a footprint."""
+        whole = dataclasses.replace(footprint, gradients=self.gradients or footprint.gradients)
         footprints = {**self.footprints, self.graph: whole}
         return max(peak_of_step(step, footprints) for step in self.steps)
 

@@ -175,7 +175,7 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
     if id(options) not in _shared:
         while len(_shared) >= _MOST:
             del _shared[next(iter(_shared))]
-        _shared[id(options)] = options, Learned(steps=LearnedSteps(again=False))
+        _shared[id(options)] = options, Learned(steps=LearnedSteps(replans=False))
     return _shared[id(options)][1]
 
 

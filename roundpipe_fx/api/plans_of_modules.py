@@ -44,10 +44,10 @@ class _Run:
         same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
         return same and all(own() is others() for own, others in pairs)
 
-    def is_of(self, module: nn.Module, own: dict[str, nn.Parameter]) -> bool:
+    def is_of(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
         """Whether a module with these parameters is the one that the graph has run for."""
         return type(module) is self.cls and all(
-            name in own and own[name] is parameter()
+            name in parameters and parameters[name] is parameter()
             for name, parameter in zip(self.names, self.parameters, strict=True)
         )
 

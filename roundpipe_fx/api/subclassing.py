@@ -209,14 +209,14 @@ class _TrainingStep:
         return types.MethodType(_watched_step(instance._state_of_roundpipe_fx, own), instance)
 
 
-def _watched_step(state: State, own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, state.ran = state.ran, False
         try:
-            outputs = own(self, *args, **kwargs)
+            outputs = step(self, *args, **kwargs)
             if not state.ran:
-                _warn_of_step(state.original, own)
+                _warn_of_step(state.original, step)
             state.stepped = True
         finally:
             state.ran = state.ran or before or state.stepped
@@ -225,16 +225,16 @@ def _watched_step(state: State, own: Callable[..., Any]) -> Callable[..., Any]:
     return training_step
 
 
-def _warn_of_step(model: nn.Module, own: Callable[..., Any]) -> None:
+def _warn_of_step(model: nn.Module, step: Callable[..., Any]) -> None:
     parts = [name for name, part in model.named_children() if next(part.parameters(), None) is not None]
     text = (
-        f"roundpipe_fx: {own.__qualname__} does not call the compiled model, self(...): the step runs eagerly, and no "
+        f"roundpipe_fx: {step.__qualname__} does not call the compiled model, self(...): the step runs eagerly, and no "
         "memory_budget applies. Call self(...) there, with a forward that computes what needs memory, or compile the "
         "part that it calls"
     )
     if parts:
         text += f", as in model.{parts[0]} = roundpipe_fx.compile(model.{parts[0]}, memory_budget=…)"
-    code = inspect.unwrap(own).__code__
+    code = inspect.unwrap(step).__code__
     warnings.warn_explicit(text + ".", UserWarning, code.co_filename, code.co_firstlineno)
 
 

@@ -80,7 +80,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
             readers.setdefault(source, set()).add(stages.get(node, 0))
     for node in returned:
         readers.setdefault(node, set()).add(last)
-    again = {
+    recomputed = {
         node
         for node in of_batch
         if not _is_float(node) or any(stage > stages[node] + 1 for stage in readers.get(node, ()))
@@ -93,7 +93,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
         wanted = [source for node in nodes[stage] for source in input_nodes(node)]
         wanted += returned if stage == last else ()
         for node in (node for node in wanted if node in stages and stages[node] != stage):
-            if node in again:
+            if node in recomputed:
                 nodes[stage] |= {own for own in _needed([node]) if own in stages}
             else:
                 received[stage].add(node)

@@ -92,11 +92,11 @@ def show(asked: argparse.Namespace) -> tuple[str, Any]:
     return _told(asked, _read(asked.plan))
 
 
-def _told(asked: argparse.Namespace, found: Plan) -> tuple[str, Any]:
+def _told(asked: argparse.Namespace, plan: Plan) -> tuple[str, Any]:
     if asked.html is not None:
-        found.write_html(asked.html)
+        plan.write_html(asked.html)
     # The JSON takes another search for the frontier's plans, which a large model makes one wait for.
-    return found.details() if asked.details else str(found), json.loads(found.to_json()) if asked.json else None
+    return plan.details() if asked.details else str(plan), json.loads(plan.to_json()) if asked.json else None
 
 
 def explain(asked: argparse.Namespace) -> tuple[str, Any]:
@@ -127,17 +127,17 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
         raise CommandError("the memory of the CPU has no limit here: give --device or --memory-budget, such as 6GiB")
     named = named_model(asked.model, asked.dtype)
 
-    def note(rows: int, found: Plan | None) -> None:
+    def note(rows: int, plan: Plan | None) -> None:
         if sys.stderr.isatty():
-            outcome = f"fits, peak {bytes_text(found.peak_bytes)}" if found is not None else "does not fit"
+            outcome = f"fits, peak {bytes_text(plan.peak_bytes)}" if plan is not None else "does not fit"
             print(f"batch {rows}: {outcome}", file=sys.stderr)
 
     rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
-    again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
+    recomputes = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
     unit = "image" if named.images else "row"
     each = "" if named.images else f" of {asked.sequence} tokens"
     count = f"{rows} {unit}{'' if rows == 1 else 's'}{each}"
-    text = f"largest batch: {count} (peak {bytes_text(found.peak_bytes)}, {again})"
+    text = f"largest batch: {count} (peak {bytes_text(found.peak_bytes)}, {recomputes})"
     held = tensor_bytes([*named.model.parameters(), *named.model.buffers()])
     if not asked.offloaded and asked.devices == 1:
         state = 2 * tensor_bytes([own for own in named.model.parameters() if own.requires_grad])

@@ -392,12 +392,12 @@ def emit(
     joint = setting.run(joint, PassLevel.PLANNED)
     seconds: dict[tuple[int, Phase], float] = {}
     unfilled = Unfilled(_full(setting))
-    again = 0.0
+    recompute_seconds = 0.0
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
         unfilled.add(key, node)
-        again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
+        recompute_seconds += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
 
     def rewrite(graph: fx.Graph) -> fx.Graph:
         return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
@@ -417,7 +417,7 @@ def emit(
         forward=forward,
         backward=backward,
         seconds=seconds,
-        recompute_seconds=again,
+        recompute_seconds=recompute_seconds,
         tangents=tangents,
     )
 

@@ -73,7 +73,7 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
     Args:
         joint: a graph with stages; not changed.
         setting: what else there is to know.
-        sums: whether gradients of parameters are added to sums that are at hand.
+        sums: whether gradients of parameters are added to sums that exist already.
     """
     granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
     found = read_operations(joint, len(joint.segments), granularity, in_place, sums)

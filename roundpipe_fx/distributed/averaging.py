@@ -166,7 +166,7 @@ class Averaging:
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
-        self._start({key: self._prepared(key, total, own=False)})
+        self._start({key: self._prepared(key, total, owned=False)})
         self.wait()
         return self._averaged.pop(key)
 
@@ -196,10 +196,10 @@ class Averaging:
         gradient = self.receivers.get(key, self.parameters[key]).grad if key in self.unsynchronized else None
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
-    def _prepared(self, key: int, total: torch.Tensor, own: bool) -> torch.Tensor:
+    def _prepared(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
         like = self.parameters[key]
-        if not own or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
+        if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
             total = self._like(key).copy_(total)
         before = self._unsynchronized_sum(key)
         if before is not None:

@@ -50,7 +50,8 @@ def steps_of(
         kept: what stays gathered, by positions of instructions.
     """
     stays = [
-        Stay(frozenset(id(primals[0][number]) for number in own.parameters), own.dropped, own.again) for own in kept
+        Stay(frozenset(id(primals[0][number]) for number in own.parameters), own.dropped, own.regathered)
+        for own in kept
     ]
     return prefetch_steps_of(instructions, primals, sharded, views=True, kept=stays)
 
@@ -75,7 +76,7 @@ def kept_of(
         found.append(
             [
                 dataclasses.replace(
-                    each, dropped=bisect_left(places, each.dropped), again=bisect_left(places, each.again)
+                    each, dropped=bisect_left(places, each.dropped), regathered=bisect_left(places, each.regathered)
                 )
                 for each in staying
             ]

@@ -106,18 +106,18 @@ def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
     yield from found.values()
 
 
-def _copy(ownership: Ownership, name: str, value: torch.Tensor, given: torch.Tensor) -> None:
-    if value.shape != given.shape:
-        raise KeyError(f"{name!r} has the shape {tuple(given.shape)}, and {tuple(value.shape)} in the model.")
+def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Tensor) -> None:
+    if value.shape != loaded.shape:
+        raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(value.shape)} in the model.")
     sharded = ownership.shards.by_traced.get(id(value))
-    if isinstance(given, DTensor):
-        if sharded is not None and sharded.holds_rows_of(given):
+    if isinstance(loaded, DTensor):
+        if sharded is not None and sharded.holds_rows_of(loaded):
             with torch.no_grad():
-                sharded.local().copy_(given.to_local())
+                sharded.local().copy_(loaded.to_local())
             ownership.unloaded.discard(id(value))
             return
-        given = given.full_tensor()
-    ownership.fill(value, lambda tensor: tensor.copy_(given))
+        loaded = loaded.full_tensor()
+    ownership.fill(value, lambda tensor: tensor.copy_(loaded))
 
 
 def _files(path: Path) -> dict[str, Path]:

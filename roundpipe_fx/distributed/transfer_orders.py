@@ -12,7 +12,7 @@ The plan counts a received value from the same action on, so started receives ta
 Before an action a rank first starts receives, then waits until its earlier sends are done. The sender's action depends
 on all of the receiver's actions before the one at which the receive is started, so that one is reached without waiting
 for anything that is sent later, and every send is matched: :func:`check_transfers` follows the orders and proves it for
-the schedule at hand.
+the current schedule.
 
 Where sizes depend on data, the receiver can start a receive only when it knows them, which is when it reads the value
 at the latest. A rank that waited for such a send could wait for ever. So to a rank to which anything of unknown size is

@@ -50,8 +50,8 @@ def lower_for_sizes(
     """
     sizes = input_sizes(joint.module)
     factor = 1 + _STEP / max(len(sizes), 1)
-    most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
-    exact = {size.symbol: size.largest or size.at_hand for size in sizes}
+    most = {size.symbol: size.largest or steps_above(size.current, factor) for size in sizes}
+    exact = {size.symbol: size.largest or size.current for size in sizes}
     attempts = [({**assumed, **most}, False), ({**assumed, **exact}, False)]
     if assumed:
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
@@ -82,4 +82,4 @@ def steps_above(size: int, factor: float) -> int:
 
 
 def _least(size: InputSize, factor: float) -> int:
-    return math.ceil(size.at_hand / factor)
+    return math.ceil(size.current / factor)

@@ -153,10 +153,10 @@ def _slots(
 
 
 def _same_slots(
-    cut: RoundPipePartition, theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+    cut: RoundPipePartition, theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> RoundPipePartition | None:
     slots = (*cut.forward, cut.fused, *cut.backward)
-    found = same_boundaries([first for first, _ in slots], theirs, own)
+    found = same_boundaries([first for first, _ in slots], theirs, ours)
     if found is None:
         return None
     runs = [(found[first], found[last + 1] - 1) for first, last in slots]

@@ -57,13 +57,15 @@ def with_waits_filled(
     return best
 
 
-def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int) -> list[Attempt]:
+def _filled(
+    start: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int
+) -> list[Attempt]:
     """An attempt with as much early as fits: each device halves the early part of its stages until it is within the
     limit."""
-    assert own.chosen is not None
-    candidate = own.chosen.candidate
+    assert start.chosen is not None
+    candidate = start.chosen.candidate
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
-    orders = own.timing.schedule.orders
+    orders = start.timing.schedule.orders
     while any(level.values()):
         found = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
         full = [order for order, peak in zip(orders, found.timing.peak_bytes, strict=True) if peak > limit]
@@ -77,11 +79,11 @@ def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], 
     return []
 
 
-def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -> float:
+def _makespan_if_early(attempt: Attempt, choices: EarlyChoices, microbatches: int) -> float:
     """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
-    assert own.chosen is not None
-    steps = [step for _, block in own.chosen.candidate.schedule.backward for step in block]
-    main = own.pipeline.main
+    assert attempt.chosen is not None
+    steps = [step for _, block in attempt.chosen.candidate.schedule.backward for step in block]
+    main = attempt.pipeline.main
     seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
     for stage, of_stage in choices.items():
         early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
@@ -94,4 +96,4 @@ def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -
     graph = StageGraph(reads, main.steps.graph.carried)
     costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
     variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
-    return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan
+    return dataclasses.replace(attempt.pipeline, main=variant, last=variant).predict(microbatches).makespan

@@ -221,7 +221,7 @@ class ProcessPipeline:
         scheduled_of: Callable[[CapturedCalls, Any], Scheduled],
         tangents: Sequence[Sequence[Any]],
         streams: list[random_streams.RandomStream],
-        given: Sequence[dict[int, Any]],
+        inherited: Sequence[dict[int, Any]],
     ) -> Finished:
         """Run this rank's instructions of a step, or of its forwards or backwards.
 
@@ -232,7 +232,7 @@ class ProcessPipeline:
             scheduled_of: returns what all ranks run, of some kinds of actions.
             tangents: for each microbatch, the incoming gradients.
             streams: of the microbatches' random numbers.
-            given: for each microbatch, what an earlier run has left on this rank.
+            inherited: for each microbatch, what an earlier run has left on this rank.
 
         Returns:
             outputs of all ranks, except updated buffers that others own; the gradients that belong to this rank.
@@ -245,7 +245,7 @@ class ProcessPipeline:
             self._warn_of_late_sends(plan.transfers, programs, budget)
         together = self.group if captured.alone else self.group.everyone
         transport = ProcessTransport(self.group, together, plan.transfers, streams, overlap=budget is None)
-        differentiates = any(program.tangents for program in programs) and (kinds is None or bool(given))
+        differentiates = any(program.tangents for program in programs) and (kinds is None or bool(inherited))
         if differentiates:
             shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)
             averaging = None
@@ -258,7 +258,7 @@ class ProcessPipeline:
             assert replicas is not None
             transport.gathering = Gathering(shards, replicas, self._gathers(captured, scheduled, rank))
         finished = run_pipeline(
-            workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
+            workers, [instructions[rank]], programs, primals, tangents, streams, inherited, transport=transport
         )
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)

@@ -70,7 +70,7 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
 
 
 def same_boundaries(
-    boundaries: Iterable[int], theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+    boundaries: Iterable[int], theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> dict[int, int] | None:
     """Boundaries between the segments of one graph, among the segments of another that does not have the same.
 
@@ -80,16 +80,16 @@ def same_boundaries(
     Args:
         boundaries: numbers of the segments that begin at them.
         theirs: the first operation of each segment but the first; ``None``: not known.
-        own: the same of the other graph.
+        ours: the same of the other graph.
 
     Returns:
         the boundaries by theirs, with those at the beginning and at the end; ``None`` if there are too few segments.
     """
     wanted = sorted({*boundaries} - {0})
-    segments, last = len(own) + 1, 0
+    segments, last = len(ours) + 1, 0
     if len(wanted) >= segments:
         return None
-    places = {key: place for place, key in enumerate(own, 1)} | {None: None}
+    places = {key: place for place, key in enumerate(ours, 1)} | {None: None}
     found = {0: 0, len(theirs) + 1: segments}
     for number, boundary in enumerate(wanted):
         near = places.get(theirs[boundary - 1])

@@ -376,22 +376,24 @@ class Pipeline:
         captured: CapturedCalls,
         tangents: Sequence[Sequence[Any]],
         kinds: tuple[ActionKind, ...] | None,
-        given: Sequence[dict[int, Any]],
+        inherited: Sequence[dict[int, Any]],
         updating: StepUpdates | None = None,
     ) -> Finished:
         scheduled = self._scheduled(captured, kinds)
-        home = self._home(captured)
+        device = self._home(captured)
         first = self._processes.replication.first_stream if self._processes is not None else 0
-        streams = random_streams.random_streams(home, len(captured.programs), first)
+        streams = random_streams.random_streams(device, len(captured.programs), first)
         if self._workers is None:
             devices = self.settings.devices if self._processes is None else self.settings.devices[:1]
-            self._workers = Workers(devices or (home,))
+            self._workers = Workers(devices or (device,))
         on_host: Collection[int] = ()
         if self._offloaded is not None:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
         if self._processes is not None:
-            finished = self._processes.run(self._workers, captured, kinds, self._scheduled, tangents, streams, given)
+            finished = self._processes.run(
+                self._workers, captured, kinds, self._scheduled, tangents, streams, inherited
+            )
         else:
             finished = run_pipeline(
                 self._workers,
@@ -400,13 +402,13 @@ class Pipeline:
                 captured.primals,
                 tangents,
                 streams,
-                given,
+                inherited,
                 on_host,
                 offloads=scheduled.offloads if on_host else (),
                 updates=self._optimized.updates,
                 updating=updating,
             )
-        random_streams.finish(home, streams)
+        random_streams.finish(device, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
         captured.graphs[0].measured[:] = [joined_spans(before, finished.spans)]

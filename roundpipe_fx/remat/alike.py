@@ -39,17 +39,17 @@ def shape_of_backward(
     def numbered(storages: Collection[int]) -> tuple[int, ...]:
         return tuple([number(storage) for storage in storages])
 
-    def recipe(found: RecomputeRecipe | None) -> Any:
-        if found is None:
+    def recipe(original: RecomputeRecipe | None) -> Any:
+        if original is None:
             return None
-        inplace_candidates = numbered(found.operation.inplace_candidates)
+        inplace_candidates = numbered(original.operation.inplace_candidates)
         return (
-            found.form,
-            numbered(found.reads),
-            numbered(found.makes),
+            original.form,
+            numbered(original.reads),
+            numbered(original.makes),
             inplace_candidates,
-            found.workspace,
-            found.seconds,
+            original.workspace,
+            original.seconds,
         )
 
     shape: list[Any] = []

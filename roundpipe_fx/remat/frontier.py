@@ -147,8 +147,8 @@ class _Cut:
                 if storage in self.storages:
                     arc(vertex, self.storages[storage], UNCUTTABLE)
         _, reached = minimum_cut(arcs, 2 + len(self.storages) + len(self._runs))
-        again = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
+        rerun = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
         saved = frozenset(
-            s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in again
+            s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in rerun
         )
-        return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in again))
+        return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in rerun))

@@ -79,7 +79,7 @@ class PeakReducer:
         )
         return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
 
-    def arrangements(self, most: int) -> list[tuple[list[int], int]]:
+    def sequences(self, most: int) -> list[tuple[list[int], int]]:
         """Sequences with their peaks: the best order of the steps, then one for each level."""
         sequence = self._ordered(list(range(len(self._steps))))
         found = [(sequence, self._peak(sequence))]
@@ -99,14 +99,14 @@ class PeakReducer:
         """Everything recomputed per use, if that has a peak below one that is known."""
         steps = self._steps
         readers = [position for position, step in enumerate(steps) if step.recipe is None]
-        again = {storage for step in steps if step.recipe is not None for storage in step.makes}
+        recomputed = {storage for step in steps if step.recipe is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
         # A storage that is recomputed for a reader is alive only while the reader runs.
         events = [
             replace(
                 event,
-                workspace=sum(sizes[storage] for storage in steps[position].reads if storage in again),
-                reads=[storage for storage in steps[position].reads if storage not in again],
+                workspace=sum(sizes[storage] for storage in steps[position].reads if storage in recomputed),
+                reads=[storage for storage in steps[position].reads if storage not in recomputed],
             )
             for event, position in zip(events, readers, strict=True)
         ]

@@ -108,8 +108,8 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     blocks = []
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
-        again = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
-        for segment, nodes in itertools.groupby(again, key=lambda node: node.meta[Mark.SEGMENT]):
+        recomputed = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
+        for segment, nodes in itertools.groupby(recomputed, key=lambda node: node.meta[Mark.SEGMENT]):
             blocks.append(RematBlock(segment, stage, tuple(map(_recomputed, nodes))))
     for (stage, segment), nodes in itertools.groupby(backward, key=_place):
         blocks.append(RematBlock(segment, stage, tuple(map(BackwardOp, nodes))))

@@ -11,19 +11,19 @@ et al., ICML 2023). On reaching a stage with some memory left, either
 Two tables hold the least seconds of recomputation for every amount of memory m:
 
 - ``first[i](m)``: of stages i to the last one, n - 1, when the first forward comes to i;
-- ``again[i, j](m)``: of stages i to j when a rerun of the forward reaches i, after which the backward of j follows.
+- ``rerun[i, j](m)``: of stages i to j when a rerun of the forward reaches i, after which the backward of j follows.
 
-With ``rest[k]`` for ``first[k]`` or ``again[k, j]``, whichever table is filled, and run(i, k) for the seconds of
+With ``rest[k]`` for ``first[k]`` or ``rerun[k, j]``, whichever table is filled, and run(i, k) for the seconds of
 running stages i to k - 1 (0 in the first forward, which is no recomputation)::
 
-    again[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
+    rerun[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
     rest[i](m)     = min of
         over options o of i      o.seconds + rest[i+1](m - o.held) + run(i, i+1)              if o's peaks <= m
-        over later stages k      again[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
+        over later stages k      rerun[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
 
         ──▶ i ──────────▶ k ──▶ … ──▶     run on; only x_i and what crosses into k is kept
             │             ◀──── … ───     backward of k and later: rest[k]
-            i ──▶ … ──▶ k-1               come back, run forward again from x_i: again[i, k-1]
+            i ──▶ … ──▶ k-1               come back, run forward again from x_i: rerun[i, k-1]
 
 So a forward may run any number of times. Where other microbatches are in flight meanwhile, it can pay to keep nothing
 at all of the last stages: to run on to the end and come back at once; and values saved in the first forward count for
@@ -64,14 +64,14 @@ class Solution:
     slot: float
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
-    _again: NDArray[np.float64] | None
+    _rerun: NDArray[np.float64] | None
     _places: int | None = _MOST_PLACES
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
         found: list[Decision] = []
-        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None, self._places)
-        tables.first, tables.again = self._first, self._again
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._places)
+        tables.first, tables.rerun = self._first, self._rerun
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
             stage, last, memory = pending.pop()
@@ -112,7 +112,7 @@ def solve_chain(
         slot=tables.slot,
         seconds=tables.first[0].astype(np.float64),
         _first=tables.first,
-        _again=tables.again,
+        _rerun=tables.rerun,
         _places=places,
     )
 
@@ -128,7 +128,7 @@ class _Tables:
         self.most_places = places
         count = len(chain.stages)
         self.first = np.full((count + 1, width), np.inf)
-        self.again: NDArray[np.float64] | None = None
+        self.rerun: NDArray[np.float64] | None = None
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([stage.seconds for stage in chain.stages])])
         self._run = self._running()
@@ -166,7 +166,7 @@ class _Tables:
         count = len(self.chain.stages)
         self.first[count] = 0.0
         if self.nested:
-            self.again = np.full((count, count, self.width), np.inf)
+            self.rerun = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
             for length in progress(range(count), "nested recomputation"):
                 alike = list(range(count))  # by stage, the last one from which on as many stages are the same
@@ -174,20 +174,20 @@ class _Tables:
                     following, same = repetitions[first]
                     if same > length:
                         alike[first] = alike[following]
-                    self._solve_again(first, first + length, alike[first])
+                    self._solve_rerun(first, first + length, alike[first])
         for stage in range(count - 1, -1, -1):
             self._solve_first(stage)
 
-    def _solve_again(self, first: int, last: int, alike: int) -> None:
+    def _solve_rerun(self, first: int, last: int, alike: int) -> None:
         """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
-        assert self.again is not None
+        assert self.rerun is not None
         # Bytes resident at the end of the range count everywhere in it, and are the only difference.
         end = alike + last - first
         more = min(self.slots(self.chain.stages[last].resident - self.chain.stages[end].resident), self.width)
         if alike == first or more < 0:
-            self.again[first, last] = self._seconds(first, last, self._memory).min(0)
+            self.rerun[first, last] = self._seconds(first, last, self._memory).min(0)
         else:
-            self.again[first, last, more:] = self.again[alike, end, : self.width - more]
+            self.rerun[first, last, more:] = self.rerun[alike, end, : self.width - more]
 
     def _solve_first(self, stage: int) -> None:
         self.first[stage] = self._seconds(stage, None, self._memory).min(0)
@@ -206,7 +206,7 @@ class _Tables:
         end = self._end(last)
         if last is None and not self.chain.alone:
             end += 1
-        if self.again is None or first == end:
+        if self.rerun is None or first == end:
             return np.empty(0, dtype=np.int64)
         if self.most_places is None or end - first <= self.most_places:
             return np.arange(first + 1, end + 1)
@@ -248,11 +248,11 @@ class _Tables:
         self, first: int, last: int | None, places: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Run on to each of some later stages, do the backward from there, and come back."""
-        assert self.again is not None
+        assert self.rerun is not None
         times = self.times(last)
         live_across = np.append(self.chain.live_across[first], 0)[places]
         beyond = self._shifted(self._rest(last)[places], self._held(live_across * times), memory)
-        found = beyond + self.again[first, places - 1][:, memory]
+        found = beyond + self.rerun[first, places - 1][:, memory]
         found += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
             found += (self._elapsed[places] - self._elapsed[first])[:, None]
@@ -265,7 +265,7 @@ class _Tables:
 
     def _rest(self, last: int | None) -> NDArray[np.float64]:
         """By stage, what follows from it on."""
-        return self.first if last is None or self.again is None else self.again[:, last]
+        return self.first if last is None or self.rerun is None else self.rerun[:, last]
 
     def _resident(self, first: int, last: int | None) -> int:
         """Bytes that are allocated in any case while a stage's forward runs."""

@@ -131,14 +131,14 @@ class Noted:
         forward = _pieces(levels[: len(graph.forward)], len(levels))
         backward = _pieces(levels[len(graph.forward) :], len(levels))
         steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
-        again = dict.fromkeys(storage for step in steps for storage in step.makes)
+        recomputed = dict.fromkeys(storage for step in steps for storage in step.makes)
         plan = Alternative(
             bytes=point[0],
             seconds=point[1],
             curve=(*forward, *backward),
             forward=len(forward),
             saved=self._indices(graph, sorted(schedule.choice.kept)),
-            recomputed=self._indices(graph, again),
+            recomputed=self._indices(graph, recomputed),
             tiles=tiles,
         )
         self._plans.append(plan)

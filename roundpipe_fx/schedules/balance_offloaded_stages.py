@@ -66,13 +66,13 @@ def balance_offloaded_stages(
     """
     forward = list(forward_seconds)
     training = any(backward_seconds)
-    again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
+    recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
     bring = [weights.size(own) / weights.bandwidth for own in weights.reads]
     ahead = [microbatches * f + b for f, b in zip(forward, bring, strict=True)]
-    back = [microbatches * a + 2 * b for a, b in zip(again, bring, strict=True)]
+    back = [microbatches * a + 2 * b for a, b in zip(recomputing, bring, strict=True)]
     found = []
     for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
-        slots = slot_seconds(tried, forward, list(backward_seconds), again)
+        slots = slot_seconds(tried, forward, list(backward_seconds), recomputing)
         size = residency_bytes(tried, devices, weights, training)
         found.append(
             (_seconds(tried, slots, devices, microbatches, weights, training), size, tried.slots, index, tried)

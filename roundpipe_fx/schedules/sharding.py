@@ -65,7 +65,7 @@ class KeptGathered:
         parameters: their numbers.
         bytes: of them together.
         dropped: position in the device's order before which they would be dropped.
-        again: position before which they would be gathered again.
+        regathered: position before which they would be gathered again.
     """
 
     device: int
@@ -73,7 +73,7 @@ class KeptGathered:
     parameters: tuple[int, ...]
     bytes: int
     dropped: int
-    again: int
+    regathered: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,9 +121,9 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
             parameters=tuple(numbers),
             bytes=sum(costs.whole_bytes[number] for number in numbers),
             dropped=dropped,
-            again=again,
+            regathered=regathered,
         )
-        for (dropped, again, stage), numbers in found.items()
+        for (dropped, regathered, stage), numbers in found.items()
     ]
 
 
@@ -137,12 +137,12 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     """
     left = [limit - during.astype(np.int64) for during in action_bytes]
     chosen = []
-    for own in sorted(gaps, key=lambda own: (own.again - own.dropped, -own.bytes, own.device, own.dropped)):
-        room = left[own.device][own.dropped : own.again]
-        if (room >= own.bytes).all():
-            room -= own.bytes
+    for own in sorted(gaps, key=lambda own: (own.regathered - own.dropped, -own.bytes, own.device, own.dropped)):
+        spare = left[own.device][own.dropped : own.regathered]
+        if (spare >= own.bytes).all():
+            spare -= own.bytes
             chosen.append(own)
-    return sorted(chosen, key=lambda own: (own.device, own.dropped, own.again, own.stage))
+    return sorted(chosen, key=lambda own: (own.device, own.dropped, own.regathered, own.stage))
 
 
 def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> list[Gather]:
@@ -161,7 +161,7 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
         before: set[int] = set()
         staying: list[KeptGathered] = []
         for index, (places, reads, there) in enumerate(windows):
-            staying = [own for own in (*staying, *dropped.get(places.start, ())) if own.again > places.start]
+            staying = [own for own in (*staying, *dropped.get(places.start, ())) if own.regathered > places.start]
             there = there | {number for own in staying for number in own.parameters}
             first = set() if index else reads
             parts = (sorted(first), sorted(there - before - first))
@@ -206,7 +206,7 @@ def sharded_changes(
             change[places.stop] -= size
     for own in kept:
         change[own.dropped] += own.bytes
-        change[own.again] -= own.bytes
+        change[own.regathered] -= own.bytes
     shared = {
         step: {number: size for number, size in of_step.items() if number in costs.whole_bytes}
         for step, of_step in gradients.items()

@@ -285,12 +285,12 @@ def _deadlock(
     end_of: np.ndarray,
     reads: np.ndarray,
     carried: np.ndarray,
-    own: np.ndarray,
+    steps: np.ndarray,
     batch: np.ndarray,
     names: list[StageAction],
 ) -> Deadlock:
     waiting = []
-    for device, step, microbatch in zip(devices.tolist(), own.tolist(), batch.tolist(), strict=True):
+    for device, step, microbatch in zip(devices.tolist(), steps.tolist(), batch.tolist(), strict=True):
         kind, stage, _ = schedule.orders[device][at[device]].tolist()
         sources = [(source, microbatch) for source in reads[step].tolist()]
         sources += [(source, microbatch - 1) for source in carried[step].tolist() if microbatch]

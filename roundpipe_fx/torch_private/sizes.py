@@ -235,7 +235,7 @@ class InputSize:
         node: an input that has the size.
         dim: the dimension.
         size: size of that dimension; may be an expression, such as a multiple of the symbol.
-        at_hand: value of the symbol in the current inputs.
+        current: value of the symbol in the current inputs.
         largest: upper bound of the symbol, if the user gave a range (``torch._dynamo.mark_dynamic``).
     """
 
@@ -243,7 +243,7 @@ class InputSize:
     node: fx.Node
     dim: int
     size: torch.SymInt
-    at_hand: int
+    current: int
     largest: int | None
 
     def keep_within(self, least: int, most: int) -> None:
@@ -276,7 +276,7 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
             # Prefer a dimension whose size is the symbol itself.
             if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
                 largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
-                found[name] = InputSize(symbol=name, node=node, dim=dim, size=size, at_hand=hint, largest=largest)
+                found[name] = InputSize(symbol=name, node=node, dim=dim, size=size, current=hint, largest=largest)
     return list(found.values())
 
 

@@ -25,7 +25,7 @@ _FEWER = (
     {"capture_scalar_outputs": False},
     {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
 )
-_SIZES_AT_HAND = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
+_CURRENT_SIZES = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
 _retried: set[tuple[str, int]] = set()
 
 
@@ -47,7 +47,7 @@ def install_retries(active: Callable[[], bool]) -> None:
         except Exception as error:
             if not active():
                 raise
-            attempts = _FEWER if _wants_data(error) else _SIZES_AT_HAND if _wants_numbers(error) else ()
+            attempts = _FEWER if _wants_data(error) else _CURRENT_SIZES if _wants_numbers(error) else ()
             if not attempts:
                 raise
             failure = error
@@ -56,7 +56,7 @@ def install_retries(active: Callable[[], bool]) -> None:
                 with torch._dynamo.config.patch(flags):
                     made = trace(self, frame, *args, **kwargs)
             except Exception as again:
-                # A budget that the sizes at hand do not allow is what the user needs to know of.
+                # A budget that the current sizes do not allow is what the user needs to know of.
                 if any(hasattr(found, "wants_sizes") for found in _causes(again)):
                     raise
                 continue

@@ -74,7 +74,7 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: py
     expected = [value.clone() for value in given]
     sums = GradientAccumulator()
     for place, (key, value) in enumerate(zip(keys, given, strict=True)):
-        sums.give(key, value, own=place != 2)
+        sums.give(key, value, owned=place != 2)
     parameters[2].grad = torch.ones(2, 2)
     replicas: Any = _Alike()
     run = Averaging(

@@ -122,10 +122,10 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
     """
     scale = _Scale()
 
-    def argument(given: Any) -> Any:
-        if isinstance(given, list | tuple):
-            return tuple(map(argument, given))
-        value = value_of(given) if isinstance(given, fx.Node) else given
+    def argument(operand: Any) -> Any:
+        if isinstance(operand, list | tuple):
+            return tuple(map(argument, operand))
+        value = value_of(operand) if isinstance(operand, fx.Node) else operand
         if isinstance(value, torch.Tensor):
             return scale.small(value) if value.layout is torch.strided else None
         return number_hint(value)

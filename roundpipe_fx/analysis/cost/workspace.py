@@ -137,9 +137,9 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
     return not (_is_free_of_sizes(node) and not any(map(_is_number, node.args)))
 
 
-def _is_number(given: Any) -> bool:
+def _is_number(argument: Any) -> bool:
     """Whether an argument is a number or a symbolic one, which kernels convert to a tensor."""
-    value = given.meta.get("val") if isinstance(given, fx.Node) else given
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
     return isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat)
 
 

@@ -85,7 +85,7 @@ class BodyCosts:
 
     Attributes:
         model: of operations.
-        device: to measure workspaces on; ``None``: it is not at hand.
+        device: to measure workspaces on; ``None``: it is not present.
         granularity: bytes that the device's allocator rounds sizes up to.
         eager: whether operations run as they are.
         rewrite: applied to each body.

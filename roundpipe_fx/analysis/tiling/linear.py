@@ -96,11 +96,11 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
     return frozenset(node for node, kind in found.items() if kind)
 
 
-def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
+def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
     """Whether a value is proportional; ``None``: neither that nor free of the scalar."""
 
-    def is_proportional(given: Any) -> bool:
-        return isinstance(given, fx.Node) and found.get(given, False)
+    def is_proportional(value: Any) -> bool:
+        return isinstance(value, fx.Node) and proportional.get(value, False)
 
     count = sum(is_proportional(source) for source in input_nodes(node))
     if not count:
@@ -128,12 +128,12 @@ def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
     return None
 
 
-def _is_zero(given: Any) -> bool:
+def _is_zero(value: Any) -> bool:
     """Whether a value is known to be zero."""
-    if isinstance(given, fx.Node):
-        packet = getattr(given.target, "overloadpacket", None)
-        fill = given.args[1] if packet in (aten.full, aten.full_like) else given.args[0] if given.args else None
+    if isinstance(value, fx.Node):
+        packet = getattr(value.target, "overloadpacket", None)
+        fill = value.args[1] if packet in (aten.full, aten.full_like) else value.args[0] if value.args else None
         zeros = packet in (aten.zeros, aten.zeros_like, aten.new_zeros)
         filled = packet in (aten.full, aten.full_like, aten.scalar_tensor)
         return zeros or (filled and isinstance(fill, (int, float)) and fill == 0)
-    return isinstance(given, (int, float)) and given == 0
+    return isinstance(value, (int, float)) and value == 0

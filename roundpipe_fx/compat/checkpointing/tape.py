@@ -225,7 +225,7 @@ class Tape:
             needed |= step.reads
         return found[::-1]
 
-    def make_again(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
+    def recompute(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
         """Run what leads to these storages, and nothing else.
 
         Raises:
@@ -238,12 +238,12 @@ class Tape:
         live: dict[int, torch.UntypedStorage] = {}
         with _as_recorded({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
             for position, step in enumerate(steps):
-                self._run_again(step, live)
+                self._rerun(step, live)
                 for done in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
                     del live[done]
         return {number: live[number] for number in wanted}
 
-    def _run_again(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
+    def _rerun(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
         for number in step.reads - live.keys():
             live[number] = self._input_storage(number)
         leaves = [leaf.of(live[leaf.number]) if isinstance(leaf, View) else leaf for leaf in step.leaves]
