@@ -133,7 +133,7 @@ class _Edit:
         return made
 
     def _value(self, node: fx.Node) -> None:
-        """Compute a fake value anew."""
+        """Recompute a fake value."""
         if node.target is operator.getitem:
             source, item = node.args
             node.meta["val"] = source.meta["val"][item]  # type: ignore[union-attr]
@@ -152,7 +152,7 @@ class _Edit:
             note_real_values(node, self.device)
 
     def _follow(self, moved: set[fx.Node]) -> None:
-        """Compute fake values anew where something is read that lies otherwise in memory, or elsewhere."""
+        """Recompute fake values where something is read that lies otherwise in memory, or elsewhere."""
         for node in self.graph.nodes:
             if node.op != "call_function" or node in self.made or moved.isdisjoint(node.all_input_nodes):
                 continue

@@ -169,7 +169,7 @@ class _Compilation:
         run = self._load(self.lowered, self.lowered.forward)
         if self.noted is not None:
             run = self.learned.calls.forward(run, self.noted)
-        self.profiled = self._watch(self.lowered)
+        self.profiled = self._profile(self.lowered)
         if self.profiled is not None:
             run = self.profiled.forward(run)
         see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
@@ -196,7 +196,7 @@ class _Compilation:
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
         return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.operations_name))
 
-    def _watch(self, lowered: Lowered) -> ProfiledStep | None:
+    def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
 
         Eager stages hold what was planned. Memory beyond the plan is about the same for all plans, so it matters only

@@ -255,7 +255,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
 
 
 def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
-    """Where the plan of a captured graph is cached; ``None`` if it is planned anew each time."""
+    """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
     options, context = setting.options, setting.context
     budget = asked_budget(joint, options, setting.device)
     own = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
@@ -364,7 +364,7 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
         if not chosen.fits:
             raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
         emitted.append((chosen.candidate, lowered.peak.bytes))
-        log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
+        log.info("the programs exceed the budget by %d bytes more than was planned; replanning", excess)
         margin += excess
 
 

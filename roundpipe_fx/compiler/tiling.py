@@ -1,7 +1,7 @@
 """What is tiled: regions at whose work the peak is, one kind after another, until the budget is met.
 
 Plans are made without tiles first. If the budget cannot be met, the regions that hold most at the lowest peak that was
-found are tiled, all of the same kind alike, and a plan is made anew; then the next kind, or the same in more tiles.
+found are tiled, all of the same kind alike, and the graph is replanned; then the next kind, or the same in more tiles.
 While one operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
 
 What is tried so depends on the budget. The least budget that an error names has therefore been planned for.

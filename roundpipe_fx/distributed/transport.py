@@ -261,7 +261,7 @@ class ProcessTransport:
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
         self._sent = True
 
-    def settle(self, failure: BaseException | None) -> None:
+    def end_run(self, failure: BaseException | None) -> None:
         """Wait until all ranks have ended the run.
 
         Raises:

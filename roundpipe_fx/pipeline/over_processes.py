@@ -106,7 +106,7 @@ class ProcessPipeline:
     def agreed(
         self,
         batch: Any,
-        home: Callable[[CapturedCalls], torch.device],
+        generator_device: Callable[[CapturedCalls], torch.device],
         prepare: Callable[[], tuple[CapturedCalls, Scheduled]],
         runs: bool,
         microbatches: int,
@@ -115,7 +115,7 @@ class ProcessPipeline:
 
         Args:
             batch: the step's inputs, any tree.
-            home: returns the device of whose generator a step draws.
+            generator_device: returns the device of whose generator a step draws.
             prepare: captures the microbatches, and works out what workers run in a whole step.
             runs: whether the step is to run, which needs a loaded model.
             microbatches: into how many a batch is split at most.
@@ -159,7 +159,7 @@ class ProcessPipeline:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        device = home(captured)
+        device = generator_device(captured)
         decided = {"graph": graphs, "plan": plan.digest}
         state = random_streams.state_of(device).numpy().tobytes()
         everywhere = dict(decided) if first else {}

@@ -240,7 +240,7 @@ class Pipeline:
             captured = capture()
         else:
             given = batch, torch.is_grad_enabled()
-            captured = self._processes.agreed(given, self._home, prepare, runs, self.settings.microbatches)
+            captured = self._processes.agreed(given, self._generator_device, prepare, runs, self.settings.microbatches)
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[1], [1.0] * len(made[2]) if added else made[2]
 
@@ -380,7 +380,7 @@ class Pipeline:
         updating: StepUpdates | None = None,
     ) -> Finished:
         scheduled = self._scheduled(captured, kinds)
-        device = self._home(captured)
+        device = self._generator_device(captured)
         first = self._processes.replication.first_stream if self._processes is not None else 0
         streams = random_streams.random_streams(device, len(captured.programs), first)
         if self._workers is None:
@@ -428,7 +428,7 @@ class Pipeline:
             self._schedules[key] = scheduled_run(captured, kinds)
         return self._schedules[key]
 
-    def _home(self, captured: CapturedCalls) -> torch.device:
+    def _generator_device(self, captured: CapturedCalls) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
         if self._offloaded is not None:
             return self._offloaded.device

@@ -45,7 +45,7 @@ def updating(
         try:
             yield None
         except BaseException:
-            updates.settle()
+            updates.finish()
             raise
         if optimizer is not None:
             parameters.step(optimizer, is_async=False)

@@ -153,7 +153,7 @@ def run_pipeline(
             if on_host:
                 device_streams.synchronize_copies()
     try:
-        run.transport.settle(run.failure)
+        run.transport.end_run(run.failure)
         if run.failure is not None:
             raise run.failure
     finally:

@@ -182,7 +182,7 @@ class StageUpdates:
                 if job.step.failure is not None:
                     raise job.step.failure
 
-    def settle(self, all_but: StepUpdates | None = None) -> BaseException | None:
+    def finish(self, all_but: StepUpdates | None = None) -> BaseException | None:
         """Wait for updates. Gradients that were not applied are in ``.grad`` again then.
 
         Args:
@@ -206,7 +206,7 @@ class StageUpdates:
         Raises:
             BaseException: raised by an update.
         """
-        failure = self.settle()
+        failure = self.finish()
         if failure is not None:
             raise failure
 
@@ -224,7 +224,7 @@ class StageUpdates:
             complete: whether all gradients were complete, so that those not applied are kept in ``.grad``.
         """
         step.stop(complete)
-        self.settle()
+        self.finish()
         self._failed_within = step.applied > 0
         if step.applied and error is not step.failure:
             rest = "the gradients of the others are in .grad" if complete else "the others have their old values"
@@ -316,7 +316,7 @@ class StepUpdates:
         self._targets = {**self._targets, **others}
         self.submit({key: [] for key in [*self._before]})
         torch_private.note_optimizer_step(self._optimizer)
-        failure = self._updates.settle(all_but=self)
+        failure = self._updates.finish(all_but=self)
         if failure is not None:
             raise failure
 
