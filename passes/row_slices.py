@@ -61,15 +61,15 @@ class _Edit:
         self.made: set[fx.Node] = set()
         # Once the first is changed, shapes no longer tell what the others do.
         planned = [(member, *row_slice.arguments(member)) for member in row_slice.members]
-        given = {gradient: gradient.args[0] for gradient in row_slice.gradients}
+        sliced = {gradient: gradient.args[0] for gradient in row_slice.gradients}
         self._place_of = {value: row_slice.split(value) for value in (*row_slice.narrow, *row_slice.padded)}
         self._shape_of = {value: list(value.meta["val"].shape) for value in row_slice.padded}
         moved: set[fx.Node] = set()
         for member, args, kwargs in planned:
             for source in member.all_input_nodes:
-                if source in row_slice.narrow and source not in given:
-                    given[source] = self._sliced(source, member)
-            member.args, member.kwargs = fx.map_arg((args, kwargs), lambda source: given.get(source, source))
+                if source in row_slice.narrow and source not in sliced:
+                    sliced[source] = self._sliced(source, member)
+            member.args, member.kwargs = fx.map_arg((args, kwargs), lambda source: sliced.get(source, source))
             self._value(member)
             self.made.add(member)
         for value in row_slice.padded:
@@ -107,8 +107,8 @@ class _Edit:
         readers = [user for user in value.users if user not in self.row_slice.members]
         parts = _parts(self.row_slice.kept * before * behind, before, behind)
         whole = [*shape[:dim], *_parts(shape[dim], before, behind), *shape[dim + 1 :]]
-        given = self.row_slice.node.args[2:]
-        bounds: list[Any] = [*given, *(None, None, 1)[len(given) :]]  # start, end, step
+        known = self.row_slice.node.args[2:]
+        bounds: list[Any] = [*known, *(None, None, 1)[len(known) :]]  # start, end, step
         with self.graph.inserting_before(value.next):
             apart = self._viewed(value, [*shape[:dim], *parts, *shape[dim + 1 :]], value, phase)
             dim += before > 1

@@ -123,10 +123,10 @@ def course_of(
             for node in backward.inputs
             if node not in saved and node not in found
         }
-        given = {**saved, **found, **arrived}
+        inputs = {**saved, **found, **arrived}
         loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
-        gradients = run.program(backward, [given[node] for node in backward.inputs])
+        gradients = run.program(backward, [inputs[node] for node in backward.inputs])
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         lasting += [storage for leaves in gradients for storage in leaves]
     kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(copied)
@@ -181,12 +181,15 @@ class ProgramEvents:
 
     def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
         start = len(self.events)
-        given: dict[int, int] = {}
+        storages: dict[int, int] = {}
         pattern = tuple(
-            [tuple([OUTSIDE if s == OUTSIDE else given.setdefault(s, len(given)) for s in own]) for own in arguments]
+            [
+                tuple([OUTSIDE if s == OUTSIDE else storages.setdefault(s, len(storages)) for s in own])
+                for own in arguments
+            ]
         )
         found = _followed(module, pattern)
-        of = [*given, *(self.numbers.new_of(size) for size in found.sizes)]
+        of = [*storages, *(self.numbers.new_of(size) for size in found.sizes)]
         nodes = [*module.graph.nodes]
         for place, reads, makes, workspace in found.operations:
             node = nodes[place]
@@ -196,7 +199,7 @@ class ProgramEvents:
             event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
             self.events.append(event)
         leaves = [[local if local == OUTSIDE else of[local] for local in own] for own in found.returns]
-        self.calls.append(FollowedCall(name, set(given), start, len(self.events), leaves))
+        self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
 
 

@@ -88,7 +88,7 @@ def gradients_text(
         names: of the model's tensors, by identity.
     """
     found: dict[str, set[str]] = {}
-    once = {id(program): (program, given) for program, given in zip(programs, primals, strict=True)}
+    once = {id(program): (program, arguments) for program, arguments in zip(programs, primals, strict=True)}
     for own, inputs in once.values():
         makers = {number: f"{step[0]}{step[1]}" for step, code in own.steps.items() for number in code.outputs}
         for gradient in own.gradients:

@@ -302,15 +302,15 @@ def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
     specs = _spread(spec, value)
     found = []
     for path, leaf in tree_flatten_with_path(value)[0]:
-        given = specs.get(path, _CONVENTION)
+        asked = specs.get(path, _CONVENTION)
         by_convention = 0 if isinstance(leaf, torch.Tensor) and leaf.dim() else None
-        dim = by_convention if given is _CONVENTION else _dim(given)
+        dim = by_convention if asked is _CONVENTION else _dim(asked)
         where = keystr(path)
         label = f"{name}{where}" if name else where.removeprefix("['").replace("']", "", 1)
         if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
-        found.append(_Leaf(label, leaf, dim, given is not _CONVENTION))
+        found.append(_Leaf(label, leaf, dim, asked is not _CONVENTION))
     return found
 
 
@@ -352,10 +352,10 @@ def _spread(spec: Any, value: Any) -> dict[Any, Any]:
     if spec is None:
         return {}
     is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
-    given = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    specs = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
     found = {}
     for path, _ in tree_flatten_with_path(value)[0]:
-        above = [item for place, item in given if path[: len(place)] == place]
+        above = [item for place, item in specs if path[: len(place)] == place]
         if above:
             found[path] = above[0]
     return found

@@ -107,14 +107,14 @@ class _Stage(_Tensors):
                 "in the other one: set the model's mode, and call model.pytorch_stages again."
             )
         labels = {"labels": kwargs.pop("labels")} if "labels" in kwargs.keys() - signature.parameters.keys() else {}
-        given = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
+        bound = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
         inputs = [*(args if number else ())]
         for own in sources:
             if own.tensor:
                 value = _named(self, own.tensor)
                 inputs.append(value.clone() if own.tensor in updated else value)
-            elif own.argument in given:
-                inputs.append(key_get(given[own.argument], own.path))
+            elif own.argument in bound:
+                inputs.append(key_get(bound[own.argument], own.path))
             else:
                 raise TypeError(
                     f"stage {number} reads the model's argument {own.argument!r}: give it by keyword on every rank, "

@@ -206,8 +206,8 @@ class Pipeline:
                 make = lambda: noted(self._calls_of_model(args, kwargs))  # noqa: E731
                 captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
                 return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args)
-            given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            make = lambda: noted(self._calls_of_step(args, given, labels, loss_fn, "loss"))  # noqa: E731
+            inputs = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
+            make = lambda: noted(self._calls_of_step(args, inputs, labels, loss_fn, "loss"))  # noqa: E731
             captured, *_ = self._captured(make, batch, runs=False)
             return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args[2:])
 
@@ -239,8 +239,10 @@ class Pipeline:
         if self._processes is None:
             captured = capture()
         else:
-            given = batch, torch.is_grad_enabled()
-            captured = self._processes.agreed(given, self._generator_device, prepare, runs, self.settings.microbatches)
+            agreed_on = batch, torch.is_grad_enabled()
+            captured = self._processes.agreed(
+                agreed_on, self._generator_device, prepare, runs, self.settings.microbatches
+            )
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[1], [1.0] * len(made[2]) if added else made[2]
 
@@ -350,11 +352,11 @@ class Pipeline:
             writable = self._processes.ownership.writable(updated.values())
         with self._looking_moved(updated), self._traced(), writable:
             for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
-                given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
-                with return_results(given, functools.partial(check_unchanged, captured, index)):
+                returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
+                with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
                 if differentiated is not None:
-                    pairs = [(given[place], result) for place, result in differentiated[index].items()]
+                    pairs = [(returned[place], result) for place, result in differentiated[index].items()]
                     output = tree_map(functools.partial(_own, pairs), output)
                 outputs.append(output)
         if self._processes is not None:

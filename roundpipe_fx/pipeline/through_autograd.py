@@ -140,10 +140,10 @@ class _PipelinedStep(torch.autograd.Function):
             found = ctx.step.backward(gradients)
         results = [found.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
-            given = [value for value in gradients if value is not None and value.requires_grad]
+            differentiable = [value for value in gradients if value is not None and value.requires_grad]
             receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)
             read = [own.tensor for own in receivers.values()]
-            results = list(_OnceDifferentiable.apply(len(results), *results, *given, *read))
+            results = list(_OnceDifferentiable.apply(len(results), *results, *differentiable, *read))
         return (None, None, *results)
 
 

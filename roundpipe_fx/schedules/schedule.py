@@ -208,7 +208,7 @@ class Schedule:
         return (
             isinstance(other, Schedule)
             and self.devices == other.devices
-            and all(np.array_equal(own, given) for own, given in zip(self.orders, other.orders, strict=True))
+            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self.orders, other.orders, strict=True))
         )
 
     def __hash__(self) -> int:

@@ -94,12 +94,12 @@ def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int]
     Raises:
         Unknown: a mask is an index.
     """
-    given = {place: index for place, index in enumerate(call["indices"]) if index is not None}
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
+    indices = {place: index for place, index in enumerate(call["indices"]) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
         raise Unknown
-    labels.mix([dims[place] for place in given])
-    broadcast = labels.of(_broadcast([index.shape for index in given.values()]))
-    return [*given], broadcast, [labels.same(index.shape, broadcast) for index in given.values()]
+    labels.mix([dims[place] for place in indices])
+    broadcast = labels.of(_broadcast([index.shape for index in indices.values()]))
+    return [*indices], broadcast, [labels.same(index.shape, broadcast) for index in indices.values()]
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:

@@ -86,10 +86,10 @@ class Call:
 
     def dims(self, name: str, rank: int) -> set[int]:
         """An argument that names several dimensions; all, if it names none."""
-        given = self[name]
-        if isinstance(given, int):
-            given = [given]
-        return {counted(dim, rank) for dim in given} if given else set(range(rank))
+        named = self[name]
+        if isinstance(named, int):
+            named = [named]
+        return {counted(dim, rank) for dim in named} if named else set(range(rank))
 
 
 def counted(dim: int, rank: int) -> int:

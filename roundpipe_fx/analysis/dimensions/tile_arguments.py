@@ -60,8 +60,8 @@ def arguments_on_tile(
         Tensors are the node's; the caller replaces them by tiles.
     """
     changed = _changed(node, dimensions, sizes)
-    given = arguments(node)
-    changed = {name: value for name, value in changed.items() if value is not None and value != given[name]}
+    whole = arguments(node)
+    changed = {name: value for name, value in changed.items() if value is not None and value != whole[name]}
     assert isinstance(node.target, torch._ops.OpOverload)
     places = [argument.name for argument in node.target._schema.arguments]
     args = tuple(changed.get(name, value) for name, value in zip(places, node.args, strict=False))
@@ -71,12 +71,12 @@ def arguments_on_tile(
 
 def _changed(node: fx.Node, dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
     """Arguments on a tile that are sizes, by name."""
-    given = arguments(node)
+    whole = arguments(node)
     name = SHAPE_ARGUMENTS.get(node.target)
     if name is not None:
-        return {name: _shape(given[name], dimensions.results[0], dimensions, sizes)}
+        return {name: _shape(whole[name], dimensions.results[0], dimensions, sizes)}
     special = SPECIAL.get(node.target)
-    return special(node, given, dimensions, sizes) if special is not None else {}
+    return special(node, whole, dimensions, sizes) if special is not None else {}
 
 
 def _shape(shape: Sequence[Any], dims: Sequence[Dim], dimensions: Dimensions, sizes: Sizes) -> list[Any]:

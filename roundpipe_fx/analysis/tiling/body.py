@@ -105,7 +105,10 @@ def divide(
     own = tuple(nodes)
     inside = set(own)
     operands = dict.fromkeys(instead.get(source, source) for source in sources_of(own) if source not in inside)
-    where = {**region.where, **{given: region.where[read] for read, given in instead.items() if read in region.where}}
+    where = {
+        **region.where,
+        **{replacement: region.where[read] for read, replacement in instead.items() if read in region.where},
+    }
     return Divided(
         region=dataclasses.replace(region, where=where),
         nodes=own,
@@ -263,7 +266,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         if operand in region.where and len(region.where[operand]) > 1:
             shape = _unflat(operand, region, rows)
             values[operand] = call(operand, aten.view.default, values[operand], shape)
-    values.update({read: values[given] for read, given in divided.instead.items() if given in values})
+    values.update({read: values[replacement] for read, replacement in divided.instead.items() if replacement in values})
     for node in divided.nodes:
         is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
         if node in sums and is_plain and node.target is aten.mm.default:

@@ -213,12 +213,12 @@ class Growth:
         limit = _NARROW * self._elements(self.widest)
         floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
         # What the caller is given exists in any case.
-        given = {v for v in floats if v in returned or v.op == "placeholder"}
-        if any(v not in given for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
+        known = {v for v in floats if v in returned or v.op == "placeholder"}
+        if any(v not in known for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0
             return
-        self.saved = float(sum(size for node, size in wide.items() if node not in given)) - sum(
-            v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in given
+        self.saved = float(sum(size for node, size in wide.items() if node not in known)) - sum(
+            v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in known
         )
 
 

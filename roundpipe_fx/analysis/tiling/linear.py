@@ -115,10 +115,10 @@ def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
             fits = fits and isinstance(node.args[2], (int, float)) and node.args[2] == 0
         return True if fits else None
     if packet in _PRODUCTS:
-        return True if sum(is_proportional(given) for given in node.args[:2]) == 1 else None
+        return True if sum(is_proportional(operand) for operand in node.args[:2]) == 1 else None
     if packet in _SUMS:
-        given = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
-        return True if all(is_proportional(one) for one in given) else None  # type: ignore[union-attr]
+        operands = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
+        return True if all(is_proportional(one) for one in operands) else None  # type: ignore[union-attr]
     if packet in _CHOICES:
         return True if all(is_proportional(one) or _is_zero(one) for one in node.args[1:]) else None
     if packet in _SCATTERS:

@@ -240,11 +240,11 @@ class _SliceSearch:
         if other.target is not aten.slice_backward.default or len(other.args) != 6:
             return False
         _, sizes, dim, *place = other.args
-        given = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
+        arguments = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
         return (
             list(sizes) == list(self.source.meta["val"].shape)  # type: ignore[arg-type]
             and dim % len(sizes) == self.dim  # type: ignore[operator,arg-type]
-            and place == given
+            and place == arguments
             and self.node.meta.get("seq_nr") == other.meta.get("seq_nr")
         )
 
@@ -324,7 +324,7 @@ class _SliceSearch:
 
     def _is_closed(self) -> bool:
         """Whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
-        given = {self.node, *self.members}
+        inside = {self.node, *self.members}
         if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
             return False
         for member in self.members:
@@ -332,7 +332,7 @@ class _SliceSearch:
                 if source in self.where and source not in (*self.members, *self.gradients, *self.narrow):
                     return False
             sums = is_tensor(member) and member not in self.where
-            if member not in self.padded and not sums and not all(user in given for user in member.users):
+            if member not in self.padded and not sums and not all(user in inside for user in member.users):
                 return False
         places = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
         return all(_axis_in(sizes, self.axis) is not None for sizes in places.values()) and not any(

@@ -320,12 +320,12 @@ def _generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch
     """The generators that an operator may draw from, with their states."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return ()
-    given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-    if not given:
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    if not generators:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         devices |= {torch.device(leaf) for leaf in leaves if isinstance(leaf, torch.device)}
-        given = [_default_generator(device) for device in sorted(devices, key=str)] or [torch.default_generator]
-    return tuple((generator, generator.get_state()) for generator in given)
+        generators = [_default_generator(device) for device in sorted(devices, key=str)] or [torch.default_generator]
+    return tuple((generator, generator.get_state()) for generator in generators)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
