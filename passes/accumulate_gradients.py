@@ -62,20 +62,20 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
     last = joint.inputs[-1]
-    for own in sorted(found, key=lambda own: position[own.after]):
-        key = (own.owner, *_module(own.gradient))
+    for addition in sorted(found, key=lambda addition: position[addition.after]):
+        key = (addition.owner, *_module(addition.gradient))
         if key not in sums:
             with joint.graph.inserting_after(last):
                 sums[key] = last = joint.graph.placeholder(f"sums_{len(sums) + 1}")
-            last.meta["val"] = _copy(own.gradient.meta["val"])
-            labels[last] = f"sum_{joint.label(primals[own.owner])}"
-        with joint.graph.inserting_after(tails.get(own.after, own.after)):
-            sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
+            last.meta["val"] = _copy(addition.gradient.meta["val"])
+            labels[last] = f"sum_{joint.label(primals[addition.owner])}"
+        with joint.graph.inserting_after(tails.get(addition.after, addition.after)):
+            sums[key] = tails[addition.after] = _added(joint, sums[key], addition, costs, in_place)
     for (owner, *_), total in sums.items():
         results[owner].append(total)
     captured = list(zip(owners, gradients, strict=True))[: len(gradients) - len(joint.parts)]
     firsts = [gradient if owner is None else results[owner].pop(0) for owner, gradient in captured]
-    parts = [(owner, part) for owner, own in sorted(results.items()) for part in own]
+    parts = [(owner, part) for owner, of_owner in sorted(results.items()) for part in of_owner]
     forward = joint.forward_outputs
     joint.graph.output_node().args = ((*forward, *firsts, *(part for _, part in parts)),)
     return dataclasses.replace(joint, labels=labels, parts=tuple(owner for owner, _ in parts))

@@ -97,10 +97,10 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
 
 def _bytes(node: fx.Node) -> int:
     """Bytes that holding the value keeps allocated: all of its storage, whichever node allocated it."""
-    own = set(storages(node))
+    inside = set(storages(node))
     maker = node
     while not maker.meta.get(Mark.BYTES) and maker.all_input_nodes:
-        shared = [source for source in input_nodes(maker) if own & set(storages(source))]
+        shared = [source for source in input_nodes(maker) if inside & set(storages(source))]
         if not shared or shared[0].op == "placeholder":
             break
         maker = shared[0]

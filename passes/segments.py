@@ -220,8 +220,8 @@ def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:
     for index, nodes in enumerate(members):
         seconds = {phase: sum(node.meta[Mark.SECONDS] for node in nodes[phase]) for phase in nodes}
         every = [*nodes[Phase.FORWARD], *nodes[Phase.BACKWARD]]
-        own = set(every)
-        leaving = [node for node in every if any(user not in own for user in node.users)]
+        all_nodes = set(every)
+        leaving = [node for node in every if any(user not in all_nodes for user in node.users)]
         found.append(
             Segment(
                 index,

@@ -48,9 +48,9 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
     loops = Loops(costs)
     stands_for: dict[fx.Node, fx.Node] = {}
     for region, tiles in [(region.on(joint.graph), tiles) for region, tiles in tiled]:
-        own = _with_results_of_others(region, stands_for)
-        tile = _tile_apart if own.scalar is None else _tile_at_once
-        for result, value in tile(joint, own, tiles, loops).items():
+        completed = _with_results_of_others(region, stands_for)
+        tile = _tile_apart if completed.scalar is None else _tile_at_once
+        for result, value in tile(joint, completed, tiles, loops).items():
             let_stand_for(result, value)
             stands_for[value] = result
         _sort(joint)
@@ -86,11 +86,11 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     inside = set(region.members)
     made: dict[fx.Node, fx.Node] = {}
     for nodes, phase in ((forward, Phase.FORWARD), ([*recomputed, *backward], Phase.BACKWARD)):
-        own = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
+        remaining = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
         results = [
             node
             for node in nodes
-            if node in own
+            if node in remaining
             and node not in region.whole
             and isinstance(node.meta.get("val"), torch.Tensor)
             and (node in returned or node in read or any(user not in inside for user in node.users))

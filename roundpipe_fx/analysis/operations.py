@@ -168,7 +168,7 @@ class OperationGraph:
     @property
     def seconds(self) -> float:
         """Modelled seconds of all operations, each once."""
-        return sum(own.seconds for part in (self.forward, *self.backward.values()) for own in part)
+        return sum(operation.seconds for part in (self.forward, *self.backward.values()) for operation in part)
 
     @functools.cached_property
     def always_live(self) -> frozenset[int]:

@@ -184,8 +184,8 @@ class ProgramEvents:
         storages: dict[int, int] = {}
         pattern = tuple(
             [
-                tuple([OUTSIDE if s == OUTSIDE else storages.setdefault(s, len(storages)) for s in own])
-                for own in arguments
+                tuple([OUTSIDE if s == OUTSIDE else storages.setdefault(s, len(storages)) for s in leaves_of])
+                for leaves_of in arguments
             ]
         )
         found = _followed(module, pattern)
@@ -198,7 +198,7 @@ class ProgramEvents:
                 self.makers[storage] = node
             event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
             self.events.append(event)
-        leaves = [[local if local == OUTSIDE else of[local] for local in own] for own in found.returns]
+        leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in found.returns]
         self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
 
@@ -240,7 +240,7 @@ def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _
 
 def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
     numbers = StorageIds()
-    incoming = 1 + max((storage for own in pattern for storage in own), default=OUTSIDE)
+    incoming = 1 + max((storage for incoming_leaves in pattern for storage in incoming_leaves), default=OUTSIDE)
     for _ in range(incoming):
         numbers.new_of(0)
     arguments = iter(pattern)

@@ -134,15 +134,17 @@ class _Calls:
         known = set(accumulated)
         peaks = []
         for index, call in enumerate(self.calls):
-            dying, outlive, own = self._dying(index), self._outlive[index], self._gradients[index]
+            dying, outlive, kept_gradients = self._dying(index), self._outlive[index], self._gradients[index]
             before = self._bytes(dying)
             events = self._events[call.start : call.end]
-            during = peak_of(events, self._sizes, before=dying, lasting=outlive | own.keys()).bytes - before
+            during = peak_of(events, self._sizes, before=dying, lasting=outlive | kept_gradients.keys()).bytes - before
             # Gradients that the call does not accumulate itself are added one after another, out of place the first
             # time.
-            adding = max((self._sizes[storage] for storage, owner in own.items() if owner in known), default=0)
-            known |= set(own.values())
-            after = self._bytes(outlive) - before + self._bytes(own) + adding
+            adding = max(
+                (self._sizes[storage] for storage, owner in kept_gradients.items() if owner in known), default=0
+            )
+            known |= set(kept_gradients.values())
+            after = self._bytes(outlive) - before + self._bytes(kept_gradients) + adding
             peaks.append(max(during, after, 0))
         return peaks
 
@@ -173,9 +175,9 @@ class _Calls:
         """The position of a call's result that alone refers to a storage, and to no other; ``None``: there is none."""
         if storage in self._returned or self._results_with.get(storage, 0) != 1:
             return None
-        if any(storage in own for own in self._gradients):
+        if any(storage in of_call for of_call in self._gradients):
             return None
-        return next((place for place, own in enumerate(self.calls[index].returns) if own == [storage]), None)
+        return next((place for place, storages in enumerate(self.calls[index].returns) if storages == [storage]), None)
 
     def _outlive_call(self, index: int) -> set[int]:
         """Storages that a call makes and later ones read, or the caller gets."""

@@ -261,7 +261,7 @@ class CompiledState:
         if self.pipelining is None or self._optimizers.get(optimizer) == len(optimizer.state):
             return
         optimizers = [*{**self._optimizers, optimizer: 0}]
-        memory = sum_of(self.optimizer.memory_of(own) for own in optimizers)
+        memory = sum_of(self.optimizer.memory_of(one) for one in optimizers)
         pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
         plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
         self._optimizers[optimizer] = len(optimizer.state)
@@ -351,11 +351,11 @@ def _following(model: nn.Module) -> dict[str, list[str]]:
     modules = dict(model.named_modules(remove_duplicate=False))
     found: dict[str, list[str]] = {}
     for name in modules:  # parents come before their children
-        parent, _, own = name.rpartition(".")
+        parent, _, part = name.rpartition(".")
         after = list(found.get(parent, ()))
         if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
             siblings = list(modules[parent]._modules)
-            later = siblings[siblings.index(own) + 1 :]
+            later = siblings[siblings.index(part) + 1 :]
             after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
         elif name:
             after = []

@@ -42,7 +42,7 @@ class _Run:
         """Whether another one is of the same graph with the same parameters."""
         pairs = zip(self.parameters, other.parameters, strict=False)
         same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
-        return same and all(own() is others() for own, others in pairs)
+        return same and all(mine() is others() for mine, others in pairs)
 
     def is_of(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
         """Whether a module with these parameters is the one that the graph has run for."""
@@ -117,8 +117,8 @@ def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
 
 def _add(run: _Run, parameter: torch.Tensor) -> None:
     known: list[_Run] = _runs.setdefault(parameter, [])
-    known[:] = [own for own in known if all(reference() is not None for reference in own.parameters)]
-    if not any(own.equals(run) for own in known):
+    known[:] = [noted for noted in known if all(reference() is not None for reference in noted.parameters)]
+    if not any(noted.equals(run) for noted in known):
         known.append(run)
 
 
@@ -153,8 +153,8 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
 
 def _of_runs(module: nn.Module) -> Iterator[Plan]:
     """The plans of graphs that have run for a module."""
-    own = dict(module.named_parameters())
-    for parameter in own.values():
+    parameters = dict(module.named_parameters())
+    for parameter in parameters.values():
         for run in _runs.get(parameter, ()):
-            if run.is_of(module, own):
+            if run.is_of(module, parameters):
                 yield from run.plans

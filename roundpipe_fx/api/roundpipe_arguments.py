@@ -32,9 +32,9 @@ def in_our_names(
     if not names:
         return args, kwargs, labels
     taken = inspect.signature(forward).parameters.values()
-    if any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken):
         return args, kwargs, labels
-    renamed = {name: kwargs[name] for name in names if name not in {own.name for own in taken}}
+    renamed = {name: kwargs[name] for name in names if name not in {parameter.name for parameter in taken}}
     kwargs = {name: value for name, value in kwargs.items() if name not in renamed}
     if "run_config" in renamed:
         raise TypeError(

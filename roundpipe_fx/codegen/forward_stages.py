@@ -94,7 +94,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
         wanted += returned if stage == last else ()
         for node in (node for node in wanted if node in stages and stages[node] != stage):
             if node in recomputed:
-                nodes[stage] |= {own for own in _needed([node]) if own in stages}
+                nodes[stage] |= {reader for reader in _needed([node]) if reader in stages}
             else:
                 received[stage].add(node)
     for stage in range(last + 1):
@@ -104,7 +104,11 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     made = []
     for stage in range(last + 1):
         sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
-        new = {own: node for own, node in updates.items() if isinstance(node, fx.Node) and stages.get(node, 0) == stage}
+        new = {
+            number: node
+            for number, node in updates.items()
+            if isinstance(node, fx.Node) and stages.get(node, 0) == stage
+        }
         made.append(_stage(joint, stage, sorted(nodes[stage], key=order.__getitem__), received[stage], sent, new))
     _refuse_shared(joint, made)
     return made
@@ -220,8 +224,8 @@ def _refuse_skips(joint: JointGraph, stages: dict[fx.Node, int], received: Seque
 
 def _refuse_shared(joint: JointGraph, made: Sequence[ForwardStage]) -> None:
     for node in joint.primals:
-        readers = [stage for stage, own in enumerate(made) if node in own.primals]
-        updated = any(node in own.updated for own in made)
+        readers = [stage for stage, stage_made in enumerate(made) if node in stage_made.primals]
+        updated = any(node in stage_made.updated for stage_made in made)
         if len(readers) > 1 and (updated or (node in joint.parameters and _is_trained(joint, node))):
             raise ValueError(
                 f"{joint.label(node)!r} is read by stages {readers}, and PyTorch's pipeline does not sum the gradients "

@@ -67,7 +67,17 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
 
 _OWN = (*SUMMING, *PARTIAL_WRITES.values(), copy_alike)
 _TAKEN = frozenset(
-    {"aten", "args", "device", "inf", "nan", "operator", "streams", "torch", *(own.__name__ for own in _OWN)}
+    {
+        "aten",
+        "args",
+        "device",
+        "inf",
+        "nan",
+        "operator",
+        "streams",
+        "torch",
+        *(shadowing.__name__ for shadowing in _OWN),
+    }
 )
 """Names that emitted text uses itself."""
 
@@ -132,7 +142,9 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     found = {}
     for place, module in sorted(modules.items()):
         names = first.setdefault(module.fingerprint, pieces[place])
-        found[module.name] = {node.name: own for node, own in zip(names, pieces[place], strict=True)}
+        found[module.name] = {
+            node.name: node_of_piece for node, node_of_piece in zip(names, pieces[place], strict=True)
+        }
     return found
 
 

@@ -140,7 +140,7 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
     text = f"largest batch: {count} (peak {bytes_text(found.peak_bytes)}, {recomputes})"
     held = tensor_bytes([*named.model.parameters(), *named.model.buffers()])
     if not asked.offloaded and asked.devices == 1:
-        state = 2 * tensor_bytes([own for own in named.model.parameters() if own.requires_grad])
+        state = 2 * tensor_bytes([parameter for parameter in named.model.parameters() if parameter.requires_grad])
         text += (
             f"\nbeside the peak: parameters and buffers, {bytes_text(held)}; what an optimizer keeps is not counted "
             f"({bytes_text(state)} for AdamW): give a --memory-budget that leaves it"

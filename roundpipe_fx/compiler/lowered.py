@@ -159,9 +159,9 @@ def _emitted_step(
     device: torch.device,
 ) -> EmittedStep:
     """What is read off the programs when somebody looks at the plan."""
-    own = own_nodes(joint, modules)
+    nodes = own_nodes(joint, modules)
     course = _course(joint, forward, backward, tangents, device)
     return EmittedStep(
-        memory=memory_timeline(course, own, allocator_of(device), _trained(joint)),
-        lines=emitted_lines(modules.values(), own),
+        memory=memory_timeline(course, nodes, allocator_of(device), _trained(joint)),
+        lines=emitted_lines(modules.values(), nodes),
     )

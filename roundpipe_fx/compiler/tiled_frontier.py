@@ -53,7 +53,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
                 seconds = candidate.seconds + (operations.seconds - whole[0])
                 noted.note(operations, candidate, (candidate.peak.bytes, seconds), tiles)
         lowest = min(lowest, candidates[-1].peak.bytes)
-        points = tuple((own.peak.bytes, own.seconds) for own in candidates)
+        points = tuple((item.peak.bytes, item.seconds) for item in candidates)
         chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
         raise UnmetError(Needs.of_plan(chosen, chosen.candidate.peak.bytes), chosen)
 

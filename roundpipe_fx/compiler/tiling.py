@@ -290,7 +290,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> _InT
             if not alike:
                 done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
             lowest, tiles = error, tried
-            done.update(own for own, count in tiles.items() if count >= kinds.most_tiles(own))
+            done.update(limited for limited, count in tiles.items() if count >= kinds.most_tiles(limited))
 
 
 class _Kinds:
@@ -374,7 +374,7 @@ class _Kinds:
         """The kind that holds most of what binds, but for some; ``None``: none holds any."""
         values = [self._named[name] for name, _ in needs.live if name in self._named]
         running = self._running(needs)
-        values += [value for own in running for value in (own, *own.all_input_nodes)]
+        values += [value for user in running for value in (user, *user.all_input_nodes)]
         # No region has values that are much wider than its widest.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = _by_kind(self._regions.as_wide_as(width))
@@ -389,7 +389,7 @@ class _Kinds:
             return []
         node = needs.operation.node
         beside = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
-        return [self._named[own.name] for own in beside if own.name in self._named]
+        return [self._named[operation.name] for operation in beside if operation.name in self._named]
 
     def more_tiles(self, kind: _Kind, tiles: int | None, needs: Needs, limit: int) -> int:
         """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
@@ -418,9 +418,9 @@ def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[_Kind, Sequen
     if needs.operation is not None:
         loops = {name: kind for kind, regions in kinds.items() for name in _loops(regions)}
         found = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
-        own = next((kind for kind in found if kind is not None), None)
-        if own is not None:
-            held[own] = held.get(own, 0) + max(needs.operation.workspace, 1)
+        first = next((kind for kind in found if kind is not None), None)
+        if first is not None:
+            held[first] = held.get(first, 0) + max(needs.operation.workspace, 1)
     return held
 
 

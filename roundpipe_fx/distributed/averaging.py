@@ -91,12 +91,12 @@ def buckets_of(
     """
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
-    for place, own in enumerate(instructions):
-        batch = own.action.microbatch
-        for _, number in (*own.gradients, *own.sums):
+    for place, of_rank in enumerate(instructions):
+        batch = of_rank.action.microbatch
+        for _, number in (*of_rank.gradients, *of_rank.sums):
             key = id(primals[batch][programs[batch].gradients[number].primal])
             last[key] = place
-            stage[key] = min(stage.get(key, own.action.stage), own.action.stage)
+            stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
     found: list[GradientBucket] = []
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
@@ -145,8 +145,8 @@ class Averaging:
                 self.wait()
             values = {}
             for key in self.buckets[0].keys:
-                total, own = sums.release(key)
-                values[key] = self._prepared(key, total, own)
+                total, owned = sums.release(key)
+                values[key] = self._prepared(key, total, owned)
                 del total
             self._start(values)
             self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
@@ -245,9 +245,9 @@ class Averaging:
         def take() -> None:
             start = 0
             for key in keys:
-                own = part[start : start + self.sharded[key].count]
-                self._averaged[key] = self.sharded[key].rows_of(own.clone() if len(keys) > 1 else own)
-                start += len(own)
+                shard = part[start : start + self.sharded[key].count]
+                self._averaged[key] = self.sharded[key].rows_of(shard.clone() if len(keys) > 1 else shard)
+                start += len(shard)
 
         if len(whole):
             self._started.append((self.replicas.start_sum_of_part(part, whole), take))

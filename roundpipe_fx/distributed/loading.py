@@ -44,7 +44,7 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
     missing = []
     opened: dict[Path, Any] = {}
     for names, value in aliases(ownership):
-        name = next((own for own in names if own in files), None)
+        name = next((known for known in names if known in files), None)
         if name is None:
             if id(value) in ownership.unloaded or isinstance(value, torch.nn.Parameter):
                 missing.append(names[0])
@@ -65,7 +65,7 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
 def load_tensors(ownership: Ownership, tensors: Mapping[str, Any]) -> None:
     """Copy what a rank owns from tensors by name; what they do not have stays as it is."""
     for names, value in aliases(ownership):
-        name = next((own for own in names if own in tensors), None)
+        name = next((known for known in names if known in tensors), None)
         if name is not None:
             _copy(ownership, name, value, tensors[name])
 

@@ -48,10 +48,10 @@ def readers_of(
     found: dict[int, set[int]] = {}
     where: dict[tuple[StageAction, int], int] = {}
     for rank, of_rank in enumerate(instructions):
-        for own in of_rank:
-            batch = own.action.microbatch
-            where[own.action.step, batch] = rank
-            for source in own.code.inputs:
+        for instruction in of_rank:
+            batch = instruction.action.microbatch
+            where[instruction.action.step, batch] = rank
+            for source in instruction.code.inputs:
                 if source.kind == "primal":
                     found.setdefault(id(primals[batch][source.index]), set()).add(rank)
     for batch, program in enumerate(programs):
@@ -253,7 +253,9 @@ def gradients_elsewhere(
         owners: the ranks that get the gradient of a tensor, by its identity.
     """
     where = {
-        (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
+        (instruction.action.step, instruction.action.microbatch): rank
+        for rank, of_rank in enumerate(instructions)
+        for instruction in of_rank
     }
     computed: dict[int, dict[int, ValueLayout]] = {}
     for batch, program in enumerate(programs):

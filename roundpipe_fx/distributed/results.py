@@ -55,10 +55,10 @@ def sum_gradients(
     """
     for key, computed, owners in shared:
         root = min(computed)
-        own = gradients.pop(key, None)
+        gradient = gradients.pop(key, None)
         if group.rank == root:
-            assert own is not None
-            total = own
+            assert gradient is not None
+            total = gradient
             for rank in sorted(computed.keys() - {root}):
                 total = total + _receive(group, computed[rank], rank)
             if averaging is not None and key in averaging.over_ranks:
@@ -69,8 +69,8 @@ def sum_gradients(
                 gradients[key] = total
             continue
         if group.rank in computed:
-            assert own is not None
-            _send(group, own, computed[group.rank], root)
+            assert gradient is not None
+            _send(group, gradient, computed[group.rank], root)
         if group.rank in owners:
             gradients[key] = _receive(group, _layout_of_sum(key, computed[root], averaging), root)
 

@@ -189,13 +189,13 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
     taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     made = []
     for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
-        own = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
+        gradient = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
         if (
-            own.untyped_storage().data_ptr() in taken
+            gradient.untyped_storage().data_ptr() in taken
         ):  # results of an operator must not alias its operands or each other
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        made.append(own)
+            gradient = gradient.clone()
+        taken.add(gradient.untyped_storage().data_ptr())
+        made.append(gradient)
     return made
 
 

@@ -30,8 +30,8 @@ def own_gradients(module: fx.GraphModule) -> tuple[str, ...]:
         each as text: the operation, and the user's line where it is known.
     """
     found = []
-    for own in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
-        found += [_text(node) for node in own.graph.nodes if _has_own_gradient(node)]
+    for inner in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        found += [_text(node) for node in inner.graph.nodes if _has_own_gradient(node)]
     return tuple(dict.fromkeys(found))
 
 

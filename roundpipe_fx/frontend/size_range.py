@@ -56,13 +56,13 @@ def lower_for_sizes(
     if assumed:
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
         attempts.append(({**assumed, **exact}, True))
-    attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
+    attempts = [earlier for place, earlier in enumerate(attempts) if earlier not in attempts[:place]]
     refused: list[InfeasibleBudgetError] = []
     for attempt, at_most in attempts:
-        own = joint.copy() if (attempt, at_most) != attempts[-1] else joint
+        tried = joint.copy() if (attempt, at_most) != attempts[-1] else joint
         try:
-            assume_sizes(own.module, attempt, at_most=at_most)
-            lowered = lower(own)
+            assume_sizes(tried.module, attempt, at_most=at_most)
+            lowered = lower(tried)
             break
         except InfeasibleBudgetError as error:
             refused.append(error)

@@ -47,13 +47,13 @@ def with_waits_filled(
         limit: bytes per device.
     """
     promising = []
-    for own in fitting:
-        if own.chosen is not None:
-            choices = early_choices(own.chosen.graph, own.chosen.candidate.schedule, split)
-            promising.append((_makespan_if_early(own, choices, microbatches), own, choices))
-    for shortest, own, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
+    for start in fitting:
+        if start.chosen is not None:
+            choices = early_choices(start.chosen.graph, start.chosen.candidate.schedule, split)
+            promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
+    for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
         if shortest < best.timing.makespan * (1 - _LONGER):
-            best = min([best, *_filled(own, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
     return best
 
 

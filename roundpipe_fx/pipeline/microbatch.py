@@ -142,13 +142,13 @@ def row_counts(
     """
     if callable(spec):
         firsts = [
-            next((v for v in tree_leaves(own) if isinstance(v, torch.Tensor) and v.dim()), None) for own in pieces
+            next((v for v in tree_leaves(piece) if isinstance(v, torch.Tensor) and v.dim()), None) for piece in pieces
         ]
         return [1 if first is None else first.shape[0] for first in firsts]
     args_spec, kwargs_spec = (None, None) if spec is None else spec
     leaves = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
     place, dim = next((index, leaf.dim) for index, leaf in enumerate(leaves) if leaf.dim is not None)
-    return [tree_leaves(own)[place].shape[dim] for own in pieces]
+    return [tree_leaves(piece)[place].shape[dim] for piece in pieces]
 
 
 def check_batch_sizes(
@@ -238,8 +238,8 @@ def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
         if [*part.shape[:dim], *part.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
             return None
         if any(
-            own != of_first
-            for own, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
+            of_part != of_first
+            for of_part, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
             if is_read
         ):
             return None

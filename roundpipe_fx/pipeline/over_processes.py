@@ -177,7 +177,7 @@ class ProcessPipeline:
             program.draws for program in captured.programs
         ):
             random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
-        self.replication.number_streams(None if alone else [own[0] for own in generators], microbatches)
+        self.replication.number_streams(None if alone else [of_rank[0] for of_rank in generators], microbatches)
         if first:
             self._agreed = True
             self.replication.share_tensors(value for _, value in self.ownership.named())
@@ -191,7 +191,7 @@ class ProcessPipeline:
             transfers = transfers_of(instructions, captured.programs)
             orders = orders_of(instructions, transfers)
             reads = union([program.graph for program in captured.programs]).reads
-            check_transfers(orders, reads, [own.late for own in transfers])
+            check_transfers(orders, reads, [transfer.late for transfer in transfers])
             digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
             names = {id(value): name for name, value in self.ownership.named()}
             gradients = gradients_text(captured.programs, captured.primals, names)
@@ -263,9 +263,9 @@ class ProcessPipeline:
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
         where = {
-            (own.action.step, own.action.microbatch): device
+            (instruction.action.step, instruction.action.microbatch): device
             for device, of_device in enumerate(instructions)
-            for own in of_device
+            for instruction in of_device
         }
         for batch, program in enumerate(programs):
             self._share_outputs(program, primals[batch], finished.outputs[batch], batch, where, captured)
@@ -286,7 +286,7 @@ class ProcessPipeline:
         if not late:
             return
         self._warned = True
-        sent = (programs[own.microbatch].values[number] for own in late for number in own.numbers)
+        sent = (programs[message.microbatch].values[number] for message in late for number in message.numbers)
         held = sum(tensor_bytes([value]) for value in sent if isinstance(value, torch.Tensor))
         warnings.warn(
             f"roundpipe_fx: rank {self.group.rank} sends values whose sizes depend on data or are symbolic to ranks "

@@ -109,16 +109,16 @@ class _Stage(_Tensors):
         labels = {"labels": kwargs.pop("labels")} if "labels" in kwargs.keys() - signature.parameters.keys() else {}
         bound = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
         inputs = [*(args if number else ())]
-        for own in sources:
-            if own.tensor:
-                value = _named(self, own.tensor)
-                inputs.append(value.clone() if own.tensor in updated else value)
-            elif own.argument in bound:
-                inputs.append(key_get(bound[own.argument], own.path))
+        for source in sources:
+            if source.tensor:
+                value = _named(self, source.tensor)
+                inputs.append(value.clone() if source.tensor in updated else value)
+            elif source.argument in bound:
+                inputs.append(key_get(bound[source.argument], source.path))
             else:
                 raise TypeError(
-                    f"stage {number} reads the model's argument {own.argument!r}: give it by keyword on every rank, "
-                    f"schedule.step(…, {own.argument}=…)."
+                    f"stage {number} reads the model's argument {source.argument!r}: give it by keyword on every rank, "
+                    f"schedule.step(…, {source.argument}=…)."
                 )
         results = graph(*inputs)
         with torch.no_grad():
@@ -172,10 +172,12 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         places = {node: place for place, node in enumerate(joint.primals)}
         primals = traced.captured.primals[0]
         tensors = {id(value): value for _, value in ownership.named()}
-        sources = _sources(traced, [primals[places[node]] for own in stages for node in own.primals], processes)
-        read = [{id(primals[places[node]]) for node in own.primals} & tensors.keys() for own in stages]
+        sources = _sources(
+            traced, [primals[places[node]] for exported in stages for node in exported.primals], processes
+        )
+        read = [{id(primals[places[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
         wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
-        metas = _metas(stages, [[primals[places[node]] for node in own.primals] for own in stages])
+        metas = _metas(stages, [[primals[places[node]] for node in exported.primals] for exported in stages])
     owners = ownership.owners or {}
     for key in wanted:
         value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
@@ -186,12 +188,12 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
     for number, stage in enumerate(stages):
         if ranks[number] != group.rank:
             continue
-        own = [sources[id(primals[places[node]])] for node in stage.primals]
+        tensors_of_stage = [sources[id(primals[places[node]])] for node in stage.primals]
         signature = inspect.signature(ownership.model.forward)
         module = _Stage(
             stage=stage,
             number=number,
-            sources=own,
+            sources=tensors_of_stage,
             signature=signature,
             last=number == len(stages) - 1,
             training=ownership.model.training,
@@ -226,10 +228,10 @@ def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torc
 def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list[int]:
     """The rank of each stage."""
     found = {
-        own.action.stage: rank
+        instruction.action.stage: rank
         for rank, of_rank in enumerate(instructions)
-        for own in of_rank
-        if own.action.kind is ActionKind.FORWARD
+        for instruction in of_rank
+        if instruction.action.kind is ActionKind.FORWARD
     }
     ranks = [found.get(stage, -1) for stage in range(count)]
     if ranks != [stage % len(instructions) for stage in range(count)]:
@@ -256,10 +258,10 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
                 twice |= {id(value)} & wanted & found.keys()
                 found.setdefault(id(value), _Of(argument=name, path=tuple(path)))
     for value in read:
-        own = found.get(id(value))
-        if not isinstance(value, torch.Tensor) or own is None or id(value) in twice:
+        source = found.get(id(value))
+        if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
             what = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
-            where = f" ({own.argument}{keystr(own.path)})" if own is not None else ""
+            where = f" ({source.argument}{keystr(source.path)})" if source is not None else ""
             raise ValueError(
                 f"stages read {what}{where} that cannot be told from the arguments of the model: pass each tensor as "
                 "one argument, once, and compile with dynamic=False."
@@ -277,7 +279,7 @@ def _read_elsewhere(
     return [
         key
         for key in tensors
-        if any(key in own and rank not in owners[key] for own, rank in zip(read, ranks, strict=True))
+        if any(key in names and rank not in owners[key] for names, rank in zip(read, ranks, strict=True))
     ]
 
 
@@ -285,9 +287,9 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
     """What each stage returns, without memory: found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
     found = []
-    for stage, own in zip(stages, primals, strict=True):
+    for stage, of_stage in zip(stages, primals, strict=True):
         values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
-        flags = [value.requires_grad for value in (*received, *own)]
+        flags = [value.requires_grad for value in (*received, *of_stage)]
         mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         with mode, torch.enable_grad():
             fakes = [
@@ -308,14 +310,14 @@ def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tenso
     for name, value in ownership.named():
         if id(value) not in tensors:
             continue
-        parent, own = module, tensors[id(value)]
+        parent, target = module, tensors[id(value)]
         *path, last = name.split(".")
         for part in path:
             if not hasattr(parent, part):
                 parent.add_module(part, _Tensors())
             parent = parent.get_submodule(part)
-        if isinstance(own, nn.Parameter):
-            parent.register_parameter(last, own)
+        if isinstance(target, nn.Parameter):
+            parent.register_parameter(last, target)
         else:
-            parent.register_buffer(last, own, persistent=name in saved)
+            parent.register_buffer(last, target, persistent=name in saved)
     module.train(module.training)

@@ -55,12 +55,12 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     if not all(start in positions for start in known):
         return None
     found = [0]
-    for own in sorted(positions[start] for start in known):
+    for boundary in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
-        position = own
+        position = boundary
         while position > found[-1] and not _makes_memory(forward[position - 1]):
             position -= 1
-        position = position if position > found[-1] else max(own, found[-1] + 1)
+        position = position if position > found[-1] else max(boundary, found[-1] + 1)
         while position < len(forward) and tuples[position - 1]:
             position += 1
         if position >= len(forward):

@@ -153,7 +153,9 @@ class Pipeline:
             with within as updates:
                 finished = self._run(captured, tangents, None, [], updates)
                 gather(finished.gradients, splits)
-                total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
+                total = weighted_sum(
+                    [of_batch[place] for of_batch, place in zip(finished.outputs, losses, strict=True)], weights
+                )
                 ready = receivers, captured.primals, finished.outputs, finished.gradients
                 if not hand_over:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
@@ -184,8 +186,8 @@ class Pipeline:
                 outputs = self._model_outputs(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
             run = functools.partial(self._run_part, captured)
-            results, own = through_autograd(captured, splits, run, self._alive, self._sharded())
-            outputs = self._model_outputs(captured, results, own)
+            results, of_outputs = through_autograd(captured, splits, run, self._alive, self._sharded())
+            outputs = self._model_outputs(captured, results, of_outputs)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
@@ -277,14 +279,14 @@ class Pipeline:
         if self.settings.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
         rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
-        return [own / sum(rows) for own in rows]
+        return [count_of_batch / sum(rows) for count_of_batch in rows]
 
     def _split(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[SplitTensor]:
         spec = self._splitting.inputs
         of_args, of_kwargs = (spec, spec) if callable(spec) else (None, None) if spec is None else spec
         return [
-            *split_tensors(args, [own for own, _ in pieces], of_args),
-            *split_tensors(kwargs, [own for _, own in pieces], of_kwargs),
+            *split_tensors(args, [of_call for of_call, _ in pieces], of_args),
+            *split_tensors(kwargs, [of_call for _, of_call in pieces], of_kwargs),
         ]
 
     def close(self) -> None:
@@ -324,8 +326,8 @@ class Pipeline:
         with self._looking_moved(), self._traced():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
-            own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
-            return capture_calls(own, self._compile_state, forwards_before_backwards)
+            noting = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
+            return capture_calls(noting, self._compile_state, forwards_before_backwards)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
@@ -343,16 +345,16 @@ class Pipeline:
         """
         outputs = []
         updated = {
-            id(own[place]): own[place]
-            for program, own in zip(captured.programs, captured.primals, strict=True)
+            id(of_batch[place]): of_batch[place]
+            for program, of_batch in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
         writable: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._processes is not None:
             writable = self._processes.ownership.writable(updated.values())
         with self._looking_moved(updated), self._traced(), writable:
-            for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
-                returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
+            for index, (call, of_batch) in enumerate(zip(captured.calls, results, strict=True)):
+                returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
                 with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
                 if differentiated is not None:
@@ -450,10 +452,14 @@ def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    sharing = [own for alias, own in pairs if _shares(alias, value)]
-    for own in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
-        if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
-            return own
+    sharing = [shared for alias, shared in pairs if _shares(alias, value)]
+    for shared in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
+        if (value.shape, value.stride(), value.storage_offset()) == (
+            shared.shape,
+            shared.stride(),
+            shared.storage_offset(),
+        ):
+            return shared
     if sharing:  # one of several views of an intermediate result, which the graph returns in their place
         return sharing[0].as_strided(value.shape, value.stride(), value.storage_offset())
     return value

@@ -126,7 +126,7 @@ class StepBounds:
     def __post_init__(self) -> None:
         self._cut: dict[int, _Stages] = {}
         self._known: dict[Division, Bound] = {}
-        trained = {number for own in self.costs.gradients for number in own}
+        trained = {number for of_segment in self.costs.gradients for number in of_segment}
         self._sizes = {number: tensor_bytes([tensor]) for number, tensor in self.costs.tensors.items()}
         self._trained = frozenset(trained)
 
@@ -145,17 +145,19 @@ class StepBounds:
         devices = self._devices(division)
         parallel = self._parallel(division)
         shared = self._shared(division, stages, devices)
-        weights = [self._weights(division, stages, own) for own, _ in devices]
+        weights = [self._weights(division, stages, numbers) for numbers, _ in devices]
         fixed = max(weights, default=0) if self.with_weights else 0
         # One gradient, or parameter, is copied where it is averaged, or gathered, on all devices alike.
-        copied = max((self._whole(division, own) for own in self._trained), default=0) if parallel is not None else 0
+        copied = (
+            max((self._whole(division, number) for number in self._trained), default=0) if parallel is not None else 0
+        )
         seconds = in_tiles = 0.0
         most, recomputed = 0, []
-        for (own, order), weight in zip(devices, weights, strict=True):
-            gradients = self._gradients(division, stages, own)
+        for (numbers, order), weight in zip(devices, weights, strict=True):
+            gradients = self._gradients(division, stages, numbers)
             lowest, recompute = self._recomputed(division, stages, order, gradients, self.memory - fixed - copied)
-            head, tail, link = self._edges(division, stages, own, gradients, parallel, shared)
-            busy = sum(stages.forward[stage] + stages.backward[stage] for stage in own)
+            head, tail, link = self._edges(division, stages, numbers, gradients, parallel, shared)
+            busy = sum(stages.forward[stage] + stages.backward[stage] for stage in numbers)
             count = self.microbatches // division.replicas
             if fixed + sum(gradients[-1].values()) > self.memory:
                 recompute = busy = math.inf
@@ -191,10 +193,10 @@ class StepBounds:
         recompute = found.recompute_seconds if estimate else [0.0] * division.pipeline
         shares: dict[StageAction, float] = {}
         for stage, (backward, late) in enumerate(zip(stages.backward, stages.late, strict=True)):
-            own = sum(device == device_of[stage] for device in device_of.values())
+            count_there = sum(device == device_of[stage] for device in device_of.values())
             shares[ActionKind.FORWARD, stage] = stages.forward[stage]
             shares[ActionKind.RECOMPUTE, stage] = 0.0 if estimate else backward - late
-            seconds = backward + recompute[device_of[stage]] / own if estimate else late
+            seconds = backward + recompute[device_of[stage]] / count_there if estimate else late
             for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,):
                 shares[kind, stage] = seconds / (2 if split else 1)
         costs = self._step_costs(division, stages, graph, shares, estimate)
@@ -214,8 +216,8 @@ class StepBounds:
         gradients: dict[StageAction, dict[int, int]] = {}
         reads: dict[StageAction, tuple[int, ...]] = {}
         sent: dict[tuple[StageAction, StageAction], int] = {}
-        for stage, own in enumerate(stages.segments):
-            added = {number for at in own for number in self.costs.gradients[at]}
+        for stage, members in enumerate(stages.segments):
+            added = {number for at in members for number in self.costs.gradients[at]}
             gradients[last, stage] = {number: self._sizes[number] for number in added}
             read = tuple(sorted(self._read(stages, [stage]) & self._trained))
             reads |= {step: read for step in graph.steps if step[1] == stage}
@@ -244,17 +246,17 @@ class StepBounds:
             costs = self.costs
             starts = costs.starts(count)
             segments = tuple(range(*ends) for ends in zip(starts, [*starts[1:], costs.count], strict=True))
-            stage_of = {segment: stage for stage, own in enumerate(segments) for segment in own}
-            forward = tuple(sum(costs.forward_seconds[own] for own in of) for of in segments)
-            backward = tuple(sum(costs.backward_seconds[own] for own in of) for of in segments)
-            late = tuple(sum(costs.late_seconds[own] for own in of) for of in segments)
+            stage_of = {segment: stage for stage, members in enumerate(segments) for segment in members}
+            forward = tuple(sum(costs.forward_seconds[member] for member in of) for of in segments)
+            backward = tuple(sum(costs.backward_seconds[member] for member in of) for of in segments)
+            late = tuple(sum(costs.late_seconds[member] for member in of) for of in segments)
             begins = [0.0] * count
             for stage, of in enumerate(segments):
-                sources = {stage_of[source] for own in of for source in costs.forward_reads[own]} - {stage}
-                begins[stage] = max((begins[own] + forward[own] for own in sources), default=0.0)
+                sources = {stage_of[source] for member in of for source in costs.forward_reads[member]} - {stage}
+                begins[stage] = max((begins[earlier] + forward[earlier] for earlier in sources), default=0.0)
             left = [0.0] * count
             for stage, of in enumerate(segments):  # backwards of earlier stages wait for those of later ones
-                for source in {stage_of[source] for own in of for source in costs.backward_reads[own]} - {stage}:
+                for source in {stage_of[source] for member in of for source in costs.backward_reads[member]} - {stage}:
                     left[source] = max(left[source], late[stage] + left[stage])
             self._cut[count] = _Stages(
                 segments=segments,
@@ -286,8 +288,10 @@ class StepBounds:
     ) -> frozenset[int]:
         """Parameters with gradients on several devices, which are reduced at some other time."""
         found: dict[int, int] = {}
-        for own, _ in devices:
-            added = {number for stage in own for at in stages.segments[stage] for number in self.costs.gradients[at]}
+        for stages_there, _ in devices:
+            added = {
+                number for stage in stages_there for at in stages.segments[stage] for number in self.costs.gradients[at]
+            }
             for number in added:
                 found[number] = found.get(number, 0) + 1
         return frozenset(number for number, count in found.items() if count > 1)
@@ -444,10 +448,10 @@ def _cheapest(values: Sequence[tuple[float, int]], over: float) -> float:
     seconds = 0.0
     if over <= 0:
         return seconds
-    for own, size in sorted(values, key=lambda value: value[0] / value[1]):
-        if math.isinf(own):
+    for seconds_of_value, size in sorted(values, key=lambda value: value[0] / value[1]):
+        if math.isinf(seconds_of_value):
             break
         if size >= over:
-            return seconds + own * over / size
-        seconds, over = seconds + own, over - size
+            return seconds + seconds_of_value * over / size
+        seconds, over = seconds + seconds_of_value, over - size
     return math.inf

@@ -42,12 +42,12 @@ def through_autograd(
     """
     step = _StepFunction(captured, splits, run, instead or {})
     receivers = receivers_of(captured.primals, splits, instead)
-    flat = _PipelinedStep.apply(step, [*receivers], *(own.tensor for own in receivers.values()))
+    flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
     places = [program.tangents for program in captured.programs]
-    own = _chunks(flat, [len(found) for found in places])
+    of_parts = _chunks(flat, [len(found) for found in places])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
-    return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, own, strict=True)]
+    return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, of_parts, strict=True)]
 
 
 class _StepFunction:
@@ -74,8 +74,10 @@ class _StepFunction:
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            [Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
-            for program, graph, own in zip(self.captured.programs, self.captured.graphs, finished.outputs, strict=True)
+            [Like.of(of_batch[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            for program, graph, of_batch in zip(
+                self.captured.programs, self.captured.graphs, finished.outputs, strict=True
+            )
         ]
         mutated = {
             id(primals[place])
@@ -106,8 +108,8 @@ class _StepFunction:
             del value
         values, self.values = self.values, None
         tangents = [
-            [incoming_gradient(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
-            for own, likes, graph in zip(
+            [incoming_gradient(*of_one) for of_one in zip(of_batch, likes, graph.strided, strict=True)]
+            for of_batch, likes, graph in zip(
                 _chunks(gradients, [len(program.tangents) for program in self.captured.programs]),
                 self.likes,
                 self.captured.graphs,
@@ -129,8 +131,8 @@ class _PipelinedStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
-            own[place].detach()
-            for program, own in zip(step.captured.programs, step.outputs, strict=True)
+            of_batch[place].detach()
+            for program, of_batch in zip(step.captured.programs, step.outputs, strict=True)
             for place in program.tangents
         )
 
@@ -142,7 +144,7 @@ class _PipelinedStep(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             differentiable = [value for value in gradients if value is not None and value.requires_grad]
             receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)
-            read = [own.tensor for own in receivers.values()]
+            read = [receiver.tensor for receiver in receivers.values()]
             results = list(_OnceDifferentiable.apply(len(results), *results, *differentiable, *read))
         return (None, None, *results)
 

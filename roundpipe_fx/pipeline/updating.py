@@ -68,7 +68,7 @@ def updating(
     try:
         yield step
         complete = True
-        step.finish({key: own for key, own in targets.items() if key not in within})
+        step.finish({key: update_target for key, update_target in targets.items() if key not in within})
         if not synchronize:
             return
         updates.wait_for([*targets])

@@ -63,7 +63,7 @@ def shape_of_backward(
         shape.append((reads, makes, inplace_candidates, numbered(mask_only), operation.workspace))
     for storage in pending:  # grows while their sources are numbered
         always_live = storage in graph.always_live
-        own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
-        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if own else None
+        is_local = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
+        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if is_local else None
         shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, made))
     return tuple(shape), numbers

@@ -127,8 +127,8 @@ class Blocks:
         known = self._sequences.get((like, most)) if like is not None else None
         if known is None:
             made = {storage for step in steps for storage in step.makes}
-            own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
-            reducer = PeakReducer(graph, steps, own | entering, self.lasting[segment])
+            local = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+            reducer = PeakReducer(graph, steps, local | entering, self.lasting[segment])
             key = (reducer.structure(), most)
             if key not in self._sequences:
                 self._sequences[key] = reducer.sequences(most) if self._reduce_peak else reducer.as_they_come()

@@ -42,14 +42,14 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     for segment, block in schedule.backward:
         stage = block[0].stage if block else graph.stages[segment]
         choices = found.setdefault(stage, [frozenset()])
-        prefix, own = set(choices[-1]), set(choices[-1])
+        prefix, covered = set(choices[-1]), set(choices[-1])
         for place in range(position, position + len(block)):
             if place in free:
-                own.add(place)
+                covered.add(place)
                 prefix |= {place} if stage not in waiting else set()
             elif place in needed:
                 waiting.add(stage)
-        for grown in (prefix, own):
+        for grown in (prefix, covered):
             if any(steps[place].recipe is not None for place in grown - choices[-1]):
                 choices.append(frozenset(grown))
         position += len(block)
@@ -58,7 +58,7 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
 
 def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[int, int]) -> PlannedSchedule:
     """The schedule with one of the choices of each stage early, and nothing else."""
-    early = frozenset().union(*(own[level[stage]] for stage, own in choices.items()))
+    early = frozenset().union(*(options_there[level[stage]] for stage, options_there in choices.items()))
     backward = []
     position = 0
     for segment, block in schedule.backward:
@@ -84,7 +84,10 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Colle
             free are.
     """
     choices = early_choices(graph, schedule)
-    level = {stage: len(own) - 1 if stage in beside else min(len(own) - 1, 1) for stage, own in choices.items()}
+    level = {
+        stage: len(options_there) - 1 if stage in beside else min(len(options_there) - 1, 1)
+        for stage, options_there in choices.items()
+    }
     limit, _ = peaks_by_stage(graph, schedule)
     while any(level.values()):
         found = early_at(schedule, choices, level)

@@ -148,7 +148,9 @@ class LearnedSteps:
         steps = tuple(step for step in self._steps.values() if any(call.graph == graph for call in step.calls))
         if not steps or not self._replans:
             return None
-        others: Mapping[str, Footprint] = {name: own for name, own in self._footprints.items() if name != graph}
+        others: Mapping[str, Footprint] = {
+            name: footprint for name, footprint in self._footprints.items() if name != graph
+        }
         return StepNeeds(graph, steps, others, limit=self._limit)
 
     def plan_together(self, share: float) -> None:
@@ -193,11 +195,11 @@ class LearnedSteps:
             planned = self._planned.get(graph)
             if planned is None or planned.operations is None or not self._replans:
                 continue
-            own = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
+            steps_of_graph = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
             others = {name: footprint for name, footprint in self._footprints.items() if name != graph}
-            needs = StepNeeds(graph, own, others, planned.footprint.gradients)
+            needs = StepNeeds(graph, steps_of_graph, others, planned.footprint.gradients)
             ladders[graph] = ladder_of(planned.operations(), needs)
-        fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
+        fixed = {graph: known_footprint for graph, known_footprint in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
             beside = self.beside if isinstance(self._asked, int) else 0

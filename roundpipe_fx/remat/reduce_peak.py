@@ -62,10 +62,10 @@ class PeakReducer:
         """Equal for blocks that are alike but for the numbers of their storages."""
         events, sizes, _ = self._events(range(len(self._steps)))
         numbers: dict[int, int] = {}
-        own = set(self._before).union(*(event.makes for event in events))
+        local = set(self._before).union(*(event.makes for event in events))
 
         def number(storage: int) -> int:
-            return numbers.setdefault(storage, len(numbers)) if storage in own else -1
+            return numbers.setdefault(storage, len(numbers)) if storage in local else -1
 
         shape = tuple(
             (

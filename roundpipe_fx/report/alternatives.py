@@ -152,7 +152,9 @@ class Noted:
         return Alternatives(values=tuple(self._values.values()), plans=tuple(self._plans), own=own)
 
     def _indices(self, graph: OperationGraph, storages: Iterable[int]) -> tuple[int, ...]:
-        nodes = {graph.values[own].name: own for own in storages if graph.sizes[own] and own in graph.values}
+        nodes = {
+            graph.values[number].name: number for number in storages if graph.sizes[number] and number in graph.values
+        }
         for name, storage in nodes.items():
             if name not in self._values:
                 self._values[name] = _value(graph, storage)
@@ -172,10 +174,10 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
     known: set[tuple[int, float]] = set()
 
     def renumbered(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
-        own = [part.values[index] for index in indices]
-        for value in own:
+        values_of_part = [part.values[index] for index in indices]
+        for value in values_of_part:
             values.setdefault(value.name, value)
-        return tuple(numbers.setdefault(value.name, len(numbers)) for value in own)
+        return tuple(numbers.setdefault(value.name, len(numbers)) for value in values_of_part)
 
     for place, part in enumerate(parts):
         for index, plan in enumerate(part.plans):
@@ -185,8 +187,8 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
                 saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
                 plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
     plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
-    own = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
-    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=own)
+    chosen = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
+    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=chosen)
 
 
 def alternatives_of(
@@ -203,18 +205,18 @@ def alternatives_of(
     """
     found = _candidates(graph, points[0], limit)
     noted = Noted()
-    own: tuple[int, int] | None = None
+    chosen: tuple[int, int] | None = None
     count = 0
     for size, seconds in points:
         candidate = found.get((size, seconds))
         if candidate is None:
             continue
         alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
-        if alike and (own is None or abs(size - own_bytes) < abs(own[1] - own_bytes)):
-            own = count, size
+        if alike and (chosen is None or abs(size - own_bytes) < abs(chosen[1] - own_bytes)):
+            chosen = count, size
         noted.note(graph, candidate, (size, seconds))
         count += 1
-    return noted.alternatives(own[0] if own is not None else None)
+    return noted.alternatives(chosen[0] if chosen is not None else None)
 
 
 def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -> dict[tuple[int, float], Candidate]:

@@ -55,7 +55,7 @@ def emitted_lines(
             node = own_nodes[module.name].get(name)
             if node is not None:
                 found.setdefault(str(node.meta.get(Mark.ORIGIN, node.name)), []).append(line)
-    return {name: tuple(own) for name, own in found.items()}
+    return {name: tuple(lines_of_name) for name, lines_of_name in found.items()}
 
 
 def _assigning(file: str, text: str, modules: int) -> Iterator[tuple[str, EmittedLine]]:

@@ -30,7 +30,7 @@ def explained(plan: Plan, name: str) -> str:
     tiled = [tiles for tiles in plan.tiles if tiles.name == name]
     if not found and not tiled:
         found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
-        tiled = [own for own in plan.tiles if own.module == name or own.module.startswith(f"{name}.")]
+        tiled = [loop for loop in plan.tiles if loop.module == name or loop.module.startswith(f"{name}.")]
     if not found and not tiled:
         values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *plan.tiles]
         names = {value.name for value in values} | {value.module for value in values}
@@ -43,10 +43,10 @@ def explained(plan: Plan, name: str) -> str:
 
 def _offloaded(plan: Plan, name: str) -> str:
     """What is added to the explanation of a value that leaves its device."""
-    for own in plan.pipeline.offloaded if plan.pipeline is not None else ():
-        if own.name == name:
+    for value in plan.pipeline.offloaded if plan.pipeline is not None else ():
+        if value.name == name:
             count = plan.pipeline.microbatches if plan.pipeline is not None else 0
-            return f"; offloaded: it leaves for the host and comes back in {own.microbatches} of {count} microbatches"
+            return f"; offloaded: it leaves for the host and comes back in {value.microbatches} of {count} microbatches"
     return ""
 
 

@@ -111,7 +111,7 @@ class Plan:
                 "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
                 "of the compiled model."
             )
-        names = {own.number: own.name for own in self.pipeline.offloaded} if self.pipeline is not None else {}
+        names = {value.number: value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {}
         return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
 
     @property
@@ -240,8 +240,8 @@ class Plan:
         untiled = self._frontier_untiled
         if self._in_tiles is None:
             return untiled
-        own = self._own_alternatives.plans if self.tiles else ()
-        tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *own) if plan.tiles}
+        stored_plans = self._own_alternatives.plans if self.tiles else ()
+        tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *stored_plans) if plan.tiles}
         if self._in_tiles.anywhere:
             # What recomputes nothing is not given up for tiles, whatever these are modelled to take.
             return (untiled[0], *(point for point in _undominated([*untiled, *tiled]) if point != untiled[0]))

@@ -78,13 +78,15 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
             "forward": found.forward,
             "source": found.source,
         }
-        rows = [_LineOfValue(name, *line) for name, own in details.step.lines.items() for line in own]
+        rows = [
+            _LineOfValue(name, *line) for name, lines_of_name in details.step.lines.items() for line in lines_of_name
+        ]
         lines = _columns(rows, _LineOfValue._fields, strings)
-    own = details.alternatives
+    in_reach = details.alternatives
     alternatives = {
-        "values": _columns(own.values, _fields(AlternativeValue), strings),
-        "plans": [dataclasses.asdict(plan) for plan in own.plans],
-        "own": own.own,
+        "values": _columns(in_reach.values, _fields(AlternativeValue), strings),
+        "plans": [dataclasses.asdict(plan) for plan in in_reach.plans],
+        "own": in_reach.own,
     }
     if details.timeline is not None:
         timeline = {
@@ -133,7 +135,7 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
                 forward=memory["forward"],
                 source=memory["source"],
             ),
-            lines={name: tuple(own) for name, own in lines.items()},
+            lines={name: tuple(lines_of_name) for name, lines_of_name in lines.items()},
         )
     if data["timeline"] is not None:
         bars = {

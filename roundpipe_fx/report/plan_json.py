@@ -83,7 +83,7 @@ def fields_of_json(text: str) -> dict[str, Any]:
         mesh = fields["pipeline"].get("mesh")
         if mesh is not None:
             mesh |= {name: tuple(mesh[name]) for name in ("weight_bytes", "optimizer_bytes")}
-            mesh |= {"divisions": tuple(PlannedDivision(**own) for own in mesh.get("divisions", ()))}
+            mesh |= {"divisions": tuple(PlannedDivision(**division) for division in mesh.get("divisions", ()))}
             mesh = PlannedMesh(**mesh)
         lists |= {"offloaded": offloaded, "gathered": gathered, "mesh": mesh}
         fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))

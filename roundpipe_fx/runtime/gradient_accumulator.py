@@ -50,9 +50,9 @@ class GradientAccumulator:
 
     def release(self, owner: int) -> tuple[torch.Tensor, bool]:
         """Remove and return an accumulated gradient, and whether it may be written to."""
-        own = owner in self._owned
+        is_owned = owner in self._owned
         self._owned.discard(owner)
-        return self.tensors.pop(owner), own
+        return self.tensors.pop(owner), is_owned
 
     def parts_of(self, owner: int) -> list[tuple[torch.Tensor, bool]]:
         """As :meth:`release`, in a list, which is empty if there is no gradient."""

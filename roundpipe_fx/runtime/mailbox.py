@@ -79,9 +79,9 @@ class Mailboxes:
 
     def pack(self, device: int, instruction: Instruction, results: Sequence[Any]) -> list[Message]:
         """Start copying results to the devices that read them."""
-        own = self._all_device_streams[device]
+        device_streams = self._all_device_streams[device]
         return [
-            own.send(
+            device_streams.send(
                 tuple(number for _, number in places),
                 [results[place] for place, _ in places],
                 self._all_device_streams[peer],

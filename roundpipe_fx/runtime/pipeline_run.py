@@ -193,10 +193,10 @@ class _PipelineRun:
         # In the caller's thread, since tracing and compiling are not thread-safe.
         self._calls = [
             [
-                own.code.call
+                instruction.code.call
                 if device_streams.device == self.caller_device
-                else own.code.elsewhere(device_streams.device)
-                for own in instructions_of_device
+                else instruction.code.elsewhere(device_streams.device)
+                for instruction in instructions_of_device
             ]
             for device_streams, instructions_of_device in zip(workers.all_device_streams, instructions, strict=False)
         ]
@@ -214,7 +214,7 @@ class _PipelineRun:
         self._sums = [GradientAccumulator() for _ in workers.all_device_streams]
         self._on_host = on_host
         self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
-            prefetch_steps_of(own, primals, on_host) for own in instructions if on_host
+            prefetch_steps_of(of_device, primals, on_host) for of_device in instructions if on_host
         ]
         self._offloads = offloads
         self._at_host: list[dict[int, list[torch.Tensor]]] = [{} for _ in workers.all_device_streams]
@@ -228,12 +228,12 @@ class _PipelineRun:
         self.failure: BaseException | None = None
 
     def _hand_out(self, inherited: Sequence[dict[int, Any]]) -> None:
-        for own, instructions in zip(self._values, self._instructions, strict=False):
+        for of_device, instructions in zip(self._values, self._instructions, strict=False):
             for instruction in instructions:
                 batch = instruction.action.microbatch
                 for source in instruction.code.inputs:
                     if source.kind == "value" and source.index in inherited[batch]:
-                        own[batch][source.index] = _Left(inherited[batch][source.index])
+                        of_device[batch][source.index] = _Left(inherited[batch][source.index])
         for values in inherited:
             values.clear()
 
@@ -290,19 +290,19 @@ class _PipelineRun:
             offloading.reload(place)
             self.transport.before(device, place)
             batch = instruction.action.microbatch
-            own = values[batch]
+            of_batch = values[batch]
             # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
             for step in instruction.receives:
-                own.update(self.transport.receive(device, step, batch))
+                of_batch.update(self.transport.receive(device, step, batch))
             code = instruction.code
             if self._updates is not None:
                 self._updates.wait_for(id(self._primals[batch][number]) for number in code.reads)
             if self._inherits:
-                _inherit(device_streams, own, code.inputs)
+                _inherit(device_streams, of_batch, code.inputs)
             # A dying value leaves the dictionary, so that the argument list, which the stage clears, holds the last
             # reference and the value is freed inside the stage.
             arguments = [
-                (own.pop(source.index) if dies else own[source.index])
+                (of_batch.pop(source.index) if dies else of_batch[source.index])
                 if source.kind == "value"
                 else self._outside(source, batch, device, device_streams)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
@@ -430,8 +430,8 @@ def _gradients_among(
 ) -> list[tuple[int, torch.Tensor]]:
     """Gradients that an earlier forward run has left, each keyed by the input it belongs to."""
     return [
-        (id(own[gradient.primal]), values[gradient.source.index])
-        for values, program, own in zip(inherited, programs, primals, strict=False)
+        (id(of_batch[gradient.primal]), values[gradient.source.index])
+        for values, program, of_batch in zip(inherited, programs, primals, strict=False)
         for gradient in program.gradients
         if gradient.source is not None and gradient.source.kind == "value" and gradient.source.index in values
     ]

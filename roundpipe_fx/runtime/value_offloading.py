@@ -49,8 +49,8 @@ def offload_steps_of(
         offloads: what leaves.
     """
     found: list[Mapping[int, OffloadSteps]] = []
-    for device, own in enumerate(instructions):
-        present = {str(instruction.action) for instruction in own}
+    for device, of_device in enumerate(instructions):
+        present = {str(instruction.action) for instruction in of_device}
         places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
         of_place: dict[int, dict[str, list[Offload]]] = {}
         for offload in offloads:
@@ -104,7 +104,14 @@ class ValueOffloading:
         self._copied: dict[Offload, Any] = {}
         """By offload, the marker of its latest copies."""
         if steps:
-            self._buffers.keep({size for own in steps.values() for offload in own.leaves for _, size in offload.values})
+            self._buffers.keep(
+                {
+                    size
+                    for steps_of_device in steps.values()
+                    for offload in steps_of_device.leaves
+                    for _, size in offload.values
+                }
+            )
 
     def leave(self, place: int) -> None:
         """Begin to copy what leaves before an instruction; called first."""

@@ -99,9 +99,9 @@ def buckets_of(steps: Sequence[StageAction], gradients: _Sizes, late: Collection
                 stage[number] = min(stage.get(number, step[1]), step[1])
     found: list[Bucket] = []
     for of_stage in sorted(set(stage.values()), reverse=True):
-        own = {number: size for number, size in sizes.items() if stage[number] == of_stage}
+        of_bucket = {number: size for number, size in sizes.items() if stage[number] == of_stage}
         before = found[-1].place if found else 0
-        found.append(Bucket(max(before, *(last[number] for number in own)), own))
+        found.append(Bucket(max(before, *(last[number] for number in of_bucket)), of_bucket))
     return found
 
 

@@ -84,9 +84,9 @@ class HostLink:
         """
         self._windows, self._bandwidth = windows, bandwidth
         rows = [np.zeros((length, 4)) for length in lengths]
-        for own, table in zip(windows, rows, strict=True):
+        for of_device, table in zip(windows, rows, strict=True):
             left = 0
-            for window in own:
+            for window in of_device:
                 table[window.places.start] = [1, window.first, window.brought, left]
                 left = sum(window.gradients.values())
         self._table = np.concatenate([np.zeros((0, 4)), *rows])
@@ -94,13 +94,15 @@ class HostLink:
         self._ended = np.zeros((len(self._table), 3))
         """At the first action of each window, when copies end: of its tensors if it is the first one, of those of the
         next one, of the previous one's gradients."""
-        self._last = np.array([sum(own[-1].gradients.values()) / bandwidth if own else 0.0 for own in windows])
+        self._last = np.array(
+            [sum(of_device[-1].gradients.values()) / bandwidth if of_device else 0.0 for of_device in windows]
+        )
         count = len(lengths)
         self._incoming, self._outgoing = np.zeros(count), np.zeros(count)
         """By device, when the copies that were issued so far will have ended."""
         self._tensors, self._gradients = np.zeros(count), np.zeros(count)
         """By device, when the tensors and the gradients that were issued last will have been copied."""
-        self._seconds = [own.bytes / bandwidth for own in offloads]
+        self._seconds = [offload.bytes / bandwidth for offload in offloads]
         self._copied = [0.0] * len(offloads)
         """By offload, when its copy that was issued last will have ended."""
         self.spans = [[0.0, 0.0, 0.0, 0.0] for _ in offloads]

@@ -17,13 +17,13 @@ class Places:
     def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
         self._at: list[dict[int, np.ndarray]] = []
         count = max(schedule.microbatches, 1)
-        for order, own in zip(schedule.orders, codes, strict=True):
+        for order, codes_of_device in zip(schedule.orders, codes, strict=True):
             found: dict[int, np.ndarray] = {}
             self._at.append(found)
-            if not len(own):
+            if not len(codes_of_device):
                 continue
-            sorting = np.argsort(own, kind="stable")
-            values, starts = np.unique(own[sorting], return_index=True)
+            sorting = np.argsort(codes_of_device, kind="stable")
+            values, starts = np.unique(codes_of_device[sorting], return_index=True)
             for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
                 at = np.full(count, -1, dtype=np.int64)
                 at[order[places, 2]] = places
@@ -69,6 +69,8 @@ class Places:
         for maker in makers:
             at = self._at[device].get(maker)
             if at is not None:
-                own = at[batches]
-                earliest = np.where((own >= 0) & ((earliest < 0) | (own < earliest)), own, earliest)
+                at_batches = at[batches]
+                earliest = np.where(
+                    (at_batches >= 0) & ((earliest < 0) | (at_batches < earliest)), at_batches, earliest
+                )
         return earliest

@@ -195,8 +195,8 @@ class Schedule:
         missing = [
             _code(kind, stage)
             for kind, other in (parts, parts[::-1])
-            for own, stage in graph.steps
-            if own is other and not graph.has(kind, stage)
+            for kind_of_step, stage in graph.steps
+            if kind_of_step is other and not graph.has(kind, stage)
         ]
         return self._where(lambda order: ~np.isin(_codes(order), missing))
 

@@ -147,7 +147,7 @@ def simulate_time(
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
     codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     windows = costs.windows(schedule, codes, steps)
-    lengths = [len(own) for own in codes]
+    lengths = [len(of_device) for of_device in codes]
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
     replicas = None
     if costs.data_parallel is not None:
@@ -156,7 +156,7 @@ def simulate_time(
     if costs.network is not None:
         travel = _travel(costs, codes, reads, steps)
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
-    starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
+    starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
     found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
         schedule=schedule,
@@ -174,8 +174,8 @@ def simulate_time(
     if link is None:
         return timing
     left = link.all_left(clock)
-    brought = sum(window.first + window.brought for own in windows for window in own)
-    returned = tuple(size for own in windows for window in own for size in window.gradients.values())
+    brought = sum(window.first + window.brought for of_device in windows for window in of_device)
+    returned = tuple(size for of_device in windows for window in of_device for size in window.gradients.values())
     return dataclasses.replace(
         timing,
         brought_bytes=brought,
@@ -192,8 +192,8 @@ def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]
     if costs.sharded is None:
         return ()
     return tuple(
-        gathered_bytes(own, costs.sharded, [each for each in kept if each.device == own.device])
-        for own in device_orders(schedule)
+        gathered_bytes(order, costs.sharded, [each for each in kept if each.device == order.device])
+        for order in device_orders(schedule)
     )
 
 
@@ -203,7 +203,7 @@ def _travel(
     """Seconds of sending the results that stage actions read, by the nodes of the devices that run both."""
     network, replicas = costs.network, costs.data_parallel
     assert network is not None
-    device_of = {code: device for device, own in enumerate(codes) for code in np.unique(own).tolist()}
+    device_of = {code: device for device, of_device in enumerate(codes) for code in np.unique(of_device).tolist()}
     travel = np.zeros(reads.shape)
     for step, place in np.argwhere(reads >= 0).tolist():
         source = int(reads[step, place])
@@ -231,7 +231,7 @@ def _run(
     sources is then NaN exactly if it cannot start yet. If no action of a wave can start, the schedule deadlocks.
     """
     steps = len(names)
-    lengths = np.array([len(own) for own in codes])
+    lengths = np.array([len(of_device) for of_device in codes])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
     microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
@@ -247,31 +247,31 @@ def _run(
     travels = bool(travel.any())
     while len(devices):
         place = offsets[devices] + at[devices]
-        own, batch = flat[place], microbatch[place]
-        sources = reads[own]
+        codes_now, batch = flat[place], microbatch[place]
+        sources = reads[codes_now]
         arrival = end_of[sources, batch[:, None]]
         if travels:
-            arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
+            arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[codes_now], 0.0)
         latest = arrival.max(axis=1)  # NaN if a source has not run yet
         # Buffers as updated by the previous microbatch; the first microbatch reads the caller's.
         if carried.size:
-            before = np.where(batch[:, None] > 0, carried[own], -1)
+            before = np.where(batch[:, None] > 0, carried[codes_now], -1)
             latest = np.maximum(latest, end_of[before, batch[:, None] - 1].max(axis=1))
         ready = ~np.isnan(latest)
         if not ready.any():
-            raise _deadlock(schedule, devices, at, end_of, reads, carried, own, batch, names)
-        runs, place, own, batch = devices[ready], place[ready], own[ready], batch[ready]
+            raise _deadlock(schedule, devices, at, end_of, reads, carried, codes_now, batch, names)
+        runs, place, codes_now, batch = devices[ready], place[ready], codes_now[ready], batch[ready]
         start = np.maximum(clock[runs], latest[ready])
         if link is not None:
             start = np.maximum(start, link.ready(runs, place, clock[runs]))
-        end = start + seconds[own]
+        end = start + seconds[codes_now]
         clock[runs] = end
         ends[place] = end
         waves[place] = wave
         wave += 1
-        end_of[own, batch] = end
+        end_of[codes_now, batch] = end
         if travels:
-            maker[own, batch] = runs
+            maker[codes_now, batch] = runs
         at[runs] += 1
         if (at[runs] == lengths[runs]).any():
             devices = devices[at[devices] < lengths[devices]]

@@ -301,7 +301,7 @@ def forget_compiled(backends: Sequence[Any]) -> None:
     for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
         entries = _debug_get_cache_entry_list(code)
         alive = [entry for entry in entries if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)]
-        unused = [entry for entry in alive if any(_given_backend(entry.backend) is own for own in backends)]
+        unused = [entry for entry in alive if any(_given_backend(entry.backend) is backend for backend in backends)]
         if not unused:
             continue
         used = len(alive) - len(unused)

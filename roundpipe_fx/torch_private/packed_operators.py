@@ -289,11 +289,13 @@ def recur_backward(
     """
     with _autograd():
         wanted = iter(needs)
-        own = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
+        differentiated = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
         count = 1 + len(states)
         options = (biases, layers, 0.0, training, bidirectional)
-        results = _run(kind, own[0], batch_sizes, own[1:count], own[count:], options, autocast)
-        leaves = [value for value in own if value.requires_grad]
+        results = _run(
+            kind, differentiated[0], batch_sizes, differentiated[1:count], differentiated[count:], options, autocast
+        )
+        leaves = [value for value in differentiated if value.requires_grad]
         totals = zip(leaves, sums or [None] * len(leaves), strict=True)
         begun = [(value.view_as(value), total) for value, total in totals if total is not None]
         results += [value for value, _ in begun]  # autograd starts with the last call

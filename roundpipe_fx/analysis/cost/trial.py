@@ -179,7 +179,7 @@ def _trial_from(trial: Any) -> Trial:
     sizes = [workspace, left, *storages]
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{sizes} are not bytes")
-    lies = [own and TensorLayout(*map(tuple, own)) for own in layouts]
+    lies = [layout and TensorLayout(*map(tuple, layout)) for layout in layouts]
     return Trial(workspace, left, tuple(lies), tuple(storages))
 
 

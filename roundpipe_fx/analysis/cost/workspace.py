@@ -115,7 +115,11 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
     if node.target is torch.ops.aten._to_copy.default:
         return True
     (kind,) = kinds
-    compared = torch.bool if kind.is_floating_point and not any(isinstance(own, complex) for own in node.args) else kind
+    compared = (
+        torch.bool
+        if kind.is_floating_point and not any(isinstance(argument, complex) for argument in node.args)
+        else kind
+    )
     return all(value.dtype in (kind, compared) for value in tensor_values(node))
 
 

@@ -102,16 +102,16 @@ def divide(
     region: TileRegion, nodes: Iterable[fx.Node], results: Iterable[fx.Node], instead: Mapping[fx.Node, fx.Node]
 ) -> Divided:
     """What a loop over these operations reads, with what others read of it."""
-    own = tuple(nodes)
-    inside = set(own)
-    operands = dict.fromkeys(instead.get(source, source) for source in sources_of(own) if source not in inside)
+    members = tuple(nodes)
+    inside = set(members)
+    operands = dict.fromkeys(instead.get(source, source) for source in sources_of(members) if source not in inside)
     where = {
         **region.where,
         **{replacement: region.where[read] for read, replacement in instead.items() if read in region.where},
     }
     return Divided(
         region=dataclasses.replace(region, where=where),
-        nodes=own,
+        nodes=members,
         operands=tuple(operands),
         results=tuple(results),
         instead=instead,
@@ -158,9 +158,9 @@ class Loops:
         key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
         if key not in self._made:
             numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
-            own = next(one for one in numbered if one not in self._names)
-            self._made[key] = loop_of(divided, tiles, own, self.costs)
-            self._names.add(own)
+            unused = next(one for one in numbered if one not in self._names)
+            self._made[key] = loop_of(divided, tiles, unused, self.costs)
+            self._names.add(unused)
         return self._made[key]
 
 
@@ -210,8 +210,8 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
     if any(result.made_in is not result.dtype for result in results):
         # Sums exist in both types when all tiles are done, and in one before.
         wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
-        own = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
-        workspace = max(wider, wider - own + workspace)
+        totals = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        workspace = max(wider, wider - totals + workspace)
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 

@@ -248,14 +248,14 @@ def _between(members: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> list[f
         order: the nodes of the graph, with their positions. Only those between the first member and the last are
             looked at: a model has many regions, and each of them is a small part of it.
     """
-    own = sorted(members, key=order.__getitem__)
-    if not own:
+    ordered = sorted(members, key=order.__getitem__)
+    if not ordered:
         return []
-    phase = own[0].meta[Mark.PHASE]
-    inside = set(own)
+    phase = ordered[0].meta[Mark.PHASE]
+    inside = set(ordered)
     after: set[fx.Node] = set()
-    nodes = [own[0]]
-    while nodes[-1] is not own[-1]:
+    nodes = [ordered[0]]
+    while nodes[-1] is not ordered[-1]:
         nodes.append(nodes[-1].next)
     nodes = [node for node in nodes if node.meta.get(Mark.PHASE) is phase]
     for node in nodes:

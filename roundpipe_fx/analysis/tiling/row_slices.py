@@ -286,10 +286,10 @@ class _SliceSearch:
             return False
         if node not in self.known:
             self.known[node] = described(node)
-        own = self.known[node]
-        if own is None:
+        labels_of_node = self.known[node]
+        if labels_of_node is None:
             return False
-        mixed, pairs = own
+        mixed, pairs = labels_of_node
         wanted = labels_where(pairs, self.where)
         dimensions = dimensions_of(node)
         if not wanted or set(wanted) & mixed or dimensions is None:

@@ -77,7 +77,7 @@ def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
 
 def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
     """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
-    touched = [dim for dim, own in enumerate(labels) if set(own) & set(wanted)]
+    touched = [dim for dim, labels_of_dim in enumerate(labels) if set(labels_of_dim) & set(wanted)]
     if not touched:
         return False
     rows = tuple(dim for dim in range(touched[0], touched[-1] + 1) if dim in touched or not labels[dim])

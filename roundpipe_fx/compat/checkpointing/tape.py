@@ -143,8 +143,8 @@ class Tape:
             places = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
             for tensor in results:
-                own = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
-                fresh = own and made.get(storage_key(tensor), 0) is None
+                plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
+                fresh = plain and made.get(storage_key(tensor), 0) is None
                 places.append(self._number(tensor) if fresh else None)
                 if fresh:
                     made[storage_key(tensor)] = places[-1]
