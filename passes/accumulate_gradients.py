@@ -43,7 +43,7 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
     primals = joint.primals
     results: dict[int, list[Any]] = defaultdict(list)
-    found: list[_Addition] = []
+    additions: list[_Addition] = []
     owners, gradients = joint.gradient_owners, joint.gradients
     for owner, gradient in zip(owners, gradients, strict=True):
         if owner is None:
@@ -52,17 +52,17 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
         if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
         elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
-            found.append(_Addition(owner, gradient, gradient, add_copy_to))
+            additions.append(_Addition(owner, gradient, gradient, add_copy_to))
         else:
             readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
             product = gradient.target is torch.ops.aten.mm.default and not readers
             last_reader = max([gradient, *readers], key=position.__getitem__)
-            found.append(_Addition(owner, gradient, last_reader, add_product_to if product else add_to))
+            additions.append(_Addition(owner, gradient, last_reader, add_product_to if product else add_to))
     labels = dict(joint.labels)
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
     last = joint.inputs[-1]
-    for addition in sorted(found, key=lambda addition: position[addition.after]):
+    for addition in sorted(additions, key=lambda addition: position[addition.after]):
         key = (addition.owner, *_module(addition.gradient))
         if key not in sums:
             with joint.graph.inserting_after(last):

@@ -41,12 +41,12 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
     moved: dict[int, int] = {}
 
     def storages_of(node: fx.Node) -> set[int]:
-        found = set()
+        storages_now = set()
         for storage in numbers.of(node):
             while storage in moved:
                 storage = moved[storage]
-            found.add(storage)
-        return found
+            storages_now.add(storage)
+        return storages_now
 
     def dies(operand: fx.Node, node: fx.Node) -> bool:
         """Whether an operand, with all its aliases, is dead after a node."""

@@ -37,9 +37,9 @@ def slice_narrow_values(
     """
     changed: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
-        found = row_slice_of(joint, node)
-        if found is not None:
-            changed |= _Edit(found, device if eager else None).made
+        row_slice = row_slice_of(joint, node)
+        if row_slice is not None:
+            changed |= _Edit(row_slice, device if eager else None).made
     annotate_added([node for node in joint.computed() if node in changed], costs, device, eager)
     return joint
 

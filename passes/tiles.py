@@ -164,14 +164,14 @@ def _makers(
 
 def _copied_flat(region: TileRegion, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copies of operands whose rows are not evenly apart in memory, by operand."""
-    inside, found = set(nodes), {}
+    inside, copies = set(nodes), {}
     for operand in sources_of(nodes):
         if operand in inside or operand not in region.where or is_flat(operand.meta["val"], region.where[operand]):
             continue
         copied = insert_call(nodes[-1], aten.clone.default, operand, memory_format=torch.contiguous_format)
         copied.meta[Mark.PHASE] = nodes[-1].meta[Mark.PHASE]
-        found[operand] = copied
-    return found
+        copies[operand] = copied
+    return copies
 
 
 def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, loops: Loops) -> list[fx.Node]:

@@ -117,13 +117,13 @@ def course_of(
     arrived: dict[fx.Node, list[int]] = {}
     if backward is not None:
         saved = {n: leaves for n, leaves in zip(forward.results, results, strict=True) if isinstance(n, fx.Node)}
-        found = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
+        summed = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
         arrived = {
             node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
-            if node not in saved and node not in found
+            if node not in saved and node not in summed
         }
-        inputs = {**saved, **found, **arrived}
+        inputs = {**saved, **summed, **arrived}
         loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
         gradients = run.program(backward, [inputs[node] for node in backward.inputs])
@@ -188,17 +188,17 @@ class ProgramEvents:
                 for leaves_of in arguments
             ]
         )
-        found = _followed(module, pattern)
-        of = [*storages, *(self.numbers.new_of(size) for size in found.sizes)]
+        followed = _followed(module, pattern)
+        of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
-        for place, reads, makes, workspace in found.operations:
+        for place, reads, makes, workspace in followed.operations:
             node = nodes[place]
             made = [of[local] for local in makes]
             for storage in made:
                 self.makers[storage] = node
             event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
             self.events.append(event)
-        leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in found.returns]
+        leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in followed.returns]
         self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
 

@@ -150,10 +150,10 @@ class _Calls:
 
     def gradient_bytes(self, index: int) -> Mapping[int, int]:
         """Bytes of the gradients that a call returns, by owner."""
-        found: Counter[int] = Counter()
+        total: Counter[int] = Counter()
         for storage, owner in self._gradients[index].items():
-            found[owner] += self._sizes[storage]
-        return found
+            total[owner] += self._sizes[storage]
+        return total
 
     def brought(self, index: int) -> int:
         """Bytes of incoming gradients whose last reader a call is."""
@@ -162,14 +162,14 @@ class _Calls:
     def held(self) -> list[HeldBytes]:
         """The values that outlive the call that computes them; those with the same maker and readers, of which no
         single result refers to the memory, as one."""
-        found: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
+        bytes_of_value: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
         for index, (call, outlive) in enumerate(zip(self.calls, self._outlive, strict=True)):
             for storage in sorted(outlive):
                 by = tuple(self.calls[reader].name for reader in self._readers.get(storage, ()))
-                found[call.name, by, storage in self._returned, self._only_result(index, storage)] += self._sizes[
-                    storage
-                ]
-        return [HeldBytes(size, *of) for of, size in found.items()]
+                bytes_of_value[call.name, by, storage in self._returned, self._only_result(index, storage)] += (
+                    self._sizes[storage]
+                )
+        return [HeldBytes(size, *of) for of, size in bytes_of_value.items()]
 
     def _only_result(self, index: int, storage: int) -> int | None:
         """The position of a call's result that alone refers to a storage, and to no other; ``None``: there is none."""
@@ -200,12 +200,12 @@ class _Calls:
 
 def _gradients(course: Course, owners: Sequence[int | None]) -> dict[str, dict[int, int]]:
     """By name of the call that returns them, the owners of gradients by storage."""
-    found: dict[str, dict[int, int]] = {}
+    by_call: dict[str, dict[int, int]] = {}
     if course.backward is None:
-        return found
+        return by_call
     items: Any = course.backward.module.graph.output_node().args[0]
     for item, owner, leaves in zip(items, owners, course.gradients, strict=True):
         if isinstance(item, fx.Node) and item.op == "call_function" and owner is not None:
             (giver, *_) = item.all_input_nodes
-            found.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
-    return found
+            by_call.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
+    return by_call

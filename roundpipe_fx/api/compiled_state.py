@@ -233,14 +233,14 @@ class CompiledState:
             return self._replanned(lambda: step(args, kwargs, hand_over=True))
         self._instead = lambda args, kwargs: self._replanned(lambda: step(args, kwargs, hand_over=False))
         try:
-            found = parallel(*args, **kwargs)
+            result = parallel(*args, **kwargs)
         finally:
             self._instead = None
-        loss = found[0] if return_outputs else found
+        loss = result[0] if return_outputs else result
         loss.backward()
         if optimizer is not None:
             self.optimizer.step(optimizer, is_async=False)
-        return (loss.detach(), found[1]) if return_outputs else loss.detach()
+        return (loss.detach(), result[1]) if return_outputs else loss.detach()
 
     def step(
         self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any
@@ -349,15 +349,15 @@ def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
 def _following(model: nn.Module) -> dict[str, list[str]]:
     """For each module those that run after it: the later ones of the lists and sequences that it is in."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, list[str]] = {}
+    following: dict[str, list[str]] = {}
     for name in modules:  # parents come before their children
         parent, _, part = name.rpartition(".")
-        after = list(found.get(parent, ()))
+        after = list(following.get(parent, ()))
         if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
             siblings = list(modules[parent]._modules)
             later = siblings[siblings.index(part) + 1 :]
             after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
         elif name:
             after = []
-        found[name] = after
-    return found
+        following[name] = after
+    return following

@@ -225,8 +225,8 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     }
     ranks = group if ownership.shards.mesh is None else group.everyone
     parts: dict[str, list[torch.Tensor]] = {}
-    for found in ranks.gather(counted):
-        for name, norm in found.items():
+    for counted_there in ranks.gather(counted):
+        for name, norm in counted_there.items():
             parts.setdefault(name, []).append(norm)
     norms = {
         name: of_parts[0] if len(of_parts) == 1 else torch.linalg.vector_norm(torch.stack(of_parts), norm_type)

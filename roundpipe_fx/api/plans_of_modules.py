@@ -143,12 +143,12 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
     Returns:
         one plan per graph (several where the graph breaks), shape and mode; none before the first call.
     """
-    found: list[Plan] = []
+    plans_of_model: list[Plan] = []
     for module in model.modules():
         state = getattr(type(module), "_state_of_roundpipe_fx", None)
         made = [*_plans.get(module, ()), *_of_runs(module)] if state is None else state.__get__(module).plans
-        found.extend(plan for plan in made if not any(plan is other for other in found))
-    return tuple(found)
+        plans_of_model.extend(plan for plan in made if not any(plan is other for other in plans_of_model))
+    return tuple(plans_of_model)
 
 
 def _of_runs(module: nn.Module) -> Iterator[Plan]:

@@ -125,25 +125,30 @@ def _stages_of(joint: JointGraph) -> dict[fx.Node, int]:
 
 def _needed(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """The results, and all that they are computed from."""
-    found: dict[fx.Node, None] = {}
+    needed_nodes: dict[fx.Node, None] = {}
     pending = list(results)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found[node] = None
+        if node not in needed_nodes:
+            needed_nodes[node] = None
             pending.extend(input_nodes(node))
-    return found
+    return needed_nodes
 
 
 def _of_batch(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that are computed from the batch, and from buffers that stay as they are."""
     changing = set(updated)
     fixed = {node for node in joint.primals if node not in changing and not _is_trained(joint, node)}
-    wanted, found = set(needed), set(fixed)
+    wanted, of_batch = set(needed), set(fixed)
     for node in joint.in_phase(Phase.FORWARD):
-        if node in wanted and not is_seeded(node) and not has_side_effect(node) and found.issuperset(input_nodes(node)):
-            found.add(node)
-    return found - fixed
+        if (
+            node in wanted
+            and not is_seeded(node)
+            and not has_side_effect(node)
+            and of_batch.issuperset(input_nodes(node))
+        ):
+            of_batch.add(node)
+    return of_batch - fixed
 
 
 def _is_trained(joint: JointGraph, node: fx.Node) -> bool:

@@ -109,12 +109,12 @@ def emit_stage_modules(
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
             key = digest, tuple([node.meta.get(Mark.WORKSPACE, 0) for node in nodes])
-            found = known.get(key) if known is not None else None
-            if found is None:
-                found = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
+            module = known.get(key) if known is not None else None
+            if module is None:
+                module = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
             if known is not None:
-                known[key] = found
-            alike[digest] = found
+                known[key] = module
+            alike[digest] = module
         emitted[stage, phase] = StageModule(
             stage=stage,
             phase=phase,
@@ -139,13 +139,13 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     """
     pieces = _pieces(joint)
     first: dict[str, list[fx.Node]] = {}
-    found = {}
+    by_module = {}
     for place, module in sorted(modules.items()):
         names = first.setdefault(module.fingerprint, pieces[place])
-        found[module.name] = {
+        by_module[module.name] = {
             node.name: node_of_piece for node, node_of_piece in zip(names, pieces[place], strict=True)
         }
-    return found
+    return by_module
 
 
 def _pieces(joint: JointGraph) -> dict[tuple[int, Phase], list[fx.Node]]:

@@ -174,13 +174,13 @@ def _item_index(item: fx.Node) -> int:
 
 
 def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    found: dict[fx.Node, fx.Node] = {}
+    last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is operator.getitem:
             continue
         for source in node.all_input_nodes:
-            found[source] = node
-    return found
+            last_use[source] = node
+    return last_use
 
 
 def _origin(node: fx.Node) -> str:

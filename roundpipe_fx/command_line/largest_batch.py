@@ -53,13 +53,13 @@ def largest_batch(
     search = _BatchSearch(best=(1, first), budget=first.budget or first.peak_bytes, needs=[(1, first.peak_bytes)])
     while (rows := search.next_rows()) is not None:
         try:
-            found = planned(rows)
+            fitting = planned(rows)
         except InfeasibleBudgetError as error:
             search.refused(rows, error.minimum)
             note(rows, None)
         else:
-            search.fits(rows, found)
-            note(rows, found)
+            search.fits(rows, fitting)
+            note(rows, fitting)
     return search.best
 
 

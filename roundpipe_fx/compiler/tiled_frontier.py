@@ -44,8 +44,8 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         operations = operations_of(staged, setting)
         operations = dataclasses.replace(operations, step=with_gradients(setting.step, staged))
         blocks = Blocks(operations)
-        found = search(blocks) if operations.step is None else search_for_step(blocks)
-        candidates = refine(blocks, found, 0)
+        result = search(blocks) if operations.step is None else search_for_step(blocks)
+        candidates = refine(blocks, result, 0)
         tiles = tiles_text(planned_tiles(staged))
         whole.append(operations.seconds)
         for candidate in candidates:

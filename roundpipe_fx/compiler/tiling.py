@@ -166,8 +166,8 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
         joint: an annotated graph in which means are sums.
     """
     kinds: list[list[TileRegion]] = []
-    for found in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
-        known, kinds = len(kinds), list(_by_kind(found).values())
+    for regions_so_far in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
+        known, kinds = len(kinds), list(_by_kind(regions_so_far).values())
         first = [_first_tiles(kind[0]) for kind in kinds]
         for count in range(known + 1, len(kinds) + 1):
             yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
@@ -222,9 +222,9 @@ def _shortened(kinds: _Kinds, tiles: Mapping[_Kind, int], met: Lowered, budget: 
         if tried == tiles:
             continue
         with contextlib.suppress(UnmetError):
-            found = kinds.planned(tried, budget, None)
-            if _seconds(found) < _seconds(met):
-                met, tiles = found, tried
+            shortened = kinds.planned(tried, budget, None)
+            if _seconds(shortened) < _seconds(met):
+                met, tiles = shortened, tried
                 done.discard(kind)
     return met
 
@@ -417,8 +417,8 @@ def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[_Kind, Sequen
             held[kind_of[name]] = held.get(kind_of[name], 0) + size
     if needs.operation is not None:
         loops = {name: kind for kind, regions in kinds.items() for name in _loops(regions)}
-        found = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
-        first = next((kind for kind in found if kind is not None), None)
+        kinds_held = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
+        first = next((kind for kind in kinds_held if kind is not None), None)
         if first is not None:
             held[first] = held.get(first, 0) + max(needs.operation.workspace, 1)
     return held
@@ -435,12 +435,12 @@ def _loop_of(node: fx.Node) -> str | None:
 
 def _by_kind(regions: Iterable[TileRegion]) -> dict[_Kind, list[TileRegion]]:
     """Regions that do the same on the same shapes."""
-    found: dict[_Kind, list[TileRegion]] = {}
+    by_kind: dict[_Kind, list[TileRegion]] = {}
     for region in regions:
         targets = tuple(str(node.target) for node in region.members)
         key = tuple(region.widest.meta["val"].shape), region.rows, region.scalar is None, targets
-        found.setdefault(key, []).append(region)
-    return found
+        by_kind.setdefault(key, []).append(region)
+    return by_kind
 
 
 def _first_tiles(region: TileRegion) -> int:

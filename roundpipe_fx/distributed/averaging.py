@@ -63,14 +63,14 @@ def known_at_end(
         primals: for each microbatch, the inputs.
         ran: (stage action, microbatch) of this run, on all ranks.
     """
-    found = set()
+    at_end = set()
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for gradient in program.gradients:
             source = gradient.source
             if source is not None and (source.kind != "value" or (makers[source.index], batch) not in ran):
-                found.add(id(primals[batch][gradient.primal]))
-    return found
+                at_end.add(id(primals[batch][gradient.primal]))
+    return at_end
 
 
 def buckets_of(
@@ -97,13 +97,13 @@ def buckets_of(
             key = id(primals[batch][programs[batch].gradients[number].primal])
             last[key] = place
             stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
-    found: list[GradientBucket] = []
+    buckets: list[GradientBucket] = []
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
         if keys:
-            before = found[-1].place if found else 0
-            found.append(GradientBucket(max(before, *(last[key] for key in keys)), keys))
-    return found
+            before = buckets[-1].place if buckets else 0
+            buckets.append(GradientBucket(max(before, *(last[key] for key in keys)), keys))
+    return buckets
 
 
 @dataclass(kw_only=True)

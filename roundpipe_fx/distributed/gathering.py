@@ -66,14 +66,14 @@ def kept_of(
         instructions: of each rank, some kinds of actions perhaps; actions that a microbatch does not have are missing.
         kept: what stays gathered.
     """
-    found: list[list[KeptGathered]] = []
+    gaps_of_ranks: list[list[KeptGathered]] = []
     for rank, of_rank in enumerate(instructions):
         staying = [each for each in kept if each.device == rank]
         places: list[int] = []
         if staying:
             where = {action: place for place, action in enumerate(schedule.actions(rank))}
             places = [where[instruction.action] for instruction in of_rank]
-        found.append(
+        gaps_of_ranks.append(
             [
                 dataclasses.replace(
                     each, dropped=bisect_left(places, each.dropped), regathered=bisect_left(places, each.regathered)
@@ -81,7 +81,7 @@ def kept_of(
                 for each in staying
             ]
         )
-    return found
+    return gaps_of_ranks
 
 
 def refuse_escapes(

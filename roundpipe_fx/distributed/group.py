@@ -191,6 +191,6 @@ def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
     names = mesh.mesh_dim_names or ()
     order = [names.index(name) for name in (DATA, PIPELINE) if name in names]
     others = [dim for dim in range(mesh.ndim) if dim not in order]
-    found = mesh.mesh.permute(*order, *others)
-    rows: list[list[int]] = found.reshape(size_of(mesh, DATA), -1).tolist()
+    ordered = mesh.mesh.permute(*order, *others)
+    rows: list[list[int]] = ordered.reshape(size_of(mesh, DATA), -1).tolist()
     return rows

@@ -71,15 +71,15 @@ class ValueLayout:
 
 def numbers_of(values: Sequence[Any], layouts: Sequence[ValueLayout]) -> list[int]:
     """The integers that travel before some values."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value, layout in zip(values, layouts, strict=True):
         if layout.kind == "float":
-            found += struct.unpack("<q", struct.pack("<d", float(value)))
+            numbers += struct.unpack("<q", struct.pack("<d", float(value)))
         elif layout.kind != "tensor":
-            found.append(int(value))
+            numbers.append(int(value))
         elif layout.shape is None:
-            found += (*value.shape, *value.stride())
-    return found
+            numbers += (*value.shape, *value.stride())
+    return numbers
 
 
 def received(layouts: Sequence[ValueLayout], numbers: Sequence[int]) -> list[Any]:
@@ -135,10 +135,10 @@ def _narrow(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _count(shape: Sequence[int]) -> int:
-    found = 1
+    product = 1
     for size in shape:
-        found *= size
-    return found
+        product *= size
+    return product
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -99,11 +99,11 @@ def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
     Returns:
         names, in the model's order, and tensors, as they are traced.
     """
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    names_of: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, value in ownership.named():
         if ownership.owns(value):
-            found.setdefault(id(value), ([], value))[0].append(name)
-    yield from found.values()
+            names_of.setdefault(id(value), ([], value))[0].append(name)
+    yield from names_of.values()
 
 
 def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Tensor) -> None:

@@ -45,7 +45,7 @@ def readers_of(
         programs: of each microbatch.
         primals: for each microbatch, the inputs.
     """
-    found: dict[int, set[int]] = {}
+    ranks_reading: dict[int, set[int]] = {}
     where: dict[tuple[StageAction, int], int] = {}
     for rank, of_rank in enumerate(instructions):
         for instruction in of_rank:
@@ -53,18 +53,18 @@ def readers_of(
             where[instruction.action.step, batch] = rank
             for source in instruction.code.inputs:
                 if source.kind == "primal":
-                    found.setdefault(id(primals[batch][source.index]), set()).add(rank)
+                    ranks_reading.setdefault(id(primals[batch][source.index]), set()).add(rank)
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for output, primal in program.mutations.items():
             made = program.outputs[output]
             if made is not None and made.kind == "value" and (makers[made.index], batch) in where:
-                found.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
+                ranks_reading.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
         for gradient in program.gradients:
             if gradient.source is not None and gradient.source.kind == "primal":
-                owners = found.get(id(primals[batch][gradient.primal]), ())
-                found.setdefault(id(primals[batch][gradient.source.index]), set()).update(owners)
-    return {key: frozenset(ranks) for key, ranks in found.items()}
+                owners = ranks_reading.get(id(primals[batch][gradient.primal]), ())
+                ranks_reading.setdefault(id(primals[batch][gradient.source.index]), set()).update(owners)
+    return {key: frozenset(ranks) for key, ranks in ranks_reading.items()}
 
 
 class Ownership:

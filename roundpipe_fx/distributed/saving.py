@@ -80,7 +80,7 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
     """What this rank writes, by name: of tensors that several ranks own, those of which it is the first owner."""
     saved = ownership.model.state_dict(keep_vars=True).keys()
     assert ownership.owners is not None
-    found = {}
+    tensors = {}
     for names, value in aliases(ownership):
         name = next((known for known in names if known in saved), None)
         if name is None or min(ownership.owners[id(value)]) != group.rank:
@@ -92,8 +92,8 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
             gathered = sharded.whole(group.replicas.start_gather)
             whole = gathered.cpu() if group.replica == 0 else gathered
         if group.replica == 0:
-            found[name] = whole.contiguous()
-    return found
+            tensors[name] = whole.contiguous()
+    return tensors
 
 
 def _file_name(place: int, count: int) -> str:

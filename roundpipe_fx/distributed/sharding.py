@@ -118,9 +118,9 @@ class ShardedParameter:
     def whole(self, gather: StartGather, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The parameter, or another tensor of its shape, from the rows of all replicas, which must call it together."""
         part = self.padded(rows)
-        found = part.new_empty(self.count * self.parts)
-        gather(found, part).wait()
-        return found[: self.traced.numel()].view(self.traced.shape)
+        gathered = part.new_empty(self.count * self.parts)
+        gather(gathered, part).wait()
+        return gathered[: self.traced.numel()].view(self.traced.shape)
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
         """A part's elements as rows, without padding."""

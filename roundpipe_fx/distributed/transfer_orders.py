@@ -140,13 +140,13 @@ def _parcels(
     step, batch = instruction.action.step, instruction.action.microbatch
     drawing = [drawn for drawn in program.draws if (drawn, batch) in where]
     after = drawing[drawing.index(step) + 1 :] if step in drawing else []
-    found = {}
+    parcels = {}
     for peer, places in instruction.sends:
         numbers = tuple(number for _, number in places)
         generator = bool(after) and where[after[0], batch] == peer
         if numbers or generator:
             layouts = tuple(ValueLayout.of(program.values[number]) for number in numbers)
-            found[peer] = Parcel(
+            parcels[peer] = Parcel(
                 step=step,
                 microbatch=batch,
                 source=rank,
@@ -155,7 +155,7 @@ def _parcels(
                 layouts=layouts,
                 generator=generator,
             )
-    return found
+    return parcels
 
 
 def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> list[list[list[int]]]:

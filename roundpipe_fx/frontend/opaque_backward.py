@@ -207,11 +207,11 @@ def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[t
 
 def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
     """Gradients of the operator's inputs, flattened; ``None`` may stand for a whole list."""
-    found: list[Any] = []
+    flat: list[Any] = []
     for need, result in zip(call.needs, results, strict=True):
         count = len(tree_flatten(need)[0])
-        found += [None] * count if result is None else tree_flatten(result)[0] if isinstance(need, list) else [result]
-    return found
+        flat += [None] * count if result is None else tree_flatten(result)[0] if isinstance(need, list) else [result]
+    return flat
 
 
 def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) -> torch.Tensor:

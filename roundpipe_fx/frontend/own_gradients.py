@@ -29,10 +29,10 @@ def own_gradients(module: fx.GraphModule) -> tuple[str, ...]:
     Returns:
         each as text: the operation, and the user's line where it is known.
     """
-    found = []
+    names = []
     for inner in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
-        found += [_text(node) for node in inner.graph.nodes if _has_own_gradient(node)]
-    return tuple(dict.fromkeys(found))
+        names += [_text(node) for node in inner.graph.nodes if _has_own_gradient(node)]
+    return tuple(dict.fromkeys(names))
 
 
 def _has_own_gradient(node: fx.Node) -> bool:

@@ -34,8 +34,8 @@ def line_of(node: fx.Node) -> str:
     trace = node.stack_trace or ""
     end = len(trace)
     while (start := trace.rfind('  File "', 0, end)) >= 0:
-        found = _FRAME.match(trace, start)
-        if found is not None and not found[1].startswith(_SKIPPED):
-            return f"{cell_of(found[1]) or os.path.basename(found[1])}:{found[2]}"
+        frame = _FRAME.match(trace, start)
+        if frame is not None and not frame[1].startswith(_SKIPPED):
+            return f"{cell_of(frame[1]) or os.path.basename(frame[1])}:{frame[2]}"
         end = start
     return ""

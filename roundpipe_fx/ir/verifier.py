@@ -114,10 +114,10 @@ def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
             f"pass {name!r}: the graph's inputs are {[node.name for node in joint.inputs]}, and were "
             f"{[node.name for node in before.inputs]}: a pass must leave them as they are."
         )
-    found = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
-    if found != (before.forward_outputs, before.gradients):
+    ends = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
+    if ends != (before.forward_outputs, before.gradients):
         raise InvalidGraphError(
-            f"pass {name!r}: the graph returns {found[0]} outputs of the forward and {found[1]} gradients, and "
+            f"pass {name!r}: the graph returns {ends[0]} outputs of the forward and {ends[1]} gradients, and "
             f"returned {before.forward_outputs} and {before.gradients}."
         )
 

@@ -119,12 +119,12 @@ def _same_number(now: Any, then: Any) -> bool:
 def _work(graph: PipelinedGraph) -> list[Any]:
     """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
     primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
-    found = []
+    works = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
         gradients = [place for place, gradient in enumerate(program.gradients) if gradient.source is not None]
         numbers = {"primal": primals, "sum": {place: index for index, place in enumerate(gradients)}}
         sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
-        found.append(
+        works.append(
             (
                 {step: module.fingerprint for step, module in variant.steps.modules.items()},
                 {step: (sources[step], code.outputs) for step, code in program.steps.items()},
@@ -136,7 +136,7 @@ def _work(graph: PipelinedGraph) -> list[Any]:
                 {place: primals[place_of_input] for place, place_of_input in program.mutations.items()},
             )
         )
-    return found
+    return works
 
 
 def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:

@@ -87,15 +87,15 @@ def gradients_text(
         primals: for each microbatch, the inputs.
         names: of the model's tensors, by identity.
     """
-    found: dict[str, set[str]] = {}
+    parts: dict[str, set[str]] = {}
     once = {id(program): (program, arguments) for program, arguments in zip(programs, primals, strict=True)}
     for compared, inputs in once.values():
         makers = {number: f"{step[0]}{step[1]}" for step, code in compared.steps.items() for number in code.outputs}
         for gradient in compared.gradients:
             name = names.get(id(inputs[gradient.primal])) if gradient.source is not None else None
             if name is not None:
-                found.setdefault(name, set()).add(_origin(gradient.source, makers))
-    return "\n".join(f"{name}: {sorted(origins)}" for name, origins in sorted(found.items()))
+                parts.setdefault(name, set()).add(_origin(gradient.source, makers))
+    return "\n".join(f"{name}: {sorted(origins)}" for name, origins in sorted(parts.items()))
 
 
 def _origin(source: Source | None, makers: Mapping[int, str]) -> str:

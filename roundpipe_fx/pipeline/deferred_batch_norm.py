@@ -75,8 +75,8 @@ def deferred(model: nn.Module) -> Iterator[None]:
 
 def tensors_of_sums(model: nn.Module) -> list[torch.Tensor]:
     """The sums of the batch norm layers of ``model``, on the devices of their statistics."""
-    found = [_sums[layer] for layer in model.modules() if layer in _sums]
-    return [value for sums in found for value in (sums.total, sums.squares, sums.count)]
+    of_layers = [_sums[layer] for layer in model.modules() if layer in _sums]
+    return [value for sums in of_layers for value in (sums.total, sums.squares, sums.count)]
 
 
 @torch.no_grad()

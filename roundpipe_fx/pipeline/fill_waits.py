@@ -67,11 +67,11 @@ def _filled(
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
     orders = start.timing.schedule.orders
     while any(level.values()):
-        found = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
-        full = [order for order, peak in zip(orders, found.timing.peak_bytes, strict=True) if peak > limit]
+        filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        full = [order for order, peak in zip(orders, filled.timing.peak_bytes, strict=True) if peak > limit]
         over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
         if not full:
-            return [found]
+            return [filled]
         if not over:
             break
         for stage in over:

@@ -116,13 +116,13 @@ def loss_with_gradients(
     """
     unshared = _unshared(primals, outputs, gradients)
     # Autograd stores a gradient without other references as ``.grad``, even if its memory is shared.
-    found = [
+    with_gradients = [
         (receiver.tensor, gradients.pop(key), key in unshared)
         for key, receiver in receivers.items()
         if key in gradients
     ]
-    values = [gradient if is_own else gradient.clone() for _, gradient, is_own in found]
-    return _Ready.apply(values, loss, *(tensor for tensor, _, _ in found))
+    values = [gradient if is_own else gradient.clone() for _, gradient, is_own in with_gradients]
+    return _Ready.apply(values, loss, *(tensor for tensor, _, _ in with_gradients))
 
 
 class _Ready(torch.autograd.Function):

@@ -300,7 +300,7 @@ _LABELS = "split_label=a spec"
 def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
     """Every leaf, with how it is split."""
     specs = _spread(spec, value)
-    found = []
+    leaves = []
     for path, leaf in tree_flatten_with_path(value)[0]:
         asked = specs.get(path, _CONVENTION)
         by_convention = 0 if isinstance(leaf, torch.Tensor) and leaf.dim() else None
@@ -310,8 +310,8 @@ def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
         if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
-        found.append(_Leaf(label, leaf, dim, asked is not _CONVENTION))
-    return found
+        leaves.append(_Leaf(label, leaf, dim, asked is not _CONVENTION))
+    return leaves
 
 
 def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
@@ -330,7 +330,7 @@ def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
         return leaves
     candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.value.shape[0] != 1]
     batch = candidates[0].value.shape[candidates[0].dim]
-    found = []
+    leaves_of_batch = []
     for leaf in leaves:
         if leaf.dim is not None and not leaf.specified:
             size = leaf.value.shape[leaf.dim]
@@ -343,8 +343,8 @@ def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
                         stacklevel=5,
                     )
                 leaf = leaf._replace(dim=None)
-        found.append(leaf)
-    return found
+        leaves_of_batch.append(leaf)
+    return leaves_of_batch
 
 
 def _spread(spec: Any, value: Any) -> dict[Any, Any]:
@@ -353,12 +353,12 @@ def _spread(spec: Any, value: Any) -> dict[Any, Any]:
         return {}
     is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
     specs = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    found = {}
+    spread = {}
     for path, _ in tree_flatten_with_path(value)[0]:
         above = [item for place, item in specs if path[: len(place)] == place]
         if above:
-            found[path] = above[0]
-    return found
+            spread[path] = above[0]
+    return spread
 
 
 def _is_spec(item: Any) -> bool:

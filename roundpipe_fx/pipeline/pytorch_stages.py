@@ -130,10 +130,10 @@ class _Stage(_Tensors):
 
 
 def _named(module: nn.Module, name: str) -> torch.Tensor:
-    found: Any = module
+    member: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    value: torch.Tensor = found
+        member = getattr(member, part)
+    value: torch.Tensor = member
     return value
 
 
@@ -227,13 +227,13 @@ def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torc
 
 def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list[int]:
     """The rank of each stage."""
-    found = {
+    rank_of_stage = {
         instruction.action.stage: rank
         for rank, of_rank in enumerate(instructions)
         for instruction in of_rank
         if instruction.action.kind is ActionKind.FORWARD
     }
-    ranks = [found.get(stage, -1) for stage in range(count)]
+    ranks = [rank_of_stage.get(stage, -1) for stage in range(count)]
     if ranks != [stage % len(instructions) for stage in range(count)]:
         raise ValueError(
             f"PyTorch's schedules expect stage i on rank i % {len(instructions)}, and these are on ranks {ranks}: "
@@ -244,9 +244,9 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
 
 def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _Of]:
     """Where each input of stages comes from, by its identity."""
-    found: dict[int, _Of] = {}
+    sources: dict[int, _Of] = {}
     for name, value in processes.ownership.named():
-        found.setdefault(id(value), _Of(tensor=name))
+        sources.setdefault(id(value), _Of(tensor=name))
     signature = inspect.signature(processes.ownership.model.forward)
     arguments = dict(signature.bind_partial(*traced.args, **traced.kwargs).arguments)
     if traced.labels is not None:
@@ -255,10 +255,10 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
     for name, argument in arguments.items():
         for path, value in tree_flatten_with_path(argument)[0]:
             if isinstance(value, torch.Tensor):
-                twice |= {id(value)} & wanted & found.keys()
-                found.setdefault(id(value), _Of(argument=name, path=tuple(path)))
+                twice |= {id(value)} & wanted & sources.keys()
+                sources.setdefault(id(value), _Of(argument=name, path=tuple(path)))
     for value in read:
-        source = found.get(id(value))
+        source = sources.get(id(value))
         if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
             what = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
             where = f" ({source.argument}{keystr(source.path)})" if source is not None else ""
@@ -266,7 +266,7 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
                 f"stages read {what}{where} that cannot be told from the arguments of the model: pass each tensor as "
                 "one argument, once, and compile with dynamic=False."
             )
-    return found
+    return sources
 
 
 def _read_elsewhere(
@@ -286,7 +286,7 @@ def _read_elsewhere(
 def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
     """What each stage returns, without memory: found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
-    found = []
+    metas = []
     for stage, of_stage in zip(stages, primals, strict=True):
         values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
         flags = [value.requires_grad for value in (*received, *of_stage)]
@@ -300,8 +300,8 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
                 *(fake.requires_grad_(flag) for fake, flag in zip(fakes, flags, strict=True))
             )[: len(stage.sent)]
         received = [_meta(value.shape, value.dtype, value.requires_grad) for value in results]
-        found.append(tuple(received))
-    return found
+        metas.append(tuple(received))
+    return metas
 
 
 def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:

@@ -30,12 +30,12 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
         everywhere = frozenset(range(len(orders)))
         first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
         return [SegmentRun(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
-    found = []
+    runs = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
         members = list(group)
         stages = [cut.index for cut in members]
-        found.append(SegmentRun(members[0].first, members[-1].last + 1, where, _in_flight(timing, stages, where)))
-    return found
+        runs.append(SegmentRun(members[0].first, members[-1].last + 1, where, _in_flight(timing, stages, where)))
+    return runs
 
 
 def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:

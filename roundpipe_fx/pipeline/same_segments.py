@@ -29,12 +29,12 @@ def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
     Args:
         joint: a graph with segments.
     """
-    found: dict[int, OperationKey] = {}
+    firsts: dict[int, OperationKey] = {}
     forward = joint.in_phase(Phase.FORWARD)
     for operation, node, _ in _operations(forward):
-        found.setdefault(node.meta[Mark.SEGMENT], operation)
+        firsts.setdefault(node.meta[Mark.SEGMENT], operation)
     last = max((node.meta[Mark.SEGMENT] for node in forward), default=0)
-    return tuple(found.get(segment) for segment in range(1, last + 1))
+    return tuple(firsts.get(segment) for segment in range(1, last + 1))
 
 
 def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:
@@ -54,19 +54,19 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     known = [start for start in starts if start is not None]
     if not all(start in positions for start in known):
         return None
-    found = [0]
+    starts_here = [0]
     for boundary in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
         position = boundary
-        while position > found[-1] and not _makes_memory(forward[position - 1]):
+        while position > starts_here[-1] and not _makes_memory(forward[position - 1]):
             position -= 1
-        position = position if position > found[-1] else max(boundary, found[-1] + 1)
+        position = position if position > starts_here[-1] else max(boundary, starts_here[-1] + 1)
         while position < len(forward) and tuples[position - 1]:
             position += 1
         if position >= len(forward):
             return None
-        found.append(position)
-    return found[1:]
+        starts_here.append(position)
+    return starts_here[1:]
 
 
 def same_boundaries(
@@ -90,13 +90,13 @@ def same_boundaries(
     if len(wanted) >= segments:
         return None
     places = {key: place for place, key in enumerate(ours, 1)} | {None: None}
-    found = {0: 0, len(theirs) + 1: segments}
+    boundaries_here = {0: 0, len(theirs) + 1: segments}
     for number, boundary in enumerate(wanted):
         near = places.get(theirs[boundary - 1])
         if near is None:
             near = round(boundary * segments / (len(theirs) + 1))
-        last = found[boundary] = min(max(near, last + 1), segments - len(wanted) + number)
-    return found
+        last = boundaries_here[boundary] = min(max(near, last + 1), segments - len(wanted) + number)
+    return boundaries_here
 
 
 def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.Node, int]]:

@@ -181,16 +181,16 @@ class StepBounds:
             the seconds; those of :meth:`of` where a step has too many actions to be simulated for each division, or the
             parts of split backwards would have to be known for a bound.
         """
-        count, found = self.microbatches // division.replicas, self.of(division)
+        count, bound = self.microbatches // division.replicas, self.of(division)
         split = division.schedule == "zero_bubble"
-        if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(found.seconds):
-            return found.seconds
+        if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(bound.seconds):
+            return bound.seconds
         stages = self._stages(division.stages)
         graph = chain(division.stages, split=split, recompute=True)
         made = make_schedule(division.schedule, graph, StepCosts(seconds={}), division.pipeline, count)
         made = made.halves() if self.halves else made
         device_of = {stage: device for device, order in enumerate(made.orders) for stage in np.unique(order[:, 1])}
-        recompute = found.recompute_seconds if estimate else [0.0] * division.pipeline
+        recompute = bound.recompute_seconds if estimate else [0.0] * division.pipeline
         shares: dict[StageAction, float] = {}
         for stage, (backward, late) in enumerate(zip(stages.backward, stages.late, strict=True)):
             count_there = sum(device == device_of[stage] for device in device_of.values())
@@ -287,14 +287,14 @@ class StepBounds:
         self, division: Division, stages: _Stages, devices: Sequence[tuple[Sequence[int], np.ndarray]]
     ) -> frozenset[int]:
         """Parameters with gradients on several devices, which are reduced at some other time."""
-        found: dict[int, int] = {}
+        devices_of: dict[int, int] = {}
         for stages_there, _ in devices:
             added = {
                 number for stage in stages_there for at in stages.segments[stage] for number in self.costs.gradients[at]
             }
             for number in added:
-                found[number] = found.get(number, 0) + 1
-        return frozenset(number for number, count in found.items() if count > 1)
+                devices_of[number] = devices_of.get(number, 0) + 1
+        return frozenset(number for number, count in devices_of.items() if count > 1)
 
     def _read(self, stages: _Stages, numbers: Collection[int]) -> set[int]:
         return {number for stage in numbers for at in stages.segments[stage] for number in self.costs.parameters[at]}
@@ -314,15 +314,15 @@ class StepBounds:
 
     def _gradients(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> list[dict[int, int]]:
         """Bytes of the gradients of a device, by number: of its first stage, of its first two, …, of all."""
-        found: list[dict[int, int]] = [{}]
+        bytes_so_far: list[dict[int, int]] = [{}]
         for stage in numbers:
             added = {
                 number: self._part(division, number) if division.sharded else size
                 for at in stages.segments[stage]
                 for number, size in self.costs.gradients[at].items()
             }
-            found.append({**found[-1], **added})
-        return found
+            bytes_so_far.append({**bytes_so_far[-1], **added})
+        return bytes_so_far
 
     def _recomputed(
         self,

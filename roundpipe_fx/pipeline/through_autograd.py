@@ -45,9 +45,11 @@ def through_autograd(
     flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
     places = [program.tangents for program in captured.programs]
-    of_parts = _chunks(flat, [len(found) for found in places])
+    of_parts = _chunks(flat, [len(places_of) for places_of in places])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
-    return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, of_parts, strict=True)]
+    return outputs, [
+        dict(zip(places_of, values, strict=True)) for places_of, values in zip(places, of_parts, strict=True)
+    ]
 
 
 class _StepFunction:
@@ -116,9 +118,9 @@ class _StepFunction:
                 strict=True,
             )
         ]
-        found = self.run(tangents, values).gradients
-        gather(found, self.splits)
-        return found
+        gradients_found = self.run(tangents, values).gradients
+        gather(gradients_found, self.splits)
+        return gradients_found
 
 
 class _PipelinedStep(torch.autograd.Function):
@@ -139,8 +141,8 @@ class _PipelinedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = ctx.step.backward(gradients)
-        results = [found.get(key) for key in ctx.keys]
+            received = ctx.step.backward(gradients)
+        results = [received.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
             differentiable = [value for value in gradients if value is not None and value.requires_grad]
             receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)

@@ -105,19 +105,19 @@ class Blocks:
     def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
         """Forward storages that a segment's backward may recompute, and those of earlier segments that this reads."""
         graph = self.graph
-        found: set[int] = set()
+        reached: set[int] = set()
         entering: set[int] = set()
         pending = [storage for operation in graph.backward[segment] for storage in operation.reads]
         while pending:
             storage = pending.pop()
-            if storage in found or not graph.is_forward(storage):
+            if storage in reached or not graph.is_forward(storage):
                 continue
             if graph.segment_of[storage] < segment and storage not in graph.always_live:
                 entering.add(storage)
             else:
-                found.add(storage)
+                reached.add(storage)
                 pending += graph.recipes[storage].reads if storage in graph.recipes else ()
-        return frozenset(found), frozenset(entering)
+        return frozenset(reached), frozenset(entering)
 
     def _with_low_peaks(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
         """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
@@ -165,7 +165,7 @@ def _without_unread(
 ) -> tuple[tuple[int, tuple[PlannedOp, ...]], ...]:
     """The steps without recomputations whose result is not read before it is recomputed once more, if ever."""
     read: set[int] = set()
-    found = []
+    read_blocks = []
     for segment, steps in reversed(backward):
         kept = []
         for step in reversed(steps):
@@ -174,8 +174,8 @@ def _without_unread(
             read.difference_update(step.makes)
             read.update(step.reads)
             kept.append(step)
-        found.append((segment, tuple(reversed(kept))))
-    return tuple(reversed(found))
+        read_blocks.append((segment, tuple(reversed(kept))))
+    return tuple(reversed(read_blocks))
 
 
 def _live_across_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:

@@ -61,11 +61,11 @@ def frontier(
             for saving in _vertices(cut, most)
         ]
     storages = list(cut.storages)
-    found = []
+    savings = []
     for positions, seconds in known[structure]:
         saved = frozenset(storages[index] for index in positions)
-        found.append(Saving(saved, sum(graph.sizes[storage] for storage in saved), seconds))
-    return found
+        savings.append(Saving(saved, sum(graph.sizes[storage] for storage in saved), seconds))
+    return savings
 
 
 def _vertices(cut: _Cut, most: int) -> list[Saving]:
@@ -73,9 +73,9 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
         return [Saving(frozenset(), 0, 0.0)]
     lowest, highest = cut.solve(0.0), cut.solve(None)
     # lowest: bytes alone count, so nothing is saved that can be recomputed; highest: seconds alone.
-    found = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
-    pending = [(highest, lowest)] if len(found) == 2 else []
-    while pending and len(found) < most:
+    savings = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
+    pending = [(highest, lowest)] if len(savings) == 2 else []
+    while pending and len(savings) < most:
         more, less = pending.pop(0)
         if less.seconds <= more.seconds or less.bytes >= more.bytes:
             continue
@@ -83,9 +83,9 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
         middle = cut.solve(price)
         line = more.bytes + price * more.seconds
         if middle.bytes + price * middle.seconds < line * (1 - 1e-6) and less.bytes < middle.bytes < more.bytes:
-            found.append(middle)
+            savings.append(middle)
             pending += [(more, middle), (middle, less)]
-    return sorted(found, key=lambda saving: -saving.bytes)
+    return sorted(savings, key=lambda saving: -saving.bytes)
 
 
 class _Cut:

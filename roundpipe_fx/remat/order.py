@@ -160,16 +160,16 @@ class _Block:
                 partial.ready.append(user)
 
     def _run_what_is_free(self, partial: _Partial) -> None:
-        found = True
-        while found:
-            found = False
+        ran = True
+        while ran:
+            ran = False
             for position in partial.ready:
                 if not self._can_be_free[position]:
                     continue
                 high, after = self.during(partial, position)
                 if after <= partial.live and high <= partial.peak:
                     self._run(partial, position, high, after)
-                    found = True
+                    ran = True
                     break
 
 

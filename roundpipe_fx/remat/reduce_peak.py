@@ -82,18 +82,18 @@ class PeakReducer:
     def sequences(self, most: int) -> list[tuple[list[int], int]]:
         """Sequences with their peaks: the best order of the steps, then one for each level."""
         sequence = self._ordered(list(range(len(self._steps))))
-        found = [(sequence, self._peak(sequence))]
+        sequences = [(sequence, self._peak(sequence))]
         for _ in range(_TRIES):
-            next_level = self._next_level(sequence) if len(found) <= most else None
+            next_level = self._next_level(sequence) if len(sequences) <= most else None
             if next_level is None:
                 break
             # The order is not improved each time: planning has to be quick.
             sequence = next_level
             peak = self._peak(sequence)
-            if peak < found[-1][1]:
-                found.append((sequence, peak))
-        lowest = self._recompute_per_use(found[-1][1]) if most else None
-        return found if lowest is None else [*found, (lowest, self._peak(lowest))]
+            if peak < sequences[-1][1]:
+                sequences.append((sequence, peak))
+        lowest = self._recompute_per_use(sequences[-1][1]) if most else None
+        return sequences if lowest is None else [*sequences, (lowest, self._peak(lowest))]
 
     def _recompute_per_use(self, below: int) -> list[int] | None:
         """Everything recomputed per use, if that has a peak below one that is known."""
@@ -170,19 +170,19 @@ class PeakReducer:
 
     def _copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
         """By storage, its recomputations in order."""
-        found: dict[int, list[_Copy]] = {}
+        copies: dict[int, list[_Copy]] = {}
         for place, position in enumerate(sequence):
             step = self._steps[position]
             if step.recipe is not None:
                 for storage, instance in zip(step.makes, events[place].makes, strict=True):
-                    found.setdefault(storage, []).append(_Copy(place, position, instance))
-        return found
+                    copies.setdefault(storage, []).append(_Copy(place, position, instance))
+        return copies
 
     def _remade(
         self, storage: int, place: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
     ) -> list[int] | None:
         """Steps that recompute a storage at a place, from storages alive there; ``None``: it takes too many."""
-        found: list[int] = []
+        sequence: list[int] = []
 
         def latest(wanted: int) -> _Copy | None:
             return next((copy for copy in reversed(copies.get(wanted, ())) if copy.place < place), None)
@@ -192,11 +192,11 @@ class PeakReducer:
                 made = latest(source)
                 if made is not None:
                     alive = readers.get(made.instance, [-1])[-1] >= place
-                    if not alive and made.step not in found:
+                    if not alive and made.step not in sequence:
                         make(made.step)
-            found.append(step)
+            sequence.append(step)
 
         made = latest(storage)
         assert made is not None
         make(made.step)
-        return found if len(found) <= _LONGEST else None
+        return sequence if len(sequence) <= _LONGEST else None

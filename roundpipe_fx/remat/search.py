@@ -117,14 +117,14 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -
         kept = most_kept(blocks, save_options)
     kept = kept or everything_kept(blocks)
     fine = _points(blocks.graph, save_options, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
-    found = [kept]
-    found += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
-    low = min(item.peak.bytes for item in found)
+    candidates = [kept]
+    candidates += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
+    low = min(item.peak.bytes for item in candidates)
     solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
     nested = _points(blocks.graph, save_options, solution)
     judged = progress(spread(nested, most), "judging plans with nested recomputation")
-    found += [work_out(blocks, point.choice()) for point in judged]
-    return SearchResult(best_of(found), sorted([*fine, *nested], key=lambda point: point.seconds))
+    candidates += [work_out(blocks, point.choice()) for point in judged]
+    return SearchResult(best_of(candidates), sorted([*fine, *nested], key=lambda point: point.seconds))
 
 
 def nested_slots(chain: SegmentChain) -> int:

@@ -95,19 +95,19 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
     available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
         leaving = storages_live_across(graph, segment, segment + 1)
-        found: list[tuple[SaveOption, ChainStageOption]] = []
+        options: list[tuple[SaveOption, ChainStageOption]] = []
         for index, saving in enumerate(savings):
             # Levels matter where least is saved: there recomputed storages decide the peak.
             remat_level = MAX_REMAT_LEVEL if index == len(savings) - 1 else 0
-            found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
-        found = _worthwhile(found)
+            options += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
+        options = _worthwhile(options)
         unsaved_options = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MAX_REMAT_LEVEL)
-        save_options.append([save_option for save_option, _ in found])
+        save_options.append([save_option for save_option, _ in options])
         stages.append(
             ChainStage(
                 seconds=sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
                 forward=peak_of_forward(graph, forward[segment], leaving),
-                options=tuple(option for _, option in found),
+                options=tuple(option for _, option in options),
                 unsaved_options=tuple(option for _, option in unsaved_options),
                 resident=int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
                 resident_forward=int(hoisted[segment]),

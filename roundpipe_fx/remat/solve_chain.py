@@ -69,14 +69,14 @@ class Solution:
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
-        found: list[Decision] = []
+        decisions: list[Decision] = []
         tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._places)
         tables.first, tables.rerun = self._first, self._rerun
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
             stage, last, memory = pending.pop()
             decision = tables.best(stage, last, memory)
-            found.append(decision)
+            decisions.append(decision)
             until = decision.until
             if decision.unsaved_option is not None:
                 continue
@@ -89,7 +89,7 @@ class Solution:
                 if until < len(self.chain.stages):
                     held = int(self.chain.live_across[stage, until])
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
-        return found
+        return decisions
 
 
 def solve_chain(
@@ -197,9 +197,9 @@ class _Tables:
     ) -> NDArray[np.float64]:
         """Tables, row by row, shifted by the slots that a decision takes."""
         where = memory[None, :] - held[:, None]
-        found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
-        found[where < 0] = np.inf
-        return found
+        shifted = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
+        shifted[where < 0] = np.inf
+        return shifted
 
     def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Stages to run on to from ``first``."""
@@ -236,13 +236,13 @@ class _Tables:
         if last is None:
             seconds = seconds + self.chain.price * held
         if first == self._end(last):
-            found = seconds[:, None] + np.zeros(len(memory))
+            seconds_kept = seconds[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(self._rest(last)[first + 1], (len(held), self.width))
             running = 0.0 if last is None else stage.seconds
-            found = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
+            seconds_kept = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
         needed = np.maximum(forward + others + self._resident(first, last), backward + others + stage.resident)
-        return self._possible(found, needed, memory)
+        return self._possible(seconds_kept, needed, memory)
 
     def _coming_back(
         self, first: int, last: int | None, places: NDArray[np.int64], memory: NDArray[np.int64]
@@ -252,12 +252,12 @@ class _Tables:
         times = self.times(last)
         live_across = np.append(self.chain.live_across[first], 0)[places]
         beyond = self._shifted(self._rest(last)[places], self._held(live_across * times), memory)
-        found = beyond + self.rerun[first, places - 1][:, memory]
-        found += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
+        seconds_back = beyond + self.rerun[first, places - 1][:, memory]
+        seconds_back += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
-            found += (self._elapsed[places] - self._elapsed[first])[:, None]
+            seconds_back += (self._elapsed[places] - self._elapsed[first])[:, None]
         needed = self._run[first, places] + live_across * (times - 1) + self._resident(first, last)
-        return self._possible(found, needed, memory)
+        return self._possible(seconds_back, needed, memory)
 
     def _end(self, last: int | None) -> int:
         """The last stage to be run."""
@@ -315,12 +315,12 @@ def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
     same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: stages from i and j on that are equal
     for i in range(count - 1, -1, -1):
         same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
-    found = []
+    repetitions = []
     for first in range(count - 1):
         following = first + 1 + int(same[first, first + 1 : count].argmax())
         length = int(same[first, following])
         here = chain.live_across[first : first + length, first : first + length]
         there = chain.live_across[following : following + length, following : following + length]
         _, different = np.nonzero(np.triu(here != there, 1))
-        found.append((following, int(different.min(initial=length))))
-    return [*found, (count - 1, 0)]
+        repetitions.append((following, int(different.min(initial=length))))
+    return [*repetitions, (count - 1, 0)]

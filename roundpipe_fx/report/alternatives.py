@@ -203,12 +203,12 @@ def alternatives_of(
         own_bytes: predicted peak of the plan that was chosen.
         own_seconds: its modelled seconds of recomputation.
     """
-    found = _candidates(graph, points[0], limit)
+    candidates = _candidates(graph, points[0], limit)
     noted = Noted()
     chosen: tuple[int, int] | None = None
     count = 0
     for size, seconds in points:
-        candidate = found.get((size, seconds))
+        candidate = candidates.get((size, seconds))
         if candidate is None:
             continue
         alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
@@ -223,14 +223,14 @@ def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -
     """By peak and seconds, the candidates that a planner with a limit looks at."""
     blocks = Blocks(graph)
     if graph.step is not None:
-        found = search_for_step(blocks)
+        result = search_for_step(blocks)
     else:
         kept = everything_kept(blocks)
         # The planner's may count equal values once, and the search is scaled by its peak.
         if highest[1] == 0:
             kept = Candidate(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
-        found = search(blocks, kept=kept)
-    return {(item.peak.bytes, item.seconds): item for item in refine(blocks, found, limit)}
+        result = search(blocks, kept=kept)
+    return {(item.peak.bytes, item.seconds): item for item in refine(blocks, result, limit)}
 
 
 def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:

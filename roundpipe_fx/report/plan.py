@@ -256,8 +256,8 @@ class Plan:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
         (whole,) = self.trade_off
-        found = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
-        return (whole, *(point for point in found if point[0] < whole[0]))
+        points_untiled = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
+        return (whole, *(point for point in points_untiled if point[0] < whole[0]))
 
     @functools.cached_property
     def _in_tiles(self) -> PlansInTiles | None:
@@ -269,12 +269,12 @@ class Plan:
         if not self.trade_off or self.operations is None or self.pipeline is not None or self.budget is None:
             return Alternatives()
         points = self.trade_off if self.tiles else self._frontier_untiled
-        found = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
+        alternatives = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
         if not self.tiles or self._in_tiles is None:
-            return found
+            return alternatives
         longer, tiles = self.operations.seconds - self._in_tiles.seconds, tiles_text(self.tiles)
-        plans = (dataclasses.replace(plan, seconds=plan.seconds + longer, tiles=tiles) for plan in found.plans)
-        return dataclasses.replace(found, plans=tuple(plans))
+        plans = (dataclasses.replace(plan, seconds=plan.seconds + longer, tiles=tiles) for plan in alternatives.plans)
+        return dataclasses.replace(alternatives, plans=tuple(plans))
 
     def look_into(self) -> PlanDetails:
         """What the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each operation

@@ -71,12 +71,12 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
     strings: dict[str, int] = {}
     memory = lines = timeline = None
     if details.step is not None:
-        found = details.step.memory
+        held = details.step.memory
         memory = {
-            "moments": _columns(found.moments, Moment._fields, strings),
-            "values": _columns(found.values, Lifetime._fields, strings),
-            "forward": found.forward,
-            "source": found.source,
+            "moments": _columns(held.moments, Moment._fields, strings),
+            "values": _columns(held.values, Lifetime._fields, strings),
+            "forward": held.forward,
+            "source": held.source,
         }
         rows = [
             _LineOfValue(name, *line) for name, lines_of_name in details.step.lines.items() for line in lines_of_name
@@ -156,12 +156,14 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             for device, action, what, to_host, start, end, size, values in data["timeline"]["copies"]
         )
         timeline = Timeline(**bars, copies=copies)
-    found = data["alternatives"]
+    stored = data["alternatives"]
     names = _fields(AlternativeValue)
     alternatives = Alternatives(
-        values=tuple(AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(found["values"], strings)),
-        plans=tuple(map(_alternative, found["plans"])),
-        own=found["own"],
+        values=tuple(
+            AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(stored["values"], strings)
+        ),
+        plans=tuple(map(_alternative, stored["plans"])),
+        own=stored["own"],
     )
     frontier = tuple((int(size), float(seconds)) for size, seconds in data["frontier"])
     return PlanDetails(step=step, frontier=frontier, alternatives=alternatives, timeline=timeline)

@@ -67,9 +67,9 @@ def fields_of_json(text: str) -> dict[str, Any]:
         ValueError: it is not a plan, or one of another format.
     """
     fields = json.loads(text)
-    found = fields.pop("format", None) if isinstance(fields, dict) else None
-    if found != _FORMAT:
-        raise ValueError(f"format {found!r} is not {_FORMAT!r}")
+    stored_format = fields.pop("format", None) if isinstance(fields, dict) else None
+    if stored_format != _FORMAT:
+        raise ValueError(f"format {stored_format!r} is not {_FORMAT!r}")
     live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
     fields["peak"] = PeakMoment(**fields["peak"], live=live)
     fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])

@@ -32,14 +32,14 @@ def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Seq
         programs: program of each microbatch.
         primals: for each microbatch, the inputs of the forward.
     """
-    found: set[int] = set()
+    updatable: set[int] = set()
     outside: set[int] = set()
     tensors: dict[int, torch.Tensor] = {}
     for program, of_batch in zip(programs, primals, strict=True):
         tensors.update({id(value): value for value in of_batch if isinstance(value, torch.Tensor)})
         for gradient in program.gradients:
             if gradient.source is not None:
-                (found if gradient.source.kind == "value" else outside).add(id(of_batch[gradient.primal]))
+                (updatable if gradient.source.kind == "value" else outside).add(id(of_batch[gradient.primal]))
         outside.update(id(of_batch[number]) for number in program.mutations.values())
         for source in program.outputs:
             if source is not None and source.kind == "primal":
@@ -48,7 +48,7 @@ def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Seq
                 outside.add(id(of_batch[program.views[source.index]]))
     sharing = Counter(value.untyped_storage()._cdata for value in tensors.values())
     outside.update(key for key, value in tensors.items() if sharing[value.untyped_storage()._cdata] > 1)
-    return found - outside
+    return updatable - outside
 
 
 class CompleteGradients:

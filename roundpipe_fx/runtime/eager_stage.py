@@ -142,6 +142,6 @@ class _Names:
 
 def _reads(value: Any) -> bool:
     """Whether an argument contains nodes."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return bool(found)
+    reads: list[fx.Node] = []
+    fx.node.map_arg(value, reads.append)
+    return bool(reads)

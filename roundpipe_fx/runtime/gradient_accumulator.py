@@ -60,9 +60,9 @@ class GradientAccumulator:
 
     def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
         """Remove and return the accumulated gradients of some owners."""
-        found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
-        self._owned -= found.keys()
-        return found
+        removed = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
+        self._owned -= removed.keys()
+        return removed
 
     def move(self, to: GradientAccumulator, to_caller: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Add all gradients to another accumulator, freeing each one before the next is copied.

@@ -273,20 +273,20 @@ def _of_microbatch(
 
 
 def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for place, source in enumerate(sources):
         if source is not None and source.kind == "value":
-            found.setdefault(source.index, []).append(place)
-    return found
+            places.setdefault(source.index, []).append(place)
+    return places
 
 
 def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """For each instruction of a device, the primals that no later one reads, whose copies can be freed after it."""
-    found: list[list[Any]] = []
+    last: list[list[Any]] = []
     seen: set[int] = set()
     for instruction in reversed(instructions):
         inputs = primals[instruction.action.microbatch]
         read = {id(inputs[s.index]): inputs[s.index] for s in instruction.code.inputs if s.kind == "primal"}
-        found.append([value for key, value in read.items() if key not in seen])
+        last.append([value for key, value in read.items() if key not in seen])
         seen |= read.keys()
-    return found[::-1]
+    return last[::-1]

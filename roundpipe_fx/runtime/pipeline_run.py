@@ -395,7 +395,7 @@ class _PipelineRun:
         total = GradientAccumulator()
         for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
             sums.move(total, device_streams.to_caller)
-        for owner, parts in (found for at_host in self._at_host for found in at_host.items()):
+        for owner, parts in (owner_parts for at_host in self._at_host for owner_parts in at_host.items()):
             for part in parts:
                 total.add(owner, part, owned=True)
         gradients = total.tensors

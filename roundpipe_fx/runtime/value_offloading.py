@@ -48,7 +48,7 @@ def offload_steps_of(
         instructions: of each device; actions that a microbatch does not have are missing.
         offloads: what leaves.
     """
-    found: list[Mapping[int, OffloadSteps]] = []
+    steps_of_devices: list[Mapping[int, OffloadSteps]] = []
     for device, of_device in enumerate(instructions):
         present = {str(instruction.action) for instruction in of_device}
         places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
@@ -58,13 +58,13 @@ def offload_steps_of(
                 for name in OffloadSteps.__slots__:
                     place = places[getattr(offload, name)]
                     of_place.setdefault(place, {}).setdefault(name, []).append(offload)
-        found.append(
+        steps_of_devices.append(
             {
                 place: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
                 for place, steps in of_place.items()
             }
         )
-    return found
+    return steps_of_devices
 
 
 @dataclass(slots=True)

@@ -70,17 +70,17 @@ def balance_offloaded_stages(
     bring = [weights.size(numbers) / weights.bandwidth for numbers in weights.reads]
     ahead = [microbatches * f + b for f, b in zip(forward, bring, strict=True)]
     back = [microbatches * a + 2 * b for a, b in zip(recomputing, bring, strict=True)]
-    found = []
+    tried_divisions = []
     for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
         slots = slot_seconds(tried, forward, list(backward_seconds), recomputing)
         size = residency_bytes(tried, devices, weights, training)
-        found.append(
+        tried_divisions.append(
             (_seconds(tried, slots, devices, microbatches, weights, training), size, tried.slots, index, tried)
         )
-    fitting = [division for division in found if limit is not None and division[1] <= limit]
+    fitting = [division for division in tried_divisions if limit is not None and division[1] <= limit]
     if fitting:
         return min(fitting)[-1]
-    return min(found, key=lambda division: (division[1], division[2], division[0]))[-1]
+    return min(tried_divisions, key=lambda division: (division[1], division[2], division[0]))[-1]
 
 
 def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:

@@ -93,8 +93,8 @@ def peaks_of(
     memory.enter_input_gradients()
     memory.enter_offloads(offloads)
     memory.enter_sharded(kept)
-    found = (memory.peak(device, of_device) for device, of_device in enumerate(windows))
-    return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
+    peaks = (memory.peak(device, of_device) for device, of_device in enumerate(windows))
+    return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in peaks]
 
 
 def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = False) -> list[int]:
@@ -333,11 +333,11 @@ class _Memory:
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
     """Bytes by number of the input, whose gradient several stage actions may contribute to."""
-    found: dict[int, int] = {}
+    bytes_by_owner: dict[int, int] = {}
     for of_step in gradients.values():
         for owner, size in of_step.items():
-            found[owner] = max(size, found.get(owner, 0))
-    return found
+            bytes_by_owner[owner] = max(size, bytes_by_owner.get(owner, 0))
+    return bytes_by_owner
 
 
 def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], costs: StepCosts) -> int:

@@ -77,7 +77,7 @@ def residency_windows(
         gradients: for each stage action, bytes of the gradients that it adds to, by number of the parameter.
         turn: position of the first action of the backward half of a step, before which everything is freed.
     """
-    found: list[ResidencyWindow] = []
+    windows: list[ResidencyWindow] = []
     for start, end in ((0, turn), (turn, len(stages))):
         places = [range(ahead.start + start, ahead.stop + start) for ahead in window_ranges(stages[start:end])]
         steps = [np.unique(codes[window.start : window.stop]).tolist() for window in places]
@@ -88,6 +88,6 @@ def residency_windows(
             first = needed[0] if window is places[0] else set()
             left = {owner: size for code in codes_of for owner, size in gradients[code].items()}
             size = [sum(sizes[number] for number in part) for part in (there, first, there - before - first)]
-            found.append(ResidencyWindow(window, size[0], size[1], size[2], left))
+            windows.append(ResidencyWindow(window, size[0], size[1], size[2], left))
             before = there
-    return found
+    return windows

@@ -103,7 +103,7 @@ def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[ran
 
 def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     """All that may stay gathered on a device: what is dropped and gathered again within a half of a step."""
-    found: dict[tuple[int, int, int], list[int]] = {}
+    numbers_of_gap: dict[tuple[int, int, int], list[int]] = {}
     for windows in _windows(order, costs):
         left: dict[int, int] = {}
         for index, (places, reads, there) in enumerate(windows):
@@ -112,7 +112,7 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
                 if dropped < places.start:
                     reader = places if number in reads else windows[index + 1][0]
                     stage = order.steps[reader.start][1]
-                    found.setdefault((dropped, places.start, stage), []).append(number)
+                    numbers_of_gap.setdefault((dropped, places.start, stage), []).append(number)
                 left[number] = places.stop
     return [
         KeptGathered(
@@ -123,7 +123,7 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
             dropped=dropped,
             regathered=regathered,
         )
-        for (dropped, regathered, stage), numbers in found.items()
+        for (dropped, regathered, stage), numbers in numbers_of_gap.items()
     ]
 
 
@@ -156,7 +156,7 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
     dropped: dict[int, list[KeptGathered]] = {}
     for gap in kept:
         dropped.setdefault(gap.dropped, []).append(gap)
-    found: list[Gather] = []
+    gathers: list[Gather] = []
     for windows in _windows(order, costs):
         before: set[int] = set()
         staying: list[KeptGathered] = []
@@ -165,9 +165,11 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
             there = there | {number for gap in staying for number in gap.parameters}
             first = set() if index else reads
             parts = (sorted(first), sorted(there - before - first))
-            found.append(Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts)))
+            gathers.append(
+                Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts))
+            )
             before = there
-    return found
+    return gathers
 
 
 def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> int:

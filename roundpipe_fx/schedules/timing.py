@@ -157,14 +157,14 @@ def simulate_time(
         travel = _travel(costs, codes, reads, steps)
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
     starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
-    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
+    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
         schedule=schedule,
         graph=graph,
         starts=starts,
         ends=tuple(ends),
-        peak_bytes=tuple(peak for peak, _ in found),
-        action_bytes=tuple(during for _, during in found),
+        peak_bytes=tuple(peak for peak, _ in peaks),
+        action_bytes=tuple(during for _, during in peaks),
         gathered_bytes=_gathered(schedule, costs, kept),
         kept=tuple(kept),
     )

@@ -242,9 +242,9 @@ def _recur_backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
     _, data_needs, _, states_need, weights_need, *_ = ctx.needs_input_grad
     needs = [data_needs, *_each(states_need, len(states)), *_each(weights_need, len(weights))]
     made = iter(recur_backward(list(gradients), ctx.kind, data, batch_sizes, states, weights, *ctx.options, needs, []))
-    found = [next(made) if needed else None for needed in needs]
-    of_states, of_weights = found[1 : 1 + len(states)], found[1 + len(states) :]
-    return None, found[0], None, of_states, of_weights, None, None, None, None, None
+    selected = [next(made) if needed else None for needed in needs]
+    of_states, of_weights = selected[1 : 1 + len(states)], selected[1 + len(states) :]
+    return None, selected[0], None, of_states, of_weights, None, None, None, None, None
 
 
 def _each(need: Any, count: int) -> list[bool]:

@@ -57,7 +57,7 @@ def install_retries(active: Callable[[], bool]) -> None:
                     made = trace(self, frame, *args, **kwargs)
             except Exception as again:
                 # A budget that the current sizes do not allow is what the user needs to know of.
-                if any(hasattr(found, "wants_sizes") for found in _causes(again)):
+                if any(hasattr(cause, "wants_sizes") for cause in _causes(again)):
                     raise
                 continue
             _retried.add(_place(frame.f_code))
@@ -83,7 +83,7 @@ def _wants_data(error: BaseException) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-    return any(isinstance(found, kinds) or "data-dependent expression" in str(found) for found in _causes(error))
+    return any(isinstance(cause, kinds) or "data-dependent expression" in str(cause) for cause in _causes(error))
 
 
 _WANTS_NUMBERS = (
@@ -97,15 +97,15 @@ fake kernel, which is run on real tensors to find its results' shapes."""
 
 def _wants_numbers(error: BaseException) -> bool:
     causes = list(_causes(error))
-    wanted = any(getattr(found, "wants_sizes", False) for found in causes)
-    return wanted or any(text in str(found) for found in causes for text in _WANTS_NUMBERS)
+    wanted = any(getattr(cause, "wants_sizes", False) for cause in causes)
+    return wanted or any(text in str(cause) for cause in causes for text in _WANTS_NUMBERS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        inner = getattr(found, "inner_exception", None)
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        inner = getattr(cause, "inner_exception", None)
         if inner is not None:
             yield inner
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__

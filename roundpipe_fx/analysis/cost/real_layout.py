@@ -89,8 +89,8 @@ def note_real_values(node: fx.Node, device: torch.device) -> None:
         return
     values = real_values(node, device)
     if values is not None:
-        found = iter(values)
-        node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(found), node.meta["val"])
+        remaining = iter(values)
+        node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(remaining), node.meta["val"])
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -145,11 +145,11 @@ def _values(
     value: Callable[[torch.Tensor, TensorLayout], torch.Tensor | None],
 ) -> list[torch.Tensor] | None:
     noted = tensor_values(node)
-    found = [layout for layout in layouts if layout is not None]
-    if len(found) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
+    strided = [layout for layout in layouts if layout is not None]
+    if len(strided) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
         return None
     values = []
-    for tensor, layout in zip(noted, found, strict=True):
+    for tensor, layout in zip(noted, strided, strict=True):
         if tensor.layout is not torch.strided or len(layout.sizes) != tensor.dim():
             return None
         made = value(tensor, layout)
@@ -178,7 +178,7 @@ class _Scale:
         """The small tensor of an operand."""
         sizes, strides = layout_of(value)
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
-        found = [0] * len(sizes)
+        small_sizes = [0] * len(sizes)
         known = {0: 0}
         following, small_following = 1, 1
         for dim in _inner_first(sizes, strides):
@@ -186,14 +186,14 @@ class _Scale:
                 continue
             if strides[dim] > following:  # kernels ask whether a tensor has gaps
                 small_following *= 2
-            known[strides[dim]] = found[dim] = small_following
+            known[strides[dim]] = small_sizes[dim] = small_following
             following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
             known.setdefault(following, small_following)
         known.setdefault(1, 1)
         for dim, size in enumerate(sizes):
             if size == 1:
-                found[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
-        layout = TensorLayout(small, tuple(found))
+                small_sizes[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
+        layout = TensorLayout(small, tuple(small_sizes))
         self._operands.append((layout, value))
         return _Small(layout, value.dtype, value.device.type)
 

@@ -146,13 +146,13 @@ def _read_trials(device: torch.device) -> None:
         return
     _files_read.add(path)
     try:
-        found = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
+        trials = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
         log.info("the file of trials %s is ignored: %s", path, error)
         return
-    for key, trial in found.items():
+    for key, trial in trials.items():
         _tried.setdefault(key, trial)
 
 

@@ -67,22 +67,22 @@ def workspaces_of(
     learned = learned or {}
     beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # where in the step is not known
     asked: dict[str, list[fx.Node]] = {}
-    found: dict[fx.Node, int] = {}
+    workspaces: dict[fx.Node, int] = {}
     for node in nodes:
         if not _makes_something(node):
             continue
-        found[node] = beyond_plan
+        workspaces[node] = beyond_plan
         if is_functional_collective(node.target):
-            found[node] += copied_bytes(node)
+            workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
-            found[node] += learned.get(str(node.target), 0)
+            workspaces[node] += learned.get(str(node.target), 0)
         elif is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         for node in same:
-            found[node] += measured[signature]
-    return {node: size for node, size in found.items() if size}
+            workspaces[node] += measured[signature]
+    return {node: size for node, size in workspaces.items() if size}
 
 
 def depends_on_data(node: fx.Node) -> bool:

@@ -23,7 +23,9 @@ def _along(worked: DimsOfCall) -> Rule:
     def rule(call: Call, labels: Labels) -> CallDims:
         result = call.results[0]
         dims = labels.of(result, mixed=worked(call, len(result)))
-        operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+        operands = {
+            name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()
+        }
         return operands, [labels.same(shape, dims) for shape in call.results]
 
     return rule

@@ -59,7 +59,9 @@ def _planes(spatial: int) -> Rule:
             kept = labels.same(shape[: len(shape) - spatial], leading)
             return [*kept, *labels.all_mixed(shape[len(shape) - spatial :])]
 
-        operands = {name: [dims_of(tuple(tensor.shape)) for tensor in found] for name, found in call.tensors.items()}
+        operands = {
+            name: [dims_of(tuple(tensor.shape)) for tensor in tensors] for name, tensors in call.tensors.items()
+        }
         return operands, [dims_of(shape) for shape in call.results]
 
     return rule

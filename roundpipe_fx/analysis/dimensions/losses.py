@@ -69,7 +69,7 @@ def _elementwise(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.results[0] if call["reduction"] == Reduction.NONE else shape)
     if call["reduction"] == Reduction.MEAN:
         labels.mix(dims)
-    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}
     return operands, [dims if call["reduction"] == Reduction.NONE else []]
 
 
@@ -78,7 +78,7 @@ def _elementwise_backward(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.results[0])
     if call["reduction"] == Reduction.MEAN:
         labels.mix(dims)
-    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}
     return operands, [dims]
 
 

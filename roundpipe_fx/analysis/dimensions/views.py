@@ -22,8 +22,8 @@ def _view(call: Call, labels: Labels) -> CallDims:
     source, result = call.shape("self"), call.results[0]
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(source), [()] * len(result))
     for mine, others in _groups(source, result):
-        found = _factors([source[i] for i in mine], [result[j] for j in others], labels)
-        for places, made, into in zip((mine, others), found, dims, strict=True):
+        factors = _factors([source[i] for i in mine], [result[j] for j in others], labels)
+        for places, made, into in zip((mine, others), factors, dims, strict=True):
             for place, dim in zip(places, made, strict=True):
                 into[place] = dim
     return {"self": [dims[0]]}, [dims[1]]

@@ -153,19 +153,19 @@ class Growth:
 
     def _trace_back(self) -> None:
         """Take in the way from one scalar incoming gradient to the region: its scaling, and spreading over rows."""
-        found = True
-        while found:
-            found = False
+        joined = True
+        while joined:
+            joined = False
             backward = [node for node in self.members if node.meta[Mark.PHASE] is Phase.BACKWARD]
             for source in [source for node in backward for source in node.all_input_nodes]:
                 if source in self.members or source not in self.tangential or source.op == "placeholder":
                     continue
                 if source in self.where:
-                    found |= self._elements(source) == self.rows and self._join(source)
+                    joined |= self._elements(source) == self.rows and self._join(source)
                 elif _is_scaling(source):
                     self.members.add(source)
                     self.whole.add(source)
-                    found = True
+                    joined = True
 
     def _neighbours(self, value: fx.Node) -> Iterator[fx.Node]:
         maker = value.args[0] if value.target is operator.getitem else value

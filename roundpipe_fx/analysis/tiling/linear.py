@@ -85,15 +85,15 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
     Returns:
         those that are; the others do not depend on it. ``None`` if one depends on it in another way, or nobody knows.
     """
-    found: dict[fx.Node, bool] = dict.fromkeys(to, True)
+    linear: dict[fx.Node, bool] = dict.fromkeys(to, True)
     for node in nodes:
-        if node in found:
+        if node in linear:
             continue
-        kind = _kind(node, found)
+        kind = _kind(node, linear)
         if kind is None:
             return None
-        found[node] = kind
-    return frozenset(node for node, kind in found.items() if kind)
+        linear[node] = kind
+    return frozenset(node for node, kind in linear.items() if kind)
 
 
 def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:

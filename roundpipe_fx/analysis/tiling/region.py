@@ -240,9 +240,9 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
-    found = proportional(backward, waiting)
+    linear = proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
-    return waiting[0] if found is not None and results and all(node in found for node in results) else None
+    return waiting[0] if linear is not None and results and all(node in linear for node in results) else None
 
 
 def _is_sum(region: TileRegion, node: fx.Node) -> bool:
@@ -256,11 +256,11 @@ def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
 def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that depends on some nodes."""
     origins = set(nodes)
-    found: set[fx.Node] = set()
+    descendants: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node.op != "output" and any(source in origins or source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found | {node for node in origins if node.op == "placeholder"}
+        if node.op != "output" and any(source in origins or source in descendants for source in node.all_input_nodes):
+            descendants.add(node)
+    return descendants | {node for node in origins if node.op == "placeholder"}
 
 
 def _may_be_widest(node: fx.Node) -> bool:

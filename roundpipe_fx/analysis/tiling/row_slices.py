@@ -76,9 +76,9 @@ class RowSlice:
         """The dimension of a value that is to be sliced, as it divides: its place, and what is before and behind."""
         rows = self.where[value]
         shape = value.meta["val"].shape
-        found = _axis_in([shape[place] for place in rows], self.axis)
-        assert found is not None
-        number, before, behind = found
+        parts = _axis_in([shape[place] for place in rows], self.axis)
+        assert parts is not None
+        number, before, behind = parts
         return rows[number], before, behind
 
     def arguments(self, member: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,9 +88,9 @@ class RowSlice:
         dimensions = dimensions_of(member)
         assert dimensions is not None
         labels = labels_of_rows(member, dimensions, self.where)
-        found = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
-        assert found is not None
-        number, before, behind = found
+        axis = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
+        assert axis is not None
+        number, before, behind = axis
         return arguments_on_tile(member, dimensions, {labels[number]: before * self.kept * behind})
 
 
@@ -109,8 +109,8 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
     searches = (
         _SliceSearch(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim)
     )
-    found = next((found for search in searches if (found := search.run()) is not None), None)
-    return found if found is not None and _is_kept_in_order(node) else None
+    row_slice = next((row_slice for search in searches if (row_slice := search.run()) is not None), None)
+    return row_slice if row_slice is not None and _is_kept_in_order(node) else None
 
 
 def _is_slice(node: fx.Node) -> bool:
@@ -220,8 +220,8 @@ class _SliceSearch:
             return None
         ordered = [node for node in self.joint.graph.nodes if node in self.members]
         backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
-        found = proportional(backward, self.gradients)
-        if found is None or not all(node in found for node in backward):
+        linear = proportional(backward, self.gradients)
+        if linear is None or not all(node in linear for node in backward):
             return None
         return RowSlice(
             node=self.node,

@@ -66,9 +66,9 @@ def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     value = node.meta["val"]
     places = [place for place, item in enumerate(value) if isinstance(item, torch.Tensor)]
-    found = [items.get(place) for place in places]
+    nodes_of_places = [items.get(place) for place in places]
     # What is nested deeper is not told apart.
-    return found if len(found) == len(dimensions.results) else [None] * len(dimensions.results)
+    return nodes_of_places if len(nodes_of_places) == len(dimensions.results) else [None] * len(dimensions.results)
 
 
 def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:

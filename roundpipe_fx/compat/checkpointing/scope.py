@@ -151,9 +151,9 @@ class gradient_checkpoint_scope:
 
 def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], None]:
     def leave() -> None:
-        found = scope()
-        if found is not None:
-            found._leave_if_over()
+        alive_scope = scope()
+        if alive_scope is not None:
+            alive_scope._leave_if_over()
 
     return leave
 

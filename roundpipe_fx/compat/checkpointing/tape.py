@@ -217,13 +217,13 @@ class Tape:
 
     def _leading_to(self, wanted: Collection[int]) -> list[_TapeEntry]:
         needed = set(wanted)
-        found = []
+        entries = []
         for step in reversed(self._steps):
             if needed.isdisjoint(step.writes) and needed.isdisjoint(step.makes):
                 continue
-            found.append(step)
+            entries.append(step)
             needed |= step.reads
-        return found[::-1]
+        return entries[::-1]
 
     def recompute(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
         """Run what leads to these storages, and nothing else.
@@ -269,9 +269,9 @@ class Tape:
 
 
 def _forget(tape: weakref.ref[Tape], key: int, number: int) -> None:
-    found = tape()
-    if found is not None:
-        found.forget(key, number)
+    alive_tape = tape()
+    if alive_tape is not None:
+        alive_tape.forget(key, number)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -307,13 +307,13 @@ _UNDECLARED = ("running_mean", "running_var")
 
 def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that an operator updates in place."""
-    found: list[Any] = []
+    written: list[Any] = []
     for position, argument in enumerate(operator._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in _UNDECLARED:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tree_leaves(value)
-    return [value for value in found if isinstance(value, torch.Tensor)]
+            written += tree_leaves(value)
+    return [value for value in written if isinstance(value, torch.Tensor)]
 
 
 def _generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:

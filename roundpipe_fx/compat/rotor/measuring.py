@@ -83,7 +83,7 @@ _TIMES = 3
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Median of some calls, after one to warm up."""
     call()
-    found = []
+    seconds = []
     for _ in range(_TIMES):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -91,8 +91,8 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
 
 
 def _floats(value: Any) -> list[torch.Tensor]:
