@@ -46,9 +46,11 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
         for place in range(position, position + len(block)):
             if place in free:
                 covered.add(place)
+                # A step before the first that waits can be early for free: it is only called from another module.
                 prefix |= {place} if stage not in waiting else set()
             elif place in needed:
                 waiting.add(stage)
+        # A choice that recomputes nothing more has no effect on memory, so it is none.
         for grown in (prefix, covered):
             if any(steps[place].recipe is not None for place in grown - choices[-1]):
                 choices.append(frozenset(grown))
@@ -92,6 +94,7 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Colle
     while any(level.values()):
         early_schedule = early_at(schedule, choices, level)
         _, peaks = peaks_by_stage(graph, early_schedule)
+        # Only stages at fault give up something: what another one does early stays.
         over = {stage for stage, live in peaks.items() if live > limit and level[stage]}
         if not over:
             return early_schedule

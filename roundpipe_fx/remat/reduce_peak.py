@@ -154,12 +154,14 @@ class PeakReducer:
         best: tuple[int, float, list[int]] | None = None
         for instance, _ in peak.live:
             later = [position for position in readers.get(instance, ()) if position > at]
+            # Only what was recomputed, is read later, and is not needed where the peak is can be dropped there.
             if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
                 continue
             position = later[0]
             remade = self._remade(copied[instance], position, copies, readers)
             if remade is None:
                 continue
+            # A peak that stays as it is counts too: several storages may have to go before it falls.
             tried = [*sequence[:position], *remade, *sequence[position:]]
             cost = sum(self._steps[p].seconds for p in remade)
             most = peak.bytes if best is None else best[0]
@@ -192,6 +194,7 @@ class PeakReducer:
                 made = latest(source)
                 if made is not None:
                     alive = readers.get(made.instance, [-1])[-1] >= place
+                    # Of its sources, those that are dead by then are recomputed first.
                     if not alive and made.step not in sequence:
                         make(made.step)
             sequence.append(step)

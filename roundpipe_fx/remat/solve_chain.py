@@ -78,13 +78,16 @@ class Solution:
             decision = tables.best(stage, last, memory)
             decisions.append(decision)
             until = decision.until
+            # The last stage of a rerun: nothing is left to decide behind it.
             if decision.unsaved_option is not None:
                 continue
             if decision.option is not None:
                 if until <= (len(self.chain.stages) - 1 if last is None else last):
                     held = self.chain.stages[stage].options[decision.option].held
+                    # What is kept is gone from the memory of all that follows until its backward.
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
             else:
+                # Coming back, everything from ``until`` on is over, and its memory is free again.
                 pending.append((stage, until - 1, memory))
                 if until < len(self.chain.stages):
                     held = int(self.chain.live_across[stage, until])
@@ -159,6 +162,7 @@ class _Tables:
         for first in range(count):
             live_across = np.concatenate([[0], self.chain.live_across[first, first + 1 : count]])
             inside = np.array([stage.forward for stage in stages[first:]], dtype=np.int64)
+            # At each stage on the way: what crosses into it, and what running it takes.
             run[first, first + 1 :] = np.maximum.accumulate(live_across + inside)
         return run
 
@@ -168,6 +172,7 @@ class _Tables:
         if self.nested:
             self.rerun = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
+            # Short ranges first: a range is built of shorter ones that begin in it.
             for length in progress(range(count), "nested recomputation"):
                 alike = list(range(count))  # by stage, the last one from which on as many stages are the same
                 for first in range(count - length - 1, -1, -1):
@@ -198,6 +203,7 @@ class _Tables:
         """Tables, row by row, shifted by the slots that a decision takes."""
         where = memory[None, :] - held[:, None]
         shifted = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
+        # There is not enough memory for the decision at all.
         shifted[where < 0] = np.inf
         return shifted
 
@@ -210,6 +216,7 @@ class _Tables:
             return np.empty(0, dtype=np.int64)
         if self.most_places is None or end - first <= self.most_places:
             return np.arange(first + 1, end + 1)
+        # The next stage is always among them: keeping only what enters a stage is the most common decision.
         return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
 
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -239,6 +246,7 @@ class _Tables:
             seconds_kept = seconds[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(self._rest(last)[first + 1], (len(held), self.width))
+            # The first forward has to run anyway; a rerun is recomputation.
             running = 0.0 if last is None else stage.seconds
             seconds_kept = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
         needed = np.maximum(forward + others + self._resident(first, last), backward + others + stage.resident)

@@ -127,10 +127,13 @@ class HostLink:
         begins, first, following, left = self._table[places].T
         begins = begins > 0
         incoming, outgoing = self._incoming[devices], self._outgoing[devices]
+        # One copy at a time in each direction: a copy begins when the one before it has ended and it has been issued.
         incoming = np.where(first > 0, np.maximum(incoming, clock) + first, incoming)
         tensors = np.where(first > 0, incoming, self._tensors[devices])
+        # From here on the memory of gradients from before the last window counts as free, so they must have left.
         ready = np.where(begins, np.maximum(tensors, self._gradients[devices]), 0.0)
         first_ended = incoming
+        # The next window's tensors are brought while this one runs.
         incoming = np.where(begins, np.maximum(incoming, clock) + following, incoming)
         outgoing = np.where(begins & (left > 0), np.maximum(outgoing, clock) + left, outgoing)
         self._ended[places] = np.stack([first_ended, incoming, outgoing], axis=1)

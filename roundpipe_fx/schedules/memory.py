@@ -151,6 +151,8 @@ class _Memory:
             for order, codes_of_device in zip(schedule.orders, codes, strict=True)
         ]
         """By device, bytes of incoming gradients."""
+        # Entry p is what is added, or freed, before action p: levels are its running sum. What the last action makes is
+        # added behind it.
         self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
         self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
@@ -202,10 +204,12 @@ class _Memory:
             until = np.full(len(at), len(self._codes[device]))
             self._outputs_made_there += held.bytes * len(at) if device == self._callers else 0
         here = until >= 0
+        # While its maker runs, a value is part of the maker's own peak; it is freed once its last reader has ended.
         self._enter(device, at[here] + 1, until[here] + 1, held.bytes)
         for other in others:
             until = self.places.last(other, readers, batches)
             there = until >= 0
+            # It may arrive any time after it was sent, but it is there when it is read.
             arrives = np.minimum(arrival(device, at[there], other), until[there])
             self._enter(other, arrives, until[there] + 1, held.bytes)
 
@@ -257,6 +261,7 @@ class _Memory:
         level = levels[: len(codes)]
         variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
         needed = self._peak[variant_at, codes]
+        # The first to add to a gradient allocates it, the others add in place or to a sum: their peaks differ.
         needed[first] = self._first_peak[variant_at[first], codes[first]]
         during = level + np.maximum(needed, 0)
         left = int(levels[len(codes)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last

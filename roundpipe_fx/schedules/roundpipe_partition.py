@@ -76,6 +76,7 @@ def balance_roundpipe_stages(
         for index, tried in enumerate(_divisions(forward, recomputing, devices))
         if is_spread(tried, slot_seconds(tried, forward, backward, recomputing), devices)
     )
+    # Estimates leave out that workers wait, so the most promising partitions are dispatched for real.
     best = min(
         (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, place)
         for place, (*_, tried) in enumerate(hopeful[:_DISPATCHED])
@@ -119,6 +120,7 @@ def _divisions(forward: list[float], recomputing: list[float], devices: int) -> 
     most = _SLOTS_A_DEVICE * devices
     divide = divider(forward, recomputing)
     for first in range(count - 1, max(-1, count - 1 - FUSED), -1):
+        # Everything is fused: one slot, without a forward or a backward of its own.
         if not first:
             yield RoundPipePartition((), (0, count - 1), ())
         for ahead_slots in range(1, min(first, most) + 1):

@@ -107,6 +107,7 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     for windows in _windows(order, costs):
         left: dict[int, int] = {}
         for index, (places, reads, there) in enumerate(windows):
+            # What is prefetched for the next window is there one window before it is read.
             for number in sorted(there):
                 dropped = left.get(number, places.start)
                 if dropped < places.start:
@@ -138,6 +139,7 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     left = [limit - during.astype(np.int64) for during in action_bytes]
     chosen = []
     for gap in sorted(gaps, key=lambda gap: (gap.regathered - gap.dropped, -gap.bytes, gap.device, gap.dropped)):
+        # Short gaps first: each saves one gather however long it is, and takes memory for as long as it lasts.
         spare = left[gap.device][gap.dropped : gap.regathered]
         if (spare >= gap.bytes).all():
             spare -= gap.bytes

@@ -135,6 +135,7 @@ def simulate_time(
     for (kind, stage), index in number.items():
         code[KINDS.index(kind), stage] = index
     width = max((len(reads) for reads in graph.reads.values()), default=0)
+    # A missing source is -1: the row of ``end_of`` that was over before the step began.
     reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
     travel = np.zeros(reads.shape)
     for step, sources in graph.reads.items():
@@ -156,6 +157,7 @@ def simulate_time(
     if costs.network is not None:
         travel = _travel(costs, codes, reads, steps)
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
+    # Only ends are noted as it goes: a start follows from its end.
     starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
     peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
@@ -237,6 +239,7 @@ def _run(
     microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
     end_of = np.full((steps + 1, max(schedule.microbatches, 1)), np.nan)
     end_of[steps] = -np.inf  # the source of actions that read nothing
+    # Which device runs a stage action may differ from microbatch to microbatch, so it is noted as it runs.
     maker = np.full(end_of.shape, -1, dtype=np.int32)
     ends = np.empty(len(flat))
     waves = np.empty(len(flat), dtype=np.int32)
@@ -273,6 +276,7 @@ def _run(
         if travels:
             maker[codes_now, batch] = runs
         at[runs] += 1
+        # Devices that are done leave the arrays: at the end of a step most are, and waves get cheap.
         if (at[runs] == lengths[runs]).any():
             devices = devices[at[devices] < lengths[devices]]
     return np.split(ends, offsets[1:]), np.split(waves, offsets[1:])
@@ -294,6 +298,7 @@ def _deadlock(
         kind, stage, _ = schedule.orders[device][at[device]].tolist()
         sources = [(source, microbatch) for source in reads[step].tolist()]
         sources += [(source, microbatch - 1) for source in carried[step].tolist() if microbatch]
+        # One is enough to name: the user sees where the circle is from any of its actions.
         missing, of = next((source, of) for source, of in sources if np.isnan(end_of[source, of]))
         awaited = Action(names[missing][0], names[missing][1], of)
         waiting.append((device, Action(KINDS[kind], stage, microbatch), awaited))

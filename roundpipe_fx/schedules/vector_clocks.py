@@ -33,6 +33,7 @@ def vector_clocks(
         places: where stage actions run.
     """
     clocks = [np.zeros((len(of_device), len(codes)), dtype=np.int64) for of_device in codes]
+    # By waves, whatever an action waits for has its clock already.
     order = sorted(
         (wave, device, at) for device, of_device in enumerate(waves) for at, wave in enumerate(of_device.tolist())
     )
