@@ -79,6 +79,7 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
         more, less = pending.pop(0)
         if less.seconds <= more.seconds or less.bytes >= more.bytes:
             continue
+        # At this price both cost the same. If nothing costs less, the hull has no vertex between them.
         price = (more.bytes - less.bytes) / (less.seconds - more.seconds)
         middle = cut.solve(price)
         line = more.bytes + price * more.seconds
@@ -127,8 +128,10 @@ class _Cut:
         """The optimum at ``price`` bytes a second; ``None``: seconds alone count."""
         sizes = {storage: self._graph.sizes[storage] for storage in self.storages}
         if price is None:
+            # So many bytes a second that saving everything is cheaper than recomputing the quickest operation.
             quickest = min((recipe.seconds for recipe in self._runs if recipe.seconds > 0), default=1.0)
             price = 2 * sum(sizes.values()) / quickest
+        # Capacities are whole numbers: scaled up, what is rounded off does not matter.
         scale = CAPACITY / max(sum(sizes.values()), 1)
         arcs: list[Arc] = []
 

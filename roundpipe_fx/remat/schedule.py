@@ -109,6 +109,8 @@ def just_in_time(
     needed = _closure(graph, operations, available, wanted)
 
     def make(storage: int, reader: Operation | None) -> None:
+        # A stack, since recursion would be as deep as the model. Each storage is on it twice: for its sources, then for
+        # itself.
         pending = [(storage, reader, False)]
         while pending:
             current, asking, ready = pending.pop()

@@ -91,6 +91,7 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
         available |= made[segment]
+    # Regions span segments, so all frontiers are needed before any is cut down.
     frontiers = within_regions(graph, frontiers)
     available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
@@ -139,6 +140,7 @@ def _options(
 def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
     """Those that no other dominates in bytes held, peak and seconds; the first stays first."""
     best: list[tuple[SaveOption, ChainStageOption]] = []
+    # From the quickest on, each is dominated only by one before it.
     for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
         if not any(o.held <= option.held and o.backward <= option.backward for _, o in best):
             best.append((save_option, option))
