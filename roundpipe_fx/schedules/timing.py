@@ -130,23 +130,8 @@ def simulate_time(
         Deadlock: devices wait for each other, or for an action that is not in the schedule.
     """
     steps = list(graph.steps)
-    number = {step: index for index, step in enumerate(steps)}
-    code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
-    for (kind, stage), index in number.items():
-        code[KINDS.index(kind), stage] = index
-    width = max((len(reads) for reads in graph.reads.values()), default=0)
-    # A missing source is -1: the row of ``end_of`` that was over before the step began.
-    reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
-    travel = np.zeros(reads.shape)
-    for step, sources in graph.reads.items():
-        for place, source in enumerate(sources):
-            reads[number[step], place] = number[source]
-            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
-    carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
-    for step, sources in graph.carried.items():
-        carried[number[step], : len(sources)] = [number[source] for source in sources]
+    codes, reads, carried, travel = _as_arrays(schedule, graph, costs, steps)
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
-    codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     windows = costs.windows(schedule, codes, steps)
     lengths = [len(of_device) for of_device in codes]
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
@@ -187,6 +172,34 @@ def simulate_time(
         window_copies=tuple(link.window_copies(clock)),
         returned_bytes=returned,
     )
+
+
+def _as_arrays(
+    schedule: Schedule, graph: StageGraph, costs: StepCosts, steps: Sequence[StageAction]
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+    """A schedule and its graph as numbers of stage actions.
+
+    Returns:
+        for each device, the stage action of each of its actions; for each stage action, those that it reads, those of
+        the previous microbatch that it reads, and the seconds that each result that it reads travels. Rows are padded
+        with -1.
+    """
+    number = {step: index for index, step in enumerate(steps)}
+    code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
+    for (kind, stage), index in number.items():
+        code[KINDS.index(kind), stage] = index
+    width = max((len(reads) for reads in graph.reads.values()), default=0)
+    # A missing source is -1: the row of ``end_of`` that was over before the step began.
+    reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
+    travel = np.zeros(reads.shape)
+    for step, sources in graph.reads.items():
+        for place, source in enumerate(sources):
+            reads[number[step], place] = number[source]
+            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
+    carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
+    for step, sources in graph.carried.items():
+        carried[number[step], : len(sources)] = [number[source] for source in sources]
+    return [code[order[:, 0], order[:, 1]] for order in schedule.orders], reads, carried, travel
 
 
 def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]) -> tuple[int, ...]:
