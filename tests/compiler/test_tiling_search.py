@@ -14,7 +14,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
-from roundpipe_fx.analysis.tiling import find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.compiler import lower, tiling
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
@@ -168,7 +168,7 @@ def test_no_other_regions_in_tiles_make_a_shorter_step(budget: int, monkeypatch:
 
     def by_exhaustion(joint: Any, option: str | None, budget: int, given: tiling.TilingSteps) -> Any:
         graph = given.summed(joint)
-        regions = find_tile_regions(graph)
+        regions = TileRegions(graph).as_wide_as(0)
         assert len(regions) == 4
         for count in range(1, len(regions) + 1):
             for chosen in itertools.combinations(regions, count):

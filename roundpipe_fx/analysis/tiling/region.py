@@ -34,7 +34,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
 )
 
-__all__ = ["TileRegion", "TileRegions", "find_tile_regions"]
+__all__ = ["TileRegion", "TileRegions"]
 
 aten = torch.ops.aten
 
@@ -124,15 +124,6 @@ class TileRegion:
             whole=frozenset(named[node.name] for node in self.whole),
             scalar=None if self.scalar is None else named[self.scalar.name],
         )
-
-
-def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
-    """Regions that do not overlap, those with the widest values first.
-
-    Args:
-        joint: an annotated graph; not changed.
-    """
-    return TileRegions(joint).as_wide_as(0)
 
 
 class TileRegions:
