@@ -3,7 +3,7 @@
 python -m benchmarks.frontier [model …] [--pairs N]
 
 For each model eleven budgets from 0.0 to 1.0: measured peak, prediction, modelled seconds of recomputation, and
-whether loss and gradients have the bits of ``aot_eager``. Peers in the same run: eager, ``torch.utils.checkpoint``
+whether loss and gradients are bitwise equal to ``aot_eager``. Peers in the same run: eager, ``torch.utils.checkpoint``
 per block, ``torch.compile`` with ``activation_memory_budget`` at eleven values (its partitioner with eager kernels,
 so that live bytes can be seen), and rotor's optimum on the chain of segments (simulated). At the peak that each peer
 reaches, our recomputation is held against the peer's, in modelled seconds and in paired step times, and the latter

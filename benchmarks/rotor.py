@@ -28,7 +28,7 @@ _LEVELS = 12
 def rotor_candidates(graph: OperationGraph) -> list[Candidate]:
     """Candidates of rotor's kind of which none is better than another in peak and seconds, highest peak first."""
     graph = as_autograd_runs(graph)
-    blocks = Blocks(graph, arrange=False)
+    blocks = Blocks(graph, reduce_peak=False)
     chain, save_options = chain_of(blocks)
     # Options come by seconds: the first recomputes nothing.
     everything = [options[0] for options in save_options]

@@ -43,7 +43,7 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
     returned = Counter(s for node in joint.outputs if isinstance(node, fx.Node) for s in set(numbers.of(node)))
     primals = joint.primals
     results: dict[int, list[Any]] = defaultdict(list)
-    found: list[_Addition] = []
+    additions: list[_Addition] = []
     owners, gradients = joint.gradient_owners, joint.gradients
     for owner, gradient in zip(owners, gradients, strict=True):
         if owner is None:
@@ -52,30 +52,30 @@ def accumulate_gradients(joint: JointGraph, costs: CostModel, in_place: bool = T
         if primals[owner] not in joint.parameters or not _is_made_in_backward(gradient):
             results[owner].append(gradient)
         elif returned[storages[0]] != 1 or not _stands_alone(gradient, holders[storages[0]]):
-            found.append(_Addition(owner, gradient, gradient, add_copy_to))
+            additions.append(_Addition(owner, gradient, gradient, add_copy_to))
         else:
             readers = [user for node in holders[storages[0]] for user in node.users if user.op != "output"]
             product = gradient.target is torch.ops.aten.mm.default and not readers
             last_reader = max([gradient, *readers], key=position.__getitem__)
-            found.append(_Addition(owner, gradient, last_reader, add_product_to if product else add_to))
+            additions.append(_Addition(owner, gradient, last_reader, add_product_to if product else add_to))
     labels = dict(joint.labels)
     sums: dict[tuple[Any, ...], fx.Node] = {}
     tails: dict[fx.Node, fx.Node] = {}
     last = joint.inputs[-1]
-    for own in sorted(found, key=lambda own: position[own.after]):
-        key = (own.owner, *_module(own.gradient))
+    for addition in sorted(additions, key=lambda addition: position[addition.after]):
+        key = (addition.owner, *_module(addition.gradient))
         if key not in sums:
             with joint.graph.inserting_after(last):
                 sums[key] = last = joint.graph.placeholder(f"sums_{len(sums) + 1}")
-            last.meta["val"] = _copy(own.gradient.meta["val"])
-            labels[last] = f"sum_{joint.label(primals[own.owner])}"
-        with joint.graph.inserting_after(tails.get(own.after, own.after)):
-            sums[key] = tails[own.after] = _added(joint, sums[key], own, costs, in_place)
+            last.meta["val"] = _copy(addition.gradient.meta["val"])
+            labels[last] = f"sum_{joint.label(primals[addition.owner])}"
+        with joint.graph.inserting_after(tails.get(addition.after, addition.after)):
+            sums[key] = tails[addition.after] = _added(joint, sums[key], addition, costs, in_place)
     for (owner, *_), total in sums.items():
         results[owner].append(total)
     captured = list(zip(owners, gradients, strict=True))[: len(gradients) - len(joint.parts)]
     firsts = [gradient if owner is None else results[owner].pop(0) for owner, gradient in captured]
-    parts = [(owner, part) for owner, own in sorted(results.items()) for part in own]
+    parts = [(owner, part) for owner, of_owner in sorted(results.items()) for part in of_owner]
     forward = joint.forward_outputs
     joint.graph.output_node().args = ((*forward, *firsts, *(part for _, part in parts)),)
     return dataclasses.replace(joint, labels=labels, parts=tuple(owner for owner, _ in parts))
@@ -98,12 +98,12 @@ class _Addition:
     target: Callable[..., torch.Tensor]
 
 
-def _added(joint: JointGraph, total: fx.Node, own: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
-    gradient, value = own.gradient, total.meta["val"]
-    operands = gradient.args if own.target is add_product_to else (gradient,)
-    made = joint.graph.create_node("call_function", own.target, (total, *operands), name="added")
+def _added(joint: JointGraph, total: fx.Node, addition: _Addition, costs: CostModel, in_place: bool) -> fx.Node:
+    gradient, value = addition.gradient, total.meta["val"]
+    operands = gradient.args if addition.target is add_product_to else (gradient,)
+    made = joint.graph.create_node("call_function", addition.target, (total, *operands), name="added")
     made.meta = {key: gradient.meta[key] for key in _INHERITED if key in gradient.meta} | {"val": value}
-    if own.target is add_product_to:
+    if addition.target is add_product_to:
         made.meta |= {mark: gradient.meta[mark] for mark in _COSTS if mark in gradient.meta}
     else:
         seconds = costs.seconds(value.numel(), 3 * _bytes(value), value.dtype)

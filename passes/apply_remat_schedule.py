@@ -144,10 +144,10 @@ class _Writer:
     def _read(self, node: fx.Node) -> None:
         viewing, moved = is_view(node), False
         for source in input_nodes(node):
-            found = self._resolve(source)
-            if found is not source:
-                node.replace_input_with(source, found)
-                moved |= storages(found) != storages(source)
+            resolved = self._resolve(source)
+            if resolved is not source:
+                node.replace_input_with(source, resolved)
+                moved |= storages(resolved) != storages(source)
         if viewing and moved:
             # The copy of an updated input has a storage of its own, and so have its views: what writes over a view
             # must see that the copy may still be read.

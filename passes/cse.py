@@ -39,7 +39,7 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
     firsts: dict[Any, list[fx.Node]] = {}
     like: dict[fx.Node, fx.Node] = {}  # to each value the first that equals it
     read: dict[fx.Node, fx.Node] = {}  # to such a first value the first that the backward reads
-    found: dict[fx.Node, fx.Node] = {}
+    equal_to: dict[fx.Node, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if not _is_pure(node):
             continue
@@ -54,10 +54,10 @@ def common_subexpressions(joint: JointGraph) -> dict[fx.Node, fx.Node]:
         if not returned.isdisjoint(shows) or not all(_is_plain(shown, node) for shown in shows):
             continue
         if like[node] in read:
-            found[node] = read[like[node]]
+            equal_to[node] = read[like[node]]
         elif any(user.meta.get(Mark.PHASE) is Phase.BACKWARD for shown in shows for user in shown.users):
             read[like[node]] = node
-    return found
+    return equal_to
 
 
 def _is_pure(node: fx.Node) -> bool:

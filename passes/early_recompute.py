@@ -56,10 +56,10 @@ def _end_early(joint: JointGraph) -> None:
 
 
 def _by_stage(joint: JointGraph, phase: Phase) -> dict[int, list[fx.Node]]:
-    found: dict[int, list[fx.Node]] = {}
+    by_stage: dict[int, list[fx.Node]] = {}
     for node in joint.in_phase(phase):
-        found.setdefault(node.meta[Mark.STAGE], []).append(node)
-    return found
+        by_stage.setdefault(node.meta[Mark.STAGE], []).append(node)
+    return by_stage
 
 
 def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
@@ -97,10 +97,10 @@ def _cut(candidates: list[fx.Node]) -> set[fx.Node]:
 
 def _bytes(node: fx.Node) -> int:
     """Bytes that holding the value keeps allocated: all of its storage, whichever node allocated it."""
-    own = set(storages(node))
+    inside = set(storages(node))
     maker = node
     while not maker.meta.get(Mark.BYTES) and maker.all_input_nodes:
-        shared = [source for source in input_nodes(maker) if own & set(storages(source))]
+        shared = [source for source in input_nodes(maker) if inside & set(storages(source))]
         if not shared or shared[0].op == "placeholder":
             break
         maker = shared[0]
@@ -123,19 +123,19 @@ def _users_behind_views(node: fx.Node) -> Iterable[fx.Node]:
 def _widen_late(joint: JointGraph) -> bool:
     """Repeat casts to a wider type in the backward, just before their first reader there. Whether there were any."""
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
-    found = False
+    widened = False
     for node in joint.in_phase(Phase.RECOMPUTE):
         beside = [user for user in node.users if user.op != "output" and _is_beside(node, user)]
         if not beside or not _widens(node):
             continue
-        found = True
+        widened = True
         with joint.graph.inserting_before(min(beside, key=position.__getitem__)):
             twin = joint.graph.node_copy(node)
         twin.meta = dict(node.meta)
         twin.meta[Mark.PHASE] = Phase.BACKWARD
         for user in beside:
             user.replace_input_with(node, twin)
-    return found
+    return widened
 
 
 def _widens(node: fx.Node) -> bool:

@@ -44,13 +44,13 @@ _LONGEST = 16
 
 def restore_interpolation(joint: JointGraph) -> JointGraph:
     """Replace indexing by nearest neighbours, and its gradient, on the CPU. Runs before annotate."""
-    found = False
+    replaced = False
     for node in list(joint.computed()):
         if node.target is aten._unsafe_index.Tensor:
-            found |= _replace_indexing(node)
+            replaced |= _replace_indexing(node)
         elif node.target is aten._unsafe_index_put.default:
-            found |= _replace_gradient(node)
-    if found:
+            replaced |= _replace_gradient(node)
+    if replaced:
         joint.drop_unread()
     return joint
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.analysis.cost import layout_of, lies_plainly, note_sparse_bytes, real_values
 from roundpipe_fx.analysis.fake_results import fake_result, result_tensors, same_dimension_order
@@ -45,6 +44,7 @@ from roundpipe_fx.ir.joint_graph import (
     tensor_values,
     viewed,
 )
+from roundpipe_fx.torch_private import tree_map_only
 
 __all__ = ["restore_layouts"]
 

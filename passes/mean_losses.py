@@ -1,6 +1,6 @@
 """mean_losses: a loss that is a mean becomes a sum and a division, so that the sum can be made in tiles.
 
-The count that a mean of a cross entropy divides by depends on labels alone; it is computed from them, and is at hand
+The count that a mean of a cross entropy divides by depends on labels alone; it is computed from them, and is known
 for the backward before any of the loss is.
 """
 
@@ -47,7 +47,7 @@ def split_mean_losses(
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
-        device: where it runs; ``None``: that is not at hand.
+        device: where it runs; ``None``: that device is not present.
         eager: whether it runs as it is.
     """
     for node in list(joint.computed()):
@@ -78,18 +78,18 @@ def _reduction(node: fx.Node, place: int) -> Any:
     return node.args[place] if len(node.args) > place else node.kwargs.get("reduction", _MEAN)
 
 
-def _has_numbers(given: Any) -> bool:
+def _has_numbers(node: Any) -> bool:
     """Whether a tensor's size is known."""
-    if not isinstance(given, fx.Node) or not is_tensor(given):
+    if not isinstance(node, fx.Node) or not is_tensor(node):
         return False
-    value = given.meta["val"]
+    value = node.meta["val"]
     # A sum of many numbers of half precision with few exponents overflows.
     is_wide = value.is_floating_point() and value.dtype is not torch.float16
     return is_wide and all(isinstance(size, int) for size in value.shape) and value.numel() > 0
 
 
-def _count(given: Any) -> int:
-    return int(given.meta["val"].numel())
+def _count(node: Any) -> int:
+    return int(node.meta["val"].numel())
 
 
 def _summing(node: fx.Node, place: int) -> fx.Node:

@@ -78,8 +78,8 @@ def _computed_tensors(nodes: Collection[fx.Node]) -> list[fx.Node]:
 
 
 def _last_use(program: fx.Graph) -> dict[fx.Node, fx.Node]:
-    found: dict[fx.Node, fx.Node] = {}
+    last_use: dict[fx.Node, fx.Node] = {}
     for node in program.nodes:
         if node.target is not operator.getitem:
-            found.update(dict.fromkeys(node.all_input_nodes, node))
-    return found
+            last_use.update(dict.fromkeys(node.all_input_nodes, node))
+    return last_use

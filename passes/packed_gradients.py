@@ -28,7 +28,7 @@ def continue_sums(joint: JointGraph) -> JointGraph:
     """
     order = {node: number for number, node in enumerate(joint.graph.nodes)}
     for call in joint.graph.find_nodes(op="call_function", target=torch.ops.roundpipe_fx.recur_backward.default):
-        *given, needs, _ = call.args
+        *inputs, needs, _ = call.args
         sums: list[fx.Node | None] = [None] * sum(needs)
         for result in list(call.users):
             addition = _only_addition(result)
@@ -38,7 +38,7 @@ def continue_sums(joint: JointGraph) -> JointGraph:
             let_stand_for(addition, result)
             joint.graph.erase_node(addition)
         if any(sums):
-            call.args = (*given, needs, sums)
+            call.args = (*inputs, needs, sums)
     return joint
 
 

@@ -68,7 +68,7 @@ from roundpipe_fx.passes.tiles import tile_regions
 from roundpipe_fx.passes.workspaces import mark_workspaces
 from roundpipe_fx.torch_private import module_path_text
 
-__all__ = ["default_passes", "passes_table", "stages_as_asked"]
+__all__ = ["default_passes", "passes_table"]
 
 
 def _eager(context: PassContext) -> bool:
@@ -292,7 +292,7 @@ _PASSES = (
     ),
     Pass(
         "stages",
-        lambda joint, context: stages_as_asked(joint, context),
+        lambda joint, context: _stages_as_asked(joint, context),
         level=PassLevel.SEGMENTED,
         when=_stages,
         about="consecutive segments become pipeline stages",
@@ -393,13 +393,8 @@ def _named_positions(joint: JointGraph, options: Options) -> list[int]:
     return positions_of_names(joint, options.stages, module_path_text, options.following)
 
 
-def stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
-    """Gather segments in the stages that the user asked for, or in those that are known.
-
-    Args:
-        joint: a graph with segments; its nodes' ``meta`` is written.
-        context: how many stages, where they begin, and the seconds of transfers between them.
-    """
+def _stages_as_asked(joint: JointGraph, context: PassContext) -> JointGraph:
+    """Gather segments in the stages that the user asked for, or in those that are known."""
     if context.stage_starts is not None:
         return _with_cuts(stages_of_starts(joint, context.stage_starts, len(joint.segments)))
     if isinstance(context.options.stages, tuple):
@@ -419,8 +414,8 @@ def _body_costs(context: PassContext) -> BodyCosts:
     )
 
 
-def _with_cuts(found: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
-    joint, cuts = found
+def _with_cuts(cut: tuple[JointGraph, Sequence[Any]]) -> JointGraph:
+    joint, cuts = cut
     return dataclasses.replace(joint, cuts=tuple(cuts))
 
 

@@ -66,8 +66,8 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
     for node in joint.in_phase(Phase.FORWARD):
         reason = None if is_view(node) or is_symbolic_scalar(node) else _must_not_be_kept(node)
         for output in node_outputs(node) if reason is not None else ():
-            again = Mark.MUST_SAVE not in node.meta or selection(output) is not None
-            if again and (is_in_scope(node) or _is_read_only_inside(output)):
+            may_recompute = Mark.MUST_SAVE not in node.meta or selection(output) is not None
+            if may_recompute and (is_in_scope(node) or _is_read_only_inside(output)):
                 output.meta[Mark.MUST_RECOMPUTE] = reason
     return joint
 

@@ -40,28 +40,28 @@ def reinplace(graph: fx.Graph) -> fx.Graph:
     # A result that was written over its operand is in the operand's storage.
     moved: dict[int, int] = {}
 
-    def homes(node: fx.Node) -> set[int]:
-        found = set()
+    def storages_of(node: fx.Node) -> set[int]:
+        storages_now = set()
         for storage in numbers.of(node):
             while storage in moved:
                 storage = moved[storage]
-            found.add(storage)
-        return found
+            storages_now.add(storage)
+        return storages_now
 
     def dies(operand: fx.Node, node: fx.Node) -> bool:
         """Whether an operand, with all its aliases, is dead after a node."""
-        home = homes(operand)
+        storages = storages_of(operand)
         return (
-            OUTSIDE not in home
-            and all(last_use.get(storage, 0) <= position[node] for storage in home)
-            and not any(home & homes(source) for source in input_nodes(node) if source is not operand)
+            OUTSIDE not in storages
+            and all(last_use.get(storage, 0) <= position[node] for storage in storages)
+            and not any(storages & storages_of(source) for source in input_nodes(node) if source is not operand)
         )
 
     for node in nodes:
         form = next(iter(in_place_forms(node, dies)), None)
         if form is None:
             continue
-        (old,), (new,) = homes(form.operand), numbers.of(node)
+        (old,), (new,) = storages_of(form.operand), numbers.of(node)
         node.target = form.target
         if form.output is not None:
             node.update_kwarg(form.output, form.operand)

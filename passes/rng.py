@@ -54,12 +54,12 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
         drawn.meta[Mark.REPLAYED] = True
         for node in repeated:
             with graph.inserting_before(node):
-                again = graph.call_function(run_with_rng_state, (state, _operator(node), *node.args), node.kwargs)
-            again.meta = dict(node.meta)
-            again.meta[Mark.REPLAYED] = True
+                replayed = graph.call_function(run_with_rng_state, (state, _operator(node), *node.args), node.kwargs)
+            replayed.meta = dict(node.meta)
+            replayed.meta[Mark.REPLAYED] = True
             # The generator's own state is saved meanwhile.
-            again.meta[Mark.WORKSPACE] = node.meta.get(Mark.WORKSPACE, 0) + state_bytes(node)
-            node.replace_all_uses_with(again)
+            replayed.meta[Mark.WORKSPACE] = node.meta.get(Mark.WORKSPACE, 0) + state_bytes(node)
+            node.replace_all_uses_with(replayed)
             graph.erase_node(node)
         original.replace_all_uses_with(value)
         graph.erase_node(original)

@@ -32,14 +32,14 @@ def slice_narrow_values(
     Args:
         joint: an annotated graph; it is rewritten.
         costs: of what is added.
-        device: where it runs; ``None``: that is not at hand.
+        device: where it runs; ``None``: that device is not present.
         eager: whether it runs as it is.
     """
     changed: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
-        found = row_slice_of(joint, node)
-        if found is not None:
-            changed |= _Edit(found, device if eager else None).made
+        row_slice = row_slice_of(joint, node)
+        if row_slice is not None:
+            changed |= _Edit(row_slice, device if eager else None).made
     annotate_added([node for node in joint.computed() if node in changed], costs, device, eager)
     return joint
 
@@ -49,36 +49,36 @@ class _Edit:
 
     Args:
         found: the slice, and what leaves out rows.
-        device: where operations run as they are; ``None``: they do not, or it is not at hand.
+        device: where operations run as they are; ``None``: they do not, or it is not present.
 
     Attributes:
         made: operations that were added, or do something else than before.
     """
 
-    def __init__(self, found: RowSlice, device: torch.device | None) -> None:
-        self.found, self.device = found, device
-        self.graph = found.node.graph
+    def __init__(self, row_slice: RowSlice, device: torch.device | None) -> None:
+        self.row_slice, self.device = row_slice, device
+        self.graph = row_slice.node.graph
         self.made: set[fx.Node] = set()
         # Once the first is changed, shapes no longer tell what the others do.
-        planned = [(member, *found.arguments(member)) for member in found.members]
-        given = {gradient: gradient.args[0] for gradient in found.gradients}
-        self._place_of = {value: found.split(value) for value in (*found.narrow, *found.padded)}
-        self._shape_of = {value: list(value.meta["val"].shape) for value in found.padded}
+        planned = [(member, *row_slice.arguments(member)) for member in row_slice.members]
+        sliced = {gradient: gradient.args[0] for gradient in row_slice.gradients}
+        self._place_of = {value: row_slice.split(value) for value in (*row_slice.narrow, *row_slice.padded)}
+        self._shape_of = {value: list(value.meta["val"].shape) for value in row_slice.padded}
         moved: set[fx.Node] = set()
         for member, args, kwargs in planned:
             for source in member.all_input_nodes:
-                if source in found.narrow and source not in given:
-                    given[source] = self._sliced(source, member)
-            member.args, member.kwargs = fx.map_arg((args, kwargs), lambda source: given.get(source, source))
+                if source in row_slice.narrow and source not in sliced:
+                    sliced[source] = self._sliced(source, member)
+            member.args, member.kwargs = fx.map_arg((args, kwargs), lambda source: sliced.get(source, source))
             self._value(member)
             self.made.add(member)
-        for value in found.padded:
+        for value in row_slice.padded:
             moved.add(self._padded(value))
-        assert isinstance(found.node.args[0], fx.Node)
-        source = found.node.args[0]
-        found.node.replace_all_uses_with(source)
+        assert isinstance(row_slice.node.args[0], fx.Node)
+        source = row_slice.node.args[0]
+        row_slice.node.replace_all_uses_with(source)
         moved.add(source)
-        for node in (found.node, *found.gradients):
+        for node in (row_slice.node, *row_slice.gradients):
             self.graph.erase_node(node)
         self._follow(moved)
 
@@ -92,23 +92,23 @@ class _Edit:
         with self.graph.inserting_before(reader):
             apart = self._viewed(value, [*shape[:dim], *parts, *shape[dim + 1 :]], value, phase)
             dim += before > 1
-            kept = self._call(value, phase, aten.slice.Tensor, apart, dim, *self.found.node.args[2:])
+            kept = self._call(value, phase, aten.slice.Tensor, apart, dim, *self.row_slice.node.args[2:])
             whole = self._call(value, phase, aten.clone.default, kept, memory_format=torch.contiguous_format)
             return self._viewed(whole, self._kept(shape, value), value, phase)
 
     def _kept(self, shape: Sequence[int], value: fx.Node) -> list[int]:
         dim, before, behind = self._place_of[value]
-        return [*shape[:dim], before * self.found.kept * behind, *shape[dim + 1 :]]
+        return [*shape[:dim], before * self.row_slice.kept * behind, *shape[dim + 1 :]]
 
     def _padded(self, value: fx.Node) -> fx.Node:
         """A narrow value with zeros in rows that were left out, for others to read."""
         dim, before, behind = self._place_of[value]
         shape, phase = self._shape_of[value], Phase.BACKWARD
-        readers = [user for user in value.users if user not in self.found.members]
-        parts = _parts(self.found.kept * before * behind, before, behind)
+        readers = [user for user in value.users if user not in self.row_slice.members]
+        parts = _parts(self.row_slice.kept * before * behind, before, behind)
         whole = [*shape[:dim], *_parts(shape[dim], before, behind), *shape[dim + 1 :]]
-        given = self.found.node.args[2:]
-        bounds: list[Any] = [*given, *(None, None, 1)[len(given) :]]  # start, end, step
+        known = self.row_slice.node.args[2:]
+        bounds: list[Any] = [*known, *(None, None, 1)[len(known) :]]  # start, end, step
         with self.graph.inserting_before(value.next):
             apart = self._viewed(value, [*shape[:dim], *parts, *shape[dim + 1 :]], value, phase)
             dim += before > 1
@@ -133,7 +133,7 @@ class _Edit:
         return made
 
     def _value(self, node: fx.Node) -> None:
-        """Compute a fake value anew."""
+        """Recompute a fake value."""
         if node.target is operator.getitem:
             source, item = node.args
             node.meta["val"] = source.meta["val"][item]  # type: ignore[union-attr]
@@ -152,7 +152,7 @@ class _Edit:
             note_real_values(node, self.device)
 
     def _follow(self, moved: set[fx.Node]) -> None:
-        """Compute fake values anew where something is read that lies otherwise in memory, or elsewhere."""
+        """Recompute fake values where something is read that lies otherwise in memory, or elsewhere."""
         for node in self.graph.nodes:
             if node.op != "call_function" or node in self.made or moved.isdisjoint(node.all_input_nodes):
                 continue

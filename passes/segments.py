@@ -85,12 +85,12 @@ def _updates(joint: JointGraph, forward: list[fx.Node]) -> list[tuple[int, int]]
     """For each input that is updated, the positions of its first reader and of the node that computes its new value."""
     position = {node: place for place, node in enumerate(forward)}
     primals, outputs = joint.primals, joint.outputs
-    found = []
+    updates = []
     for output, primal in joint.updates.items():
         read = [position[user] for user in primals[primal].users if user in position]
         if read and outputs[output] in position:
-            found.append((min(read), position[outputs[output]]))
-    return found
+            updates.append((min(read), position[outputs[output]]))
+    return updates
 
 
 def _lives(forward: list[fx.Node]) -> list[_Life]:
@@ -163,12 +163,12 @@ def _candidates(forward: list[fx.Node], widths: list[int]) -> list[int]:
     if len(working) < 2:
         working = [position for position, node in enumerate(forward) if node.meta[Mark.SECONDS]]
     tuple_open = inside_tuple(forward)
-    found = []
+    positions = []
     for first, second in pairwise(working):
         allowed = [p for p in range(first, second) if not tuple_open[p] and not is_view(forward[p])]
         if allowed:
-            found.append(min(allowed, key=lambda p: (widths[p], -p)))
-    return found
+            positions.append(min(allowed, key=lambda p: (widths[p], -p)))
+    return positions
 
 
 def inside_tuple(forward: list[fx.Node]) -> list[bool]:
@@ -216,13 +216,13 @@ def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:
     members: list[dict[Phase, list[fx.Node]]] = [{Phase.FORWARD: [], Phase.BACKWARD: []} for _ in range(count)]
     for node in joint.computed():
         members[node.meta[Mark.SEGMENT]][node.meta[Mark.PHASE]].append(node)
-    found = []
+    segments = []
     for index, nodes in enumerate(members):
         seconds = {phase: sum(node.meta[Mark.SECONDS] for node in nodes[phase]) for phase in nodes}
         every = [*nodes[Phase.FORWARD], *nodes[Phase.BACKWARD]]
-        own = set(every)
-        leaving = [node for node in every if any(user not in own for user in node.users)]
-        found.append(
+        all_nodes = set(every)
+        leaving = [node for node in every if any(user not in all_nodes for user in node.users)]
+        segments.append(
             Segment(
                 index,
                 seconds[Phase.FORWARD],
@@ -231,4 +231,4 @@ def _segments(joint: JointGraph, entry_bytes: list[int]) -> list[Segment]:
                 fingerprint(every, leaving),
             )
         )
-    return found
+    return segments

@@ -91,7 +91,7 @@ def positions_of_names(
             parts = path.split(".")
             for depth in range(1, len(parts) + 1):
                 first.setdefault(".".join(parts[:depth]), position)
-    found = []
+    positions = []
     for name in names:
         if following is not None and name in following:
             running = [path for path in (name, *following[name]) if path in first]
@@ -100,7 +100,7 @@ def positions_of_names(
                     f"stages: the module {name!r} has no operations in this model's forward, so no stage can begin "
                     "there. Name the module that runs after it."
                 )
-            found.append(first[running[0]])
+            positions.append(first[running[0]])
             continue
         if name not in first:
             close = difflib.get_close_matches(name, list(first), n=3, cutoff=0.4)
@@ -109,8 +109,8 @@ def positions_of_names(
                 f"stages: no module named {name!r} runs in this model's forward.{hint} "
                 "Names are those of model.named_modules()."
             )
-        found.append(first[name])
-    return found
+        positions.append(first[name])
+    return positions
 
 
 def _auto_count(costs: torch.Tensor) -> int:

@@ -52,17 +52,17 @@ def _drop_copy(node: fx.Node) -> bool:
         return False
     if str(tuple(old.shape)) != str(tuple(new.shape)):
         return False
-    found = False
+    dropped = False
     for user in list(node.users):
         if user.target in PARTIAL_WRITES and user.args[1] is node and user.args[0] is not node:
             user.update_arg(1, source)
-            found = True
+            dropped = True
     # Two values that are returned stay two tensors.
     both_returned = _is_returned(node) and _is_returned(viewed(source))
     if str(old.stride()) == str(new.stride()) and viewed(source).op != "placeholder" and not both_returned:
         let_stand_for(node, source)
-        found = True
-    return found
+        dropped = True
+    return dropped
 
 
 def _is_returned(node: fx.Node) -> bool:

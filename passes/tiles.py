@@ -48,9 +48,9 @@ def tile_regions(joint: JointGraph, tiled: Iterable[tuple[TileRegion, int]], cos
     loops = Loops(costs)
     stands_for: dict[fx.Node, fx.Node] = {}
     for region, tiles in [(region.on(joint.graph), tiles) for region, tiles in tiled]:
-        own = _with_results_of_others(region, stands_for)
-        tile = _tile_apart if own.scalar is None else _tile_at_once
-        for result, value in tile(joint, own, tiles, loops).items():
+        completed = _with_results_of_others(region, stands_for)
+        tile = _tile_apart if completed.scalar is None else _tile_at_once
+        for result, value in tile(joint, completed, tiles, loops).items():
             let_stand_for(result, value)
             stands_for[value] = result
         _sort(joint)
@@ -75,20 +75,22 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
     returned = {output for output in joint.outputs if isinstance(output, fx.Node)}
 
-    def at_hand(node: fx.Node) -> bool:
+    def is_available(node: fx.Node) -> bool:
         """Whether the backward is given a forward value rather than recomputing it."""
         return node in returned or (node not in region.where and node not in region.whole and is_tensor(node))
 
-    again = _makers({source for node in backward for source in input_nodes(node)} & set(forward), forward, at_hand)
-    read = {source for node in (*again, *backward) for source in input_nodes(node) if at_hand(source)}
+    recomputed = _makers(
+        {source for node in backward for source in input_nodes(node)} & set(forward), forward, is_available
+    )
+    read = {source for node in (*recomputed, *backward) for source in input_nodes(node) if is_available(source)}
     inside = set(region.members)
     made: dict[fx.Node, fx.Node] = {}
-    for nodes, phase in ((forward, Phase.FORWARD), ([*again, *backward], Phase.BACKWARD)):
-        own = set(nodes) - set(again if phase is Phase.BACKWARD else ())
+    for nodes, phase in ((forward, Phase.FORWARD), ([*recomputed, *backward], Phase.BACKWARD)):
+        remaining = set(nodes) - set(recomputed if phase is Phase.BACKWARD else ())
         results = [
             node
             for node in nodes
-            if node in own
+            if node in remaining
             and node not in region.whole
             and isinstance(node.meta.get("val"), torch.Tensor)
             and (node in returned or node in read or any(user not in inside for user in node.users))
@@ -149,25 +151,27 @@ def _bring_forward(nodes: Iterable[fx.Node]) -> None:
             waiting += input_nodes(node)
 
 
-def _makers(wanted: Collection[fx.Node], nodes: Sequence[fx.Node], at_hand: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The nodes that make some values from what is at hand, in order."""
-    needed = {node for node in wanted if not at_hand(node)}
+def _makers(
+    wanted: Collection[fx.Node], nodes: Sequence[fx.Node], is_available: Callable[[fx.Node], bool]
+) -> list[fx.Node]:
+    """The nodes that make some values from what is available, in order."""
+    needed = {node for node in wanted if not is_available(node)}
     for node in reversed(nodes):
         if node in needed:
-            needed.update(source for source in input_nodes(node) if not at_hand(source))
+            needed.update(source for source in input_nodes(node) if not is_available(source))
     return [node for node in nodes if node in needed]
 
 
 def _copied_flat(region: TileRegion, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Copies of operands whose rows are not evenly apart in memory, by operand."""
-    inside, found = set(nodes), {}
+    inside, copies = set(nodes), {}
     for operand in sources_of(nodes):
         if operand in inside or operand not in region.where or is_flat(operand.meta["val"], region.where[operand]):
             continue
         copied = insert_call(nodes[-1], aten.clone.default, operand, memory_format=torch.contiguous_format)
         copied.meta[Mark.PHASE] = nodes[-1].meta[Mark.PHASE]
-        found[operand] = copied
-    return found
+        copies[operand] = copied
+    return copies
 
 
 def _insert_loop(joint: JointGraph, divided: Divided, tiles: int, phase: Phase, loops: Loops) -> list[fx.Node]:

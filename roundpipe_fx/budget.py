@@ -128,9 +128,9 @@ def _size(text: str, name: str) -> int:
     Raises:
         ValueError: it is no size.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    unit = _UNITS.get(found.group(2).lower()) if found else None
-    size = int(float(found.group(1)) * unit) if found and unit else 0
+    matched = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
+    unit = _UNITS.get(matched.group(2).lower()) if matched else None
+    size = int(float(matched.group(1)) * unit) if matched and unit else 0
     if size <= 0:
         raise ValueError(f"{name}={text!r} is not a size; write for example '512MiB', '6GiB' or '80 GB'.")
     return size

@@ -1,4 +1,4 @@
-"""Real models: loss and gradients have the bits of ``aot_eager``."""
+"""Real models: loss and gradients are bitwise equal to ``aot_eager``."""
 
 from __future__ import annotations
 

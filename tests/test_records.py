@@ -1,4 +1,5 @@
-"""Records: what has many fields is made by their names, so that two of one type cannot be exchanged unseen."""
+"""Records: what has many fields is made by their names, so that two of one type cannot be exchanged unseen; and a name
+means one thing."""
 
 from __future__ import annotations
 
@@ -23,6 +24,9 @@ BY_POSITION = {
     "Pass": 2,  # users write its name and its function
 }
 """Records with more fields, of which so many may be given by position."""
+
+EVERYWHERE_THE_SAME = {"_Local"}
+"""The attributes of a thread, where a module has some."""
 
 OF_PYTORCH = {"ProfilerConfig"}
 """PyTorch's classes that take no keywords."""
@@ -58,3 +62,15 @@ def test_no_constructor_has_many_positional_arguments() -> None:
                 if re.match(r"_*[A-Z]", name):
                     found.add(name)
     assert found == OF_PYTORCH
+
+
+def test_a_name_is_of_one_class_or_type() -> None:
+    found: dict[str, set[str]] = {}
+    for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]:
+        tree = ast.parse(path.read_text())
+        names = [node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        targets = [node.targets[0] for node in tree.body if isinstance(node, ast.Assign)]
+        names += [own.id for own in targets if isinstance(own, ast.Name) and re.match(r"_*[A-Z]\w*[a-z]", own.id)]
+        for name in names:
+            found.setdefault(name, set()).add(path.stem)
+    assert {name for name, places in found.items() if len(places) > 1} == EVERYWHERE_THE_SAME

@@ -10,7 +10,7 @@ with another batch. Of each step outputs, loss, gradients, buffers and the gener
   draws; microbatches draw each from a stream of its own (:mod:`roundpipe_fx.runtime.random_streams`).
 - Peaks are measured (:mod:`benchmarks.fuzz.meter`) in the second step and later, and held against the budget.
 - With tiles, sums are rounded otherwise: then everything is held within rounding.
-- Questions: no more than eager asks, and none in the backward.
+- Host synchronizations: no more than eager has, and none in the backward.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ def _check_host_syncs(references: References, left: Left, way: Mapping[str, Any]
 
 
 def _asked_by(references: References, place: int) -> int:
-    """Questions that a step may ask: as many as eager, and what Dynamo's guards read."""
+    """Host synchronizations that a step may have: as many as eager, and what Dynamo's guards read."""
     eager = references.eager[place].asked
     assert eager is not None
     guards = references.aot[place].asked
@@ -248,12 +248,18 @@ def _total(asked: tuple[dict[str, int], dict[str, int]]) -> int:
     return sum(sum(own.values()) for own in asked)
 
 
+def _is_static(plan: Any) -> bool:
+    """Whether no size of an incoming gradient is symbolic."""
+    tangents = [node.meta["val"] for node in plan.programs[-1].inputs if node.name.startswith("tangents")]
+    return all(isinstance(size, int) for value in tangents for size in getattr(value, "shape", ()))
+
+
 def _check_peak(
     plan: Any, peak: int, way: Mapping[str, Any], result: Result, step: str, same: bool, share: int = 1
 ) -> None:
     if plan.budget is None or result.differentiates_beside_a_loss:
         return  # beside a loss nothing is taken to be differentiated: a plan does not count it
-    if not same and not plan.sizes and (not plan.static or way.get("dynamic")):
+    if not same and not plan.sizes and (not _is_static(plan) or way.get("dynamic")):
         return  # a share of other sizes
     over = peak - plan.budget * share
     text = f"{step}: {peak} bytes live, the budget is {plan.budget * share} and the plan says {plan.peak_bytes}"

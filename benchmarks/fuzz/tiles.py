@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
-from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
+from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
@@ -27,7 +27,7 @@ def tiled_passes(tiles: int) -> Callable[[list[Pass]], Sequence[Pass]]:
             eager=True,
             rewrite=reinplace,
         )
-        regions = find_tile_regions(joint)
+        regions = TileRegions(joint).as_wide_as(0)
         return tile_regions(joint, [(region, min(tiles, region.rows)) for region in regions], costs)
 
     def passes(given: list[Pass]) -> list[Pass]:

@@ -60,13 +60,13 @@ def read_data(path: Path, header: Mapping[str, str]) -> Any:
     """
     first, _, body = path.read_bytes().partition(b"\n")
     try:
-        found = json.loads(first)
-        if not isinstance(found, dict):
+        header_read = json.loads(first)
+        if not isinstance(header_read, dict):
             raise ValueError("it is not a file of roundpipe_fx")
         for name, value in header.items():
-            if found.get(name) != value:
-                raise ValueError(f"it was written for {name} {found.get(name)!r}, not {value!r}")
-        if found.get("digest") != _digest(body):
+            if header_read.get(name) != value:
+                raise ValueError(f"it was written for {name} {header_read.get(name)!r}, not {value!r}")
+        if header_read.get("digest") != _digest(body):
             raise ValueError("its digest is not that of its data")
         return json.loads(body)
     except RecursionError as error:

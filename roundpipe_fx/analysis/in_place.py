@@ -85,13 +85,13 @@ def in_place_forms(
     ]
     if not operands or _lies_uncertainly(node):
         return []
-    found = []
+    forms = []
     if in_place is not None and operands and operands[0] is node.args[0]:
-        found.append(InPlaceForm(in_place, operands[0], None))
+        forms.append(InPlaceForm(in_place, operands[0], None))
     for operand in operands:
-        if with_output is not None and not (found and operand is node.args[0]):
-            found.append(InPlaceForm(with_output[0], operand, with_output[1]))
-    return found
+        if with_output is not None and not (forms and operand is node.args[0]):
+            forms.append(InPlaceForm(with_output[0], operand, with_output[1]))
+    return forms
 
 
 def _in_place_form(node: fx.Node) -> torch._ops.OpOverload | Callable[..., torch.Tensor] | None:

@@ -168,7 +168,7 @@ class OperationGraph:
     @property
     def seconds(self) -> float:
         """Modelled seconds of all operations, each once."""
-        return sum(own.seconds for part in (self.forward, *self.backward.values()) for own in part)
+        return sum(operation.seconds for part in (self.forward, *self.backward.values()) for operation in part)
 
     @functools.cached_property
     def always_live(self) -> frozenset[int]:
@@ -186,11 +186,11 @@ class OperationGraph:
     @functools.cached_property
     def live_across_from(self) -> dict[int, list[tuple[int, int]]]:
         """By segment, the storages that it makes and a later segment reads, each with the last segment that does."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        live: dict[int, list[tuple[int, int]]] = {}
         for storage, last in self.last_segments.items():
             if last > self.segment_of[storage] and storage not in self.always_live:
-                found.setdefault(self.segment_of[storage], []).append((storage, last))
-        return found
+                live.setdefault(self.segment_of[storage], []).append((storage, last))
+        return live
 
     @functools.cached_property
     def live_across(self) -> frozenset[int]:

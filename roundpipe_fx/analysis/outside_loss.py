@@ -45,9 +45,9 @@ def expect_loss(joint: JointGraph, autocast: Collection[str], brought: Collectio
     Returns:
         the graph.
     """
-    given = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
+    inputs = [value for node in joint.primals if node not in joint.parameters for value in tensor_values(node)]
     # A model that computes its own cross-entropy returns other outputs for a different kind of loss.
-    words = bool(given) and not brought and not any(value.is_floating_point() for value in given)
+    words = bool(inputs) and not brought and not any(value.is_floating_point() for value in inputs)
     for node in joint.tangents:
         if node.name in brought:
             node.meta[Mark.BROUGHT] = True

@@ -117,16 +117,16 @@ def course_of(
     arrived: dict[fx.Node, list[int]] = {}
     if backward is not None:
         saved = {n: leaves for n, leaves in zip(forward.results, results, strict=True) if isinstance(n, fx.Node)}
-        found = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
+        summed = {node: [OUTSIDE] if sums else [] for node in backward.inputs if is_sum(node)}
         arrived = {
             node: [run.numbers.new_tangent(value, node in tangents) for value in tensor_values(node)]
             for node in backward.inputs
-            if node not in saved and node not in found
+            if node not in saved and node not in summed
         }
-        given = {**saved, **found, **arrived}
+        inputs = {**saved, **summed, **arrived}
         loss_gradient = run.numbers.new_of(lasting_bytes(tangents, granularity) + outside)
         arriving[len(run.events)] = [loss_gradient, *(storage for leaves in arrived.values() for storage in leaves)]
-        gradients = run.program(backward, [given[node] for node in backward.inputs])
+        gradients = run.program(backward, [inputs[node] for node in backward.inputs])
         lasting += [loss_gradient, *(storage for node in tangents for storage in arrived.get(node, ()))]
         lasting += [storage for leaves in gradients for storage in leaves]
     kept = {storage for leaves in outputs for storage in leaves if storage != OUTSIDE} - set(copied)
@@ -181,22 +181,25 @@ class ProgramEvents:
 
     def _call(self, name: str, module: fx.GraphModule, arguments: list[list[int]]) -> list[list[int]]:
         start = len(self.events)
-        given: dict[int, int] = {}
+        storages: dict[int, int] = {}
         pattern = tuple(
-            [tuple([OUTSIDE if s == OUTSIDE else given.setdefault(s, len(given)) for s in own]) for own in arguments]
+            [
+                tuple([OUTSIDE if s == OUTSIDE else storages.setdefault(s, len(storages)) for s in leaves_of])
+                for leaves_of in arguments
+            ]
         )
-        found = _followed(module, pattern)
-        of = [*given, *(self.numbers.new_of(size) for size in found.sizes)]
+        followed = _followed(module, pattern)
+        of = [*storages, *(self.numbers.new_of(size) for size in followed.sizes)]
         nodes = [*module.graph.nodes]
-        for place, reads, makes, workspace in found.operations:
+        for place, reads, makes, workspace in followed.operations:
             node = nodes[place]
             made = [of[local] for local in makes]
             for storage in made:
                 self.makers[storage] = node
             event = Event((name, node), [of[local] for local in reads], made, workspace=workspace, stream=self._stream)
             self.events.append(event)
-        leaves = [[local if local == OUTSIDE else of[local] for local in own] for own in found.returns]
-        self.calls.append(FollowedCall(name, set(given), start, len(self.events), leaves))
+        leaves = [[local if local == OUTSIDE else of[local] for local in of_result] for of_result in followed.returns]
+        self.calls.append(FollowedCall(name, set(storages), start, len(self.events), leaves))
         return leaves
 
 
@@ -237,7 +240,7 @@ def _followed(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _
 
 def _follow(module: fx.GraphModule, pattern: tuple[tuple[int, ...], ...]) -> _Followed:
     numbers = StorageIds()
-    incoming = 1 + max((storage for own in pattern for storage in own), default=OUTSIDE)
+    incoming = 1 + max((storage for incoming_leaves in pattern for storage in incoming_leaves), default=OUTSIDE)
     for _ in range(incoming):
         numbers.new_of(0)
     arguments = iter(pattern)

@@ -54,7 +54,7 @@ def read_operations(
     """
     # Compiled stages require the strides that they were compiled for, so missing gradients are full zeros for them.
     expected = joint.expected_tangents if in_place else joint.tangents
-    reader = _Reader(joint, expected, granularity, in_place)
+    reader = _OperationReader(joint, expected, granularity, in_place)
     for node in joint.inputs:
         reader.read_input(node)
     tangents, held = (frozenset(s for node in nodes for s in reader.of(node)) for nodes in (joint.tangents, expected))
@@ -105,32 +105,36 @@ def read_operations(
     )
 
 
-def _values(joint: JointGraph, reader: _Reader, makers: Collection[int]) -> dict[int, fx.Node]:
+def _values(joint: JointGraph, reader: _OperationReader, makers: Collection[int]) -> dict[int, fx.Node]:
     """By forward storage, the node whose value it is; absent for results of operations that return several."""
-    found: dict[int, fx.Node] = {}
+    by_storage: dict[int, fx.Node] = {}
     for node in joint.in_phase(Phase.FORWARD):
         if not is_view(node) and isinstance(node.meta.get("val"), torch.Tensor):
             (storage,) = reader.of(node) or (OUTSIDE,)
             if storage in makers:
-                found.setdefault(storage, node)
-    return found
+                by_storage.setdefault(storage, node)
+    return by_storage
 
 
-def _snapshots(joint: JointGraph, reader: _Reader, operations: Sequence[Operation]) -> dict[int, tuple[int, ...]]:
+def _snapshots(
+    joint: JointGraph, reader: _OperationReader, operations: Sequence[Operation]
+) -> dict[int, tuple[int, ...]]:
     """New storages for copies of updated inputs, by index of the operations that read them in the backward."""
     read = updated_inputs_read(joint)
     taken: dict[fx.Node, int] = {}
-    found = {}
+    copies = {}
     for operation in operations:
         if operation.node in read and not updates_statistics_alone(operation.node):
             for source in read[operation.node]:
                 if source not in taken:
                     taken[source] = reader.new(source)
-            found[operation.index] = tuple(taken[source] for source in read[operation.node])
-    return found
+            copies[operation.index] = tuple(taken[source] for source in read[operation.node])
+    return copies
 
 
-def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operation]) -> tuple[set[int], set[int]]:
+def _outputs(
+    joint: JointGraph, reader: _OperationReader, operations: Collection[Operation]
+) -> tuple[set[int], set[int]]:
     """Storages that the caller gets and holds, and those that it alone reads, and copies into inputs."""
     results: tuple[set[int], set[int]] = set(), set()
     for place, node in enumerate(joint.forward_outputs):
@@ -141,7 +145,7 @@ def _outputs(joint: JointGraph, reader: _Reader, operations: Collection[Operatio
     return (results[False] | results[True]) - copied, copied
 
 
-def _gradients(joint: JointGraph, reader: _Reader, added: Collection[fx.Node]) -> frozenset[int]:
+def _gradients(joint: JointGraph, reader: _OperationReader, added: Collection[fx.Node]) -> frozenset[int]:
     """Storages that the backward returns, without gradients of inputs in ``added``: these are added to sums."""
     primals = joint.primals
     return frozenset(
@@ -167,7 +171,11 @@ class _Recipes:
 
     @classmethod
     def of(
-        cls, forward: Sequence[Operation], values: Mapping[int, fx.Node], reader: _Reader, states: Mapping[int, int]
+        cls,
+        forward: Sequence[Operation],
+        values: Mapping[int, fx.Node],
+        reader: _OperationReader,
+        states: Mapping[int, int],
     ) -> _Recipes:
         """The recipes for the results of forward operations.
 
@@ -175,7 +183,7 @@ class _Recipes:
         saved; every other operation is recomputed as it is. A replay of a random operation also holds the generator's
         current state.
         """
-        found = cls({}, {})
+        recipes = cls({}, {})
         for operation in forward:
             for storage in operation.makes:
                 value = values.get(storage)
@@ -183,16 +191,16 @@ class _Recipes:
                 if value is not None and picked is not None:
                     source, _, indices = picked
                     reads = tuple(s for s in (*reader.of(source), *reader.of(indices)) if s != OUTSIDE)
-                    found.whole[storage] = _recipe(operation, Form.GATHER, node=value, reads=reads, makes=(storage,))
+                    recipes.whole[storage] = _recipe(operation, Form.GATHER, node=value, reads=reads, makes=(storage,))
                 elif Mark.MUST_SAVE not in operation.node.meta:
                     workspace = operation.workspace + states.get(operation.index, 0)
-                    found.whole[storage] = _recipe(operation, Form.SAME, workspace=workspace)
+                    recipes.whole[storage] = _recipe(operation, Form.SAME, workspace=workspace)
                     if value is not None and is_mask_only(value):
                         workspace += sum(reader.sizes[s] for s in operation.makes if s != storage)
-                        found.mask_only[storage] = _recipe(
+                        recipes.mask_only[storage] = _recipe(
                             operation, Form.MASK, reads=(), makes=(storage,), workspace=workspace
                         )
-        return found
+        return recipes
 
 
 def _recipe(
@@ -219,31 +227,31 @@ def _rng_shape_sources(
     backward: Mapping[int, Sequence[Operation]], masks: Collection[int], values: Mapping[int, fx.Node]
 ) -> dict[tuple[int, int], fx.Node]:
     """By mask and index of the operation that reads it, the gradient whose shape it can be drawn with."""
-    found = {}
+    sources = {}
     for operation in (operation for block in backward.values() for operation in block):
         for storage in operation.reads:
             source = rng_shape_source_of(values[storage], operation.node) if storage in masks else None
             if source is not None:
-                found[storage, operation.index] = source
-    return found
+                sources[storage, operation.index] = source
+    return sources
 
 
 def _stages(joint: JointGraph, segments: int) -> dict[int, int]:
     """By segment, its stage; a segment without nodes (its values equal earlier ones) has the previous one's."""
-    found = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
+    stage_of = {node.meta[Mark.SEGMENT]: node.meta[Mark.STAGE] for node in joint.computed()}
     for segment in range(segments):
-        found.setdefault(segment, found.get(segment - 1, 0))
-    return found
+        stage_of.setdefault(segment, stage_of.get(segment - 1, 0))
+    return stage_of
 
 
 def _regions(forward: Sequence[Operation]) -> tuple[tuple[frozenset[int], int | float], ...]:
     """Storages of consecutive operations with the same region's budget, and that budget."""
-    found = []
+    regions = []
     for budget, run in itertools.groupby(forward, key=lambda operation: budget_of_region(operation.node)):
         storages = frozenset(storage for operation in run for storage in operation.makes)
         if budget is not None:
-            found.append((storages, budget))
-    return tuple(found)
+            regions.append((storages, budget))
+    return tuple(regions)
 
 
 def _hold_at(
@@ -269,26 +277,26 @@ def _hold_at(
                 both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(owner[storage], path, strict=False))
                 owner[storage] = tuple(number for number, _ in both)
     wanted = begins.union(*(operation.reads for block in backward.values() for operation in block))
-    found = {}
+    held_at = {}
     for storage, path in owner.items():
         first, last = spans[path[-1]] if path else (0, 0)
         if first < last and storage in wanted:
-            found[storage] = last
-    return found
+            held_at[storage] = last
+    return held_at
 
 
 def _last_segments(
     forward: Sequence[Operation], backward: Mapping[int, Sequence[Operation]], storages: Collection[int]
 ) -> dict[int, int]:
-    found: dict[int, int] = {}
+    last: dict[int, int] = {}
     for operation in (*forward, *(item for block in backward.values() for item in block)):
         for storage in operation.reads:
             if storage in storages:
-                found[storage] = max(found.get(storage, 0), operation.segment)
-    return found
+                last[storage] = max(last.get(storage, 0), operation.segment)
+    return last
 
 
-class _Reader:
+class _OperationReader:
     """Reads operations from nodes, in order."""
 
     def __init__(self, joint: JointGraph, expected: Collection[fx.Node], granularity: int, in_place: bool) -> None:
@@ -341,10 +349,10 @@ class _Reader:
         )
 
     def _inplace_candidates(self, node: fx.Node) -> tuple[int, ...]:
-        found = []
+        candidates = []
         for operand in operands_to_write_over(node):
             (inplace_candidates,) = self.of(operand)
             others = [storage for source in input_nodes(node) if source is not operand for storage in self.of(source)]
             if inplace_candidates != OUTSIDE and inplace_candidates not in others:
-                found.append(inplace_candidates)
-        return tuple(found)
+                candidates.append(inplace_candidates)
+        return tuple(candidates)

@@ -147,8 +147,8 @@ def updates_statistics_alone(node: fx.Node) -> bool:
     source, weight, running = (node.args[place] for place in (0, 1, 3))
     assert isinstance(source, fx.Node) and isinstance(running, fx.Node)
     # The kernel computes in the dtype of the running statistics or, without them, of the weight or the source.
-    own = weight if isinstance(weight, fx.Node) else source
+    base = weight if isinstance(weight, fx.Node) else source
     new = [user for user in node.users if user.target is operator.getitem and user.args[1] in (3, 4)]
-    return own.meta["val"].dtype is running.meta["val"].dtype and all(
+    return base.meta["val"].dtype is running.meta["val"].dtype and all(
         reader.op == "output" for statistic in new for reader in statistic.users
     )

@@ -136,8 +136,8 @@ def levels_of_course(
         _take_inputs(course, allocator, owners)
 
     def levels() -> list[int]:
-        found = levels_of(run.events, run.numbers.sizes, course.lasting, course.arriving, allocator)
-        return [during for during, _ in found]
+        run_levels = levels_of(run.events, run.numbers.sizes, course.lasting, course.arriving, allocator)
+        return [during for during, _ in run_levels]
 
     first = levels()
     if allocator is None:

@@ -23,14 +23,14 @@ def updated_inputs_read(joint: JointGraph) -> dict[fx.Node, tuple[fx.Node, ...]]
     behind: dict[fx.Node, tuple[fx.Node, ...]] = {
         node: (node,) for node in joint.inputs if node in joint.mutated_inputs
     }
-    found: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    readers: dict[fx.Node, tuple[fx.Node, ...]] = {}
     for node in joint.computed() if behind else ():
         read = tuple(dict.fromkeys(source for operand in input_nodes(node) for source in behind.get(operand, ())))
         if read:
-            found[node] = read
+            readers[node] = read
             if is_view(node):
                 behind[node] = read
-    return found
+    return readers
 
 
 class Snapshots:

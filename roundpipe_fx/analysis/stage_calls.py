@@ -125,33 +125,35 @@ class _Calls:
         """By call, the owners of the gradients that it returns, by storage: another call may have computed them."""
         self._outlive = [self._outlive_call(index) for index in range(len(self.calls))]
 
-    def peaks(self, found: Collection[int]) -> list[int]:
+    def peaks(self, accumulated: Collection[int]) -> list[int]:
         """Peak bytes of each call beyond those that are allocated when it begins.
 
         Args:
-            found: numbers of the inputs that have accumulated gradients when the microbatch begins.
+            accumulated: numbers of the inputs that have accumulated gradients when the microbatch begins.
         """
-        known = set(found)
+        known = set(accumulated)
         peaks = []
         for index, call in enumerate(self.calls):
-            dying, outlive, own = self._dying(index), self._outlive[index], self._gradients[index]
+            dying, outlive, kept_gradients = self._dying(index), self._outlive[index], self._gradients[index]
             before = self._bytes(dying)
             events = self._events[call.start : call.end]
-            during = peak_of(events, self._sizes, before=dying, lasting=outlive | own.keys()).bytes - before
+            during = peak_of(events, self._sizes, before=dying, lasting=outlive | kept_gradients.keys()).bytes - before
             # Gradients that the call does not accumulate itself are added one after another, out of place the first
             # time.
-            adding = max((self._sizes[storage] for storage, owner in own.items() if owner in known), default=0)
-            known |= set(own.values())
-            after = self._bytes(outlive) - before + self._bytes(own) + adding
+            adding = max(
+                (self._sizes[storage] for storage, owner in kept_gradients.items() if owner in known), default=0
+            )
+            known |= set(kept_gradients.values())
+            after = self._bytes(outlive) - before + self._bytes(kept_gradients) + adding
             peaks.append(max(during, after, 0))
         return peaks
 
     def gradient_bytes(self, index: int) -> Mapping[int, int]:
         """Bytes of the gradients that a call returns, by owner."""
-        found: Counter[int] = Counter()
+        total: Counter[int] = Counter()
         for storage, owner in self._gradients[index].items():
-            found[owner] += self._sizes[storage]
-        return found
+            total[owner] += self._sizes[storage]
+        return total
 
     def brought(self, index: int) -> int:
         """Bytes of incoming gradients whose last reader a call is."""
@@ -160,22 +162,22 @@ class _Calls:
     def held(self) -> list[HeldBytes]:
         """The values that outlive the call that computes them; those with the same maker and readers, of which no
         single result refers to the memory, as one."""
-        found: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
+        bytes_of_value: Counter[tuple[str, tuple[str, ...], bool, int | None]] = Counter()
         for index, (call, outlive) in enumerate(zip(self.calls, self._outlive, strict=True)):
             for storage in sorted(outlive):
                 by = tuple(self.calls[reader].name for reader in self._readers.get(storage, ()))
-                found[call.name, by, storage in self._returned, self._only_result(index, storage)] += self._sizes[
-                    storage
-                ]
-        return [HeldBytes(size, *of) for of, size in found.items()]
+                bytes_of_value[call.name, by, storage in self._returned, self._only_result(index, storage)] += (
+                    self._sizes[storage]
+                )
+        return [HeldBytes(size, *of) for of, size in bytes_of_value.items()]
 
     def _only_result(self, index: int, storage: int) -> int | None:
         """The position of a call's result that alone refers to a storage, and to no other; ``None``: there is none."""
         if storage in self._returned or self._results_with.get(storage, 0) != 1:
             return None
-        if any(storage in own for own in self._gradients):
+        if any(storage in of_call for of_call in self._gradients):
             return None
-        return next((place for place, own in enumerate(self.calls[index].returns) if own == [storage]), None)
+        return next((place for place, storages in enumerate(self.calls[index].returns) if storages == [storage]), None)
 
     def _outlive_call(self, index: int) -> set[int]:
         """Storages that a call makes and later ones read, or the caller gets."""
@@ -198,12 +200,12 @@ class _Calls:
 
 def _gradients(course: Course, owners: Sequence[int | None]) -> dict[str, dict[int, int]]:
     """By name of the call that returns them, the owners of gradients by storage."""
-    found: dict[str, dict[int, int]] = {}
+    by_call: dict[str, dict[int, int]] = {}
     if course.backward is None:
-        return found
+        return by_call
     items: Any = course.backward.module.graph.output_node().args[0]
     for item, owner, leaves in zip(items, owners, course.gradients, strict=True):
         if isinstance(item, fx.Node) and item.op == "call_function" and owner is not None:
             (giver, *_) = item.all_input_nodes
-            found.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
-    return found
+            by_call.setdefault(str(giver.target), {}).update(dict.fromkeys(set(leaves) - {OUTSIDE}, owner))
+    return by_call

@@ -181,11 +181,11 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
     waiting: list[int] = []  # calls whose outputs go into a loss that is not computed yet
     for what, number in step.events:
         call = step.calls[number]
-        own = footprints.get(call.graph, call.footprint)
+        footprint = footprints.get(call.graph, call.footprint)
         if what is NotedEvent.FORWARD:
             live += call.brought
-            peak = max(peak, live + own.forward)
-            live += own.held
+            peak = max(peak, live + footprint.forward)
+            live += footprint.held
             if not call.consumed:
                 waiting.append(number)
         elif what is NotedEvent.BACKWARD:
@@ -193,17 +193,17 @@ def peak_of_step(step: NotedStep, footprints: Mapping[str, Footprint]) -> int:
             waiting.clear()
             peak = max(peak, live + sum(loss.loss for loss in losses))
             live += sum(loss.arriving for loss in losses)
-            peak = max(peak, live + own.backward)
-            made = sum(own.gradients.values())
-            again = [size for place, size in own.gradients.items() if call.inputs[place] in totals]
+            peak = max(peak, live + footprint.backward)
+            made = sum(footprint.gradients.values())
+            added = [size for place, size in footprint.gradients.items() if call.inputs[place] in totals]
             # Autograd accumulates the gradients of an input one after another, out of place the first time.
-            peak = max(peak, live - own.saved + made + max(again, default=0))
-            live += made - sum(again)
-            totals.update((call.inputs[place], size) for place, size in own.gradients.items())
+            peak = max(peak, live - footprint.saved + made + max(added, default=0))
+            live += made - sum(added)
+            totals.update((call.inputs[place], size) for place, size in footprint.gradients.items())
             # The gradients of its outputs, which later calls have computed, have been read.
             live -= sum(totals.pop(storage, 0) for storage in call.outputs)
         else:
-            live -= own.saved
+            live -= footprint.saved
     return peak
 
 
@@ -225,9 +225,9 @@ class StepNeeds:
     gradients: Mapping[int, int] = field(default_factory=dict)
     limit: int | None = None
 
-    def peak(self, own: Footprint) -> int:
-        """Peak bytes of the largest step, if the graph has the footprint ``own``."""
-        whole = dataclasses.replace(own, gradients=self.gradients or own.gradients)
+    def peak(self, footprint: Footprint) -> int:
+        """Peak bytes of the largest step, if the graph has a footprint."""
+        whole = dataclasses.replace(footprint, gradients=self.gradients or footprint.gradients)
         footprints = {**self.footprints, self.graph: whole}
         return max(peak_of_step(step, footprints) for step in self.steps)
 

@@ -124,8 +124,8 @@ def _written(node: fx.Node) -> fx.Node | None:
     if written is None:
         return None
     position, name = written
-    given: Any = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
-    return given if isinstance(given, fx.Node) else None
+    argument: Any = node.kwargs.get(name, node.args[position] if position < len(node.args) else None)
+    return argument if isinstance(argument, fx.Node) else None
 
 
 _WRITING_FIRST = frozenset(PARTIAL_WRITES.values())

@@ -61,10 +61,10 @@ def make_backend(
                 module, example_inputs, options, syncs, on_plan, warned, learned, pipelining, compile_state
             )
 
-        own = beside()
+        watched = beside()
         steps = learned.steps
-        steps.parts, steps.beside, steps.budget = own.parts, own.gathered, options.memory_budget
-        return within_the_rest(own, options, on_plan, compile_within)
+        steps.parts, steps.beside, steps.budget = watched.parts, watched.gathered, options.memory_budget
+        return within_the_rest(watched, options, on_plan, compile_within)
 
     budgeted = options.memory_budget is not None
     outside = learned.steps.runs_eagerly
@@ -175,7 +175,7 @@ def _learned_of(options: Mapping[str, Any]) -> Learned:
     if id(options) not in _shared:
         while len(_shared) >= _MOST:
             del _shared[next(iter(_shared))]
-        _shared[id(options)] = options, Learned(steps=LearnedSteps(again=False))
+        _shared[id(options)] = options, Learned(steps=LearnedSteps(replans=False))
     return _shared[id(options)][1]
 
 

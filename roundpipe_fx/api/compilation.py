@@ -37,10 +37,9 @@ from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, p
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
 from roundpipe_fx.report.plan import Plan
+from roundpipe_fx.runtime.bridge import observed, pipelined
 from roundpipe_fx.runtime.executor import load_program
-from roundpipe_fx.runtime.forward_calls import observed
 from roundpipe_fx.runtime.gradient_observer import gradient_observer
-from roundpipe_fx.runtime.pipelined_calls import pipelined
 from roundpipe_fx.runtime.profiled_step import ProfiledStep
 from roundpipe_fx.runtime.size_observer import size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stages
@@ -112,7 +111,7 @@ class _Compilation:
             return None
         operations = lowered.chosen.read_operations if lowered.chosen is not None else None
         name, footprint = self.call_name, lowered.footprint
-        self.learned.steps.plan(name, footprint, operations, lowered.plan.budget or 0, asked)
+        self.learned.steps.plan(name, footprint, operations, lowered.budget or 0, asked)
         outputs = lowered.forward.outputs
         return NotedGraph(
             name=name,
@@ -167,16 +166,16 @@ class _Compilation:
         if self.graph is not None:
             kept = self.lowered.forward.results[self.lowered.forward.outputs :]
             return pipelined(self.graph, [_stand_in(node) for node in kept])
-        plan = self.lowered.plan
         run = self._load(self.lowered, self.lowered.forward)
         if self.noted is not None:
             run = self.learned.calls.forward(run, self.noted)
-        self.profiled = self._watch(self.lowered)
+        self.profiled = self._profile(self.lowered)
         if self.profiled is not None:
             run = self.profiled.forward(run)
-        see = size_observer(self.lowered.forward.results, self._see_size) if plan.budget is not None else None
+        see = size_observer(self.lowered.forward.results, self._see_size) if self.lowered.budget is not None else None
         # A backward always reads the gradient of a single output.
-        return observed(run, plan.outputs if plan.static and plan.outputs > 1 else 0, see)
+        outputs = self.lowered.joint.num_forward_outputs
+        return observed(run, outputs if self.lowered.static and outputs > 1 else 0, see)
 
     def _see_size(self, symbol: str, size: int) -> None:
         self.learned.see(f"{self.name}/{symbol}", size)
@@ -192,12 +191,12 @@ class _Compilation:
             run = self.profiled.backward(run)
         unexpected = {node.name for node in self.lowered.joint.tangents} - {node.name for node in self.lowered.tangents}
         # With symbolic sizes autograd passes zeros for unused outputs, which look like any other gradient.
-        if self.lowered.plan.budget is None or not unexpected or not self.lowered.plan.static:
+        if self.lowered.budget is None or not unexpected or not self.lowered.static:
             return run
         places = {i: node.name for i, node in enumerate(self.lowered.backward.inputs) if node.name in unexpected}
         return gradient_observer(run, places, functools.partial(self.learned.see_brought, self.operations_name))
 
-    def _watch(self, lowered: Lowered) -> ProfiledStep | None:
+    def _profile(self, lowered: Lowered) -> ProfiledStep | None:
         """Measures in a step whether compiled stages exceed the budget; ``None`` if that would not change anything.
 
         Eager stages hold what was planned. Memory beyond the plan is about the same for all plans, so it matters only
@@ -205,8 +204,8 @@ class _Compilation:
         """
         if lowered.stage_compiler == "eager" or not bounded_in_bytes(lowered.joint, self.options):
             return None
-        assert lowered.backward is not None and lowered.plan.budget is not None
-        budget, planned = lowered.plan.budget, lowered.plan.peak_bytes - lowered.setting.beyond_plan
+        assert lowered.backward is not None and lowered.budget is not None
+        budget, planned = lowered.budget, lowered.peak.bytes - lowered.setting.beyond_plan
 
         def see(peak: int) -> None:
             if peak > budget:
@@ -248,7 +247,7 @@ class _Compilation:
         return observed(run if noted is None else self.learned.calls.forward(run, noted))
 
     def _load(self, lowered: Lowered, program: Program) -> Boxed:
-        see = self.learned.see_workspace if lowered.plan.budget is not None else None
+        see = self.learned.see_workspace if lowered.budget is not None else None
         stages = compile_stages(program.calls, lowered.stage_compiler, self.compiled, see)
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 

@@ -297,7 +297,7 @@ class CompiledModule(nn.Module):
             norm_type: of the norm.
 
         Returns:
-            the norm before, with the bits of ``torch.nn.utils.clip_grad_norm_`` in one process.
+            the norm before, bitwise equal to that of ``torch.nn.utils.clip_grad_norm_`` in one process.
         """
         processes = self._state_of_roundpipe_fx.processes
         if processes is None:

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.api.backend import make_backend
@@ -25,18 +24,19 @@ from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.api.over_processes import process_pipeline
 from roundpipe_fx.api.replanning import cut_alike, replanning
 from roundpipe_fx.api.subclassing import forward_like
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.distributed import refuse_sharded_parts, refuse_sharded_step
 from roundpipe_fx.pipeline.graph import with_optimizer
 from roundpipe_fx.pipeline.pytorch_stages import pytorch_stages
 from roundpipe_fx.pipeline.settings import Pipelining, StepCompileState
 from roundpipe_fx.pipeline.step import Pipeline, Splitting
-from roundpipe_fx.progress import working
 from roundpipe_fx.report.plan import Plan
-from roundpipe_fx.runtime.forward_calls import TraceOnly, outputs_of_programs, trace_only
+from roundpipe_fx.runtime.bridge import TraceOnly, outputs_of_programs, trace_only
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, sum_of
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.stage_updates import check_optimizer
+from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["CompiledState", "NoPlanError"]
 
@@ -233,14 +233,14 @@ class CompiledState:
             return self._replanned(lambda: step(args, kwargs, hand_over=True))
         self._instead = lambda args, kwargs: self._replanned(lambda: step(args, kwargs, hand_over=False))
         try:
-            found = parallel(*args, **kwargs)
+            result = parallel(*args, **kwargs)
         finally:
             self._instead = None
-        loss = found[0] if return_outputs else found
+        loss = result[0] if return_outputs else result
         loss.backward()
         if optimizer is not None:
             self.optimizer.step(optimizer, is_async=False)
-        return (loss.detach(), found[1]) if return_outputs else loss.detach()
+        return (loss.detach(), result[1]) if return_outputs else loss.detach()
 
     def step(
         self, step_fn: Callable[..., Any] | torch.optim.Optimizer, is_async: bool, *args: Any, **kwargs: Any
@@ -261,7 +261,7 @@ class CompiledState:
         if self.pipelining is None or self._optimizers.get(optimizer) == len(optimizer.state):
             return
         optimizers = [*{**self._optimizers, optimizer: 0}]
-        memory = sum_of(self.optimizer.memory_of(own) for own in optimizers)
+        memory = sum_of(self.optimizer.memory_of(one) for one in optimizers)
         pipelining = dataclasses.replace(self.pipelining, optimizer=memory)
         plans = [with_optimizer(plan, pipelining) for plan in self.plans]  # checks all before any is replaced
         self._optimizers[optimizer] = len(optimizer.state)
@@ -349,15 +349,15 @@ def _beside_graphs(compiled: Sequence[weakref.ref[nn.Module]]) -> BesideGraphs:
 def _following(model: nn.Module) -> dict[str, list[str]]:
     """For each module those that run after it: the later ones of the lists and sequences that it is in."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    found: dict[str, list[str]] = {}
+    following: dict[str, list[str]] = {}
     for name in modules:  # parents come before their children
-        parent, _, own = name.rpartition(".")
-        after = list(found.get(parent, ()))
+        parent, _, part = name.rpartition(".")
+        after = list(following.get(parent, ()))
         if name and isinstance(modules[parent], (nn.Sequential, nn.ModuleList)):
             siblings = list(modules[parent]._modules)
-            later = siblings[siblings.index(own) + 1 :]
+            later = siblings[siblings.index(part) + 1 :]
             after = [*(f"{parent}.{sibling}" if parent else sibling for sibling in later), *after]
         elif name:
             after = []
-        found[name] = after
-    return found
+        following[name] = after
+    return following

@@ -198,8 +198,8 @@ def load_own_state(processes: ProcessPipeline, state: Mapping[str, Any], strict:
     _check_planned(processes)
     model = processes.ownership.model
     known = model.state_dict(keep_vars=True).keys()
-    own = set(processes.ownership.names())
-    missing = [name for name in known if name in own and name not in state]
+    here = set(processes.ownership.names())
+    missing = [name for name in known if name in here and name not in state]
     unexpected = [name for name in state if name not in known]
     if strict and (missing or unexpected):
         raise RuntimeError(f"state_dict: missing on this rank: {missing}; not in the model: {unexpected}.")
@@ -212,21 +212,21 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     _check_planned(processes)
     ownership, group = processes.ownership, processes.group
     named = dict(ownership.model.named_parameters())
-    own = [(name, value) for name, value in named.items() if ownership.owns(value) and value.grad is not None]
-    if any(value.grad is not None and is_to_average(value.grad) for _, value in own):
+    owned = [(name, value) for name, value in named.items() if ownership.owns(value) and value.grad is not None]
+    if any(value.grad is not None and is_to_average(value.grad) for _, value in owned):
         raise RuntimeError(
             "gradients of steps inside no_sync() are not averaged yet, and with shard='dp' their norm is not known: "
             "run a step outside of it before clip_grad_norm_."
         )
     counted = {
         name: torch.linalg.vector_norm(_local(value.grad), norm_type).cpu()
-        for name, value in own
+        for name, value in owned
         if value.grad is not None and _local(value.grad).numel() and _counts(processes, ownership.traced(value))
     }
     ranks = group if ownership.shards.mesh is None else group.everyone
     parts: dict[str, list[torch.Tensor]] = {}
-    for found in ranks.gather(counted):
-        for name, norm in found.items():
+    for counted_there in ranks.gather(counted):
+        for name, norm in counted_there.items():
             parts.setdefault(name, []).append(norm)
     norms = {
         name: of_parts[0] if len(of_parts) == 1 else torch.linalg.vector_norm(torch.stack(of_parts), norm_type)
@@ -237,7 +237,7 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
     # In the model's order: the bits do not depend on the ranks.
     total = torch.linalg.vector_norm(torch.stack([norms[name] for name in named if name in norms]), norm_type)
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for _, value in own:
+    for _, value in owned:
         if value.grad is not None:
             _local(value.grad).mul_(scale.to(value.grad.device))
     return total

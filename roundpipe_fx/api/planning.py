@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.analysis.cost.network import Network, network_of
@@ -23,7 +22,7 @@ from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
 from roundpipe_fx.schedules import Schedule
-from roundpipe_fx.torch_private import fakes_on
+from roundpipe_fx.torch_private import fakes_on, tree_leaves, tree_map, tree_map_only
 
 __all__ = ["device_name", "plan"]
 

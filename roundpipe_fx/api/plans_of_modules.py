@@ -42,12 +42,12 @@ class _Run:
         """Whether another one is of the same graph with the same parameters."""
         pairs = zip(self.parameters, other.parameters, strict=False)
         same = self.plans is other.plans and self.cls is other.cls and self.names == other.names
-        return same and all(own() is others() for own, others in pairs)
+        return same and all(mine() is others() for mine, others in pairs)
 
-    def is_of(self, module: nn.Module, own: dict[str, nn.Parameter]) -> bool:
+    def is_of(self, module: nn.Module, parameters: dict[str, nn.Parameter]) -> bool:
         """Whether a module with these parameters is the one that the graph has run for."""
         return type(module) is self.cls and all(
-            name in own and own[name] is parameter()
+            name in parameters and parameters[name] is parameter()
             for name, parameter in zip(self.names, self.parameters, strict=True)
         )
 
@@ -117,8 +117,8 @@ def _names_of(owner: nn.Module, inputs: Sequence[Any]) -> dict[int, str]:
 
 def _add(run: _Run, parameter: torch.Tensor) -> None:
     known: list[_Run] = _runs.setdefault(parameter, [])
-    known[:] = [own for own in known if all(reference() is not None for reference in own.parameters)]
-    if not any(own.equals(run) for own in known):
+    known[:] = [noted for noted in known if all(reference() is not None for reference in noted.parameters)]
+    if not any(noted.equals(run) for noted in known):
         known.append(run)
 
 
@@ -143,18 +143,18 @@ def plans(model: nn.Module) -> tuple[Plan, ...]:
     Returns:
         one plan per graph (several where the graph breaks), shape and mode; none before the first call.
     """
-    found: list[Plan] = []
+    plans_of_model: list[Plan] = []
     for module in model.modules():
         state = getattr(type(module), "_state_of_roundpipe_fx", None)
         made = [*_plans.get(module, ()), *_of_runs(module)] if state is None else state.__get__(module).plans
-        found.extend(plan for plan in made if not any(plan is other for other in found))
-    return tuple(found)
+        plans_of_model.extend(plan for plan in made if not any(plan is other for other in plans_of_model))
+    return tuple(plans_of_model)
 
 
 def _of_runs(module: nn.Module) -> Iterator[Plan]:
     """The plans of graphs that have run for a module."""
-    own = dict(module.named_parameters())
-    for parameter in own.values():
+    parameters = dict(module.named_parameters())
+    for parameter in parameters.values():
         for run in _runs.get(parameter, ()):
-            if run.is_of(module, own):
+            if run.is_of(module, parameters):
                 yield from run.plans

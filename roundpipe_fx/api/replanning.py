@@ -36,7 +36,7 @@ _TRIES = 5
 
 def replanning(
     run: Callable[[], Any],
-    compile_anew: Callable[[], None],
+    recompile: Callable[[], None],
     learned: Learned,
     devices: Sequence[torch.device],
     budgeted: bool,
@@ -47,7 +47,7 @@ def replanning(
 
     Args:
         run: the step, or its forward.
-        compile_anew: makes the next ``run`` recompile and replan.
+        recompile: makes the next ``run`` recompile and replan.
         learned: what plans assume; steps extend it.
         devices: whose random number generators the step draws from, besides the CPU's.
         budgeted: whether the step has a memory budget, which can be made smaller.
@@ -60,7 +60,7 @@ def replanning(
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
     if processes is None:  # over processes all graphs are cut like the first, and ranks must not try different things
-        run = functools.partial(cut_alike, run, compile_anew)
+        run = functools.partial(cut_alike, run, recompile)
     elif budgeted:
         ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group
         for largest in ranks.gather(learned.largest):
@@ -71,14 +71,14 @@ def replanning(
     if learned.stale:
         learned.renew()
         log.info("replanning with what steps have shown: %s", learned.assumed)
-        compile_anew()
+        recompile()
     if not budgeted or not torch.is_grad_enabled():
         return run()
     if processes is not None:
-        return _fitted(run, compile_anew, learned)
+        return _fitted(run, recompile, learned)
     restore = torch_private.save_rng_states(devices)
     try:
-        return _fitted(run, compile_anew, learned)
+        return _fitted(run, recompile, learned)
     except torch.OutOfMemoryError as error:
         if not repeatable():
             raise
@@ -91,14 +91,14 @@ def replanning(
         f"{learned.share:.0%} of the budget and running the step again.",
         stacklevel=4,
     )
-    compile_anew()
+    recompile()
     try:
-        return _fitted(run, compile_anew, learned)
+        return _fitted(run, recompile, learned)
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
 
 
-def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: Learned) -> Any:
+def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:
     """Run a step; recompile it for a smaller budget if its microbatches do not fit together."""
     for _ in range(_TRIES):
         try:
@@ -106,11 +106,11 @@ def _fitted(run: Callable[[], Any], compile_anew: Callable[[], None], learned: L
         except UnequalMicrobatchesError as error:
             learned.share *= _CLOSER * error.allowed / error.needed
             log.info("%s Replanning with %.0f%% of the budget.", error, 100 * learned.share)
-            compile_anew()
+            recompile()
     return run()
 
 
-def cut_alike(run: Callable[[], T], compile_anew: Callable[[], None]) -> T:
+def cut_alike(run: Callable[[], T], recompile: Callable[[], None]) -> T:
     """Run a step; recompile it if earlier steps cut some of its microbatches otherwise than others.
 
     A graph stays as it was cut when it was compiled, with microbatches of other shapes or alone. Recompiled in one
@@ -118,7 +118,7 @@ def cut_alike(run: Callable[[], T], compile_anew: Callable[[], None]) -> T:
 
     Args:
         run: the step. Nothing of it has run when microbatches turn out to be cut differently.
-        compile_anew: makes the next ``run`` recompile.
+        recompile: makes the next ``run`` recompile.
 
     Returns:
         what ``run`` returns.
@@ -130,5 +130,5 @@ def cut_alike(run: Callable[[], T], compile_anew: Callable[[], None]) -> T:
         return run()
     except UnlikeStagesError as error:
         log.info("recompiling: %s", error)
-    compile_anew()
+    recompile()
     return run()

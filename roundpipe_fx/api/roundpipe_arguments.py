@@ -32,25 +32,25 @@ def in_our_names(
     if not names:
         return args, kwargs, labels
     taken = inspect.signature(forward).parameters.values()
-    if any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken):
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in taken):
         return args, kwargs, labels
-    given = {name: kwargs[name] for name in names if name not in {own.name for own in taken}}
-    kwargs = {name: value for name, value in kwargs.items() if name not in given}
-    if "run_config" in given:
+    renamed = {name: kwargs[name] for name in names if name not in {parameter.name for parameter in taken}}
+    kwargs = {name: value for name, value in kwargs.items() if name not in renamed}
+    if "run_config" in renamed:
         raise TypeError(
             "forward_backward has no run_config: a plan is made for one setting. Compile the model once for each, with "
             "roundpipe_fx.compile(model, num_microbatches=…, …); the compiled models share its parameters."
         )
-    if given.get("input_args"):
+    if renamed.get("input_args"):
         if args:
             raise TypeError("forward_backward was given both positional arguments and input_args.")
-        args = tuple(given["input_args"])
-    for name, value in (given.get("input_kwargs") or {}).items():
+        args = tuple(renamed["input_args"])
+    for name, value in (renamed.get("input_kwargs") or {}).items():
         if name in kwargs:
             raise TypeError(f"forward_backward was given {name!r} twice: as an argument and in input_kwargs.")
         kwargs[name] = value
-    if given.get("label") is not None:
+    if renamed.get("label") is not None:
         if labels is not None:
             raise TypeError("forward_backward was given both label and labels.")
-        labels = given["label"]
+        labels = renamed["label"]
     return args, kwargs, labels

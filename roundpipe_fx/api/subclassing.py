@@ -110,7 +110,7 @@ def _subclass(base: type, mixin: type[T], of_model: frozenset[str]) -> type[T]:
 def _has(model: nn.Module, name: str) -> bool:
     """Whether it is an attribute of the model's own, not one that its ``__getattr__`` takes from elsewhere."""
     registered = (model._parameters, model._buffers, model._modules)
-    return hasattr(type(model), name) or name in vars(model) or any(name in own for own in registered)
+    return hasattr(type(model), name) or name in vars(model) or any(name in names_of for names_of in registered)
 
 
 def _slots(base: type) -> list[str]:
@@ -153,8 +153,8 @@ class _Forward:
             known = state.ran or torch.compiler.is_compiling()
             return state.replaced if known else _watched(state, state.replaced)
         if torch.compiler.is_compiling() and "forward" not in instance.__dict__:
-            own = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
-            return functools.partial(own, instance)
+            bound = state.forward if _stays_apart(state) else self.base.forward  # type: ignore[attr-defined]
+            return functools.partial(bound, instance)
         # Bound on access: if it were stored, it would be a cycle, which only garbage collection ends.
         return types.MethodType(state.forward, instance)
 
@@ -201,22 +201,22 @@ class _TrainingStep:
         self.base = base
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        own = getattr(self.base, _STEP)
+        method = getattr(self.base, _STEP)
         if instance is None:
-            return own
+            return method
         if instance._state_of_roundpipe_fx.stepped or torch.compiler.is_compiling():
-            return types.MethodType(own, instance)
-        return types.MethodType(_watched_step(instance._state_of_roundpipe_fx, own), instance)
+            return types.MethodType(method, instance)
+        return types.MethodType(_watched_step(instance._state_of_roundpipe_fx, method), instance)
 
 
-def _watched_step(state: State, own: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+def _watched_step(state: State, step: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(step)
     def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, state.ran = state.ran, False
         try:
-            outputs = own(self, *args, **kwargs)
+            outputs = step(self, *args, **kwargs)
             if not state.ran:
-                _warn_of_step(state.original, own)
+                _warn_of_step(state.original, step)
             state.stepped = True
         finally:
             state.ran = state.ran or before or state.stepped
@@ -225,16 +225,16 @@ def _watched_step(state: State, own: Callable[..., Any]) -> Callable[..., Any]:
     return training_step
 
 
-def _warn_of_step(model: nn.Module, own: Callable[..., Any]) -> None:
+def _warn_of_step(model: nn.Module, step: Callable[..., Any]) -> None:
     parts = [name for name, part in model.named_children() if next(part.parameters(), None) is not None]
     text = (
-        f"roundpipe_fx: {own.__qualname__} does not call the compiled model, self(...): the step runs eagerly, and no "
+        f"roundpipe_fx: {step.__qualname__} does not call the compiled model, self(...): the step runs eagerly, and no "
         "memory_budget applies. Call self(...) there, with a forward that computes what needs memory, or compile the "
         "part that it calls"
     )
     if parts:
         text += f", as in model.{parts[0]} = roundpipe_fx.compile(model.{parts[0]}, memory_budget=…)"
-    code = inspect.unwrap(own).__code__
+    code = inspect.unwrap(step).__code__
     warnings.warn_explicit(text + ".", UserWarning, code.co_filename, code.co_firstlineno)
 
 
@@ -263,12 +263,12 @@ def forward_like(model: nn.Module) -> Callable[..., Any]:
         return self._state_of_roundpipe_fx.run(args, kwargs)
 
     # Not functools.wraps: libraries look for wrappers of theirs along __wrapped__, and would find the model's own.
-    own: Any = model.forward
+    original: Any = model.forward
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
-        setattr(forward, name, getattr(own, name, getattr(forward, name)))
-    forward.__annotations__ = dict(getattr(own, "__annotations__", {}))
+        setattr(forward, name, getattr(original, name, getattr(forward, name)))
+    forward.__annotations__ = dict(getattr(original, "__annotations__", {}))
     try:
-        signature = inspect.signature(own)
+        signature = inspect.signature(original)
     except ValueError:  # of a function that is not Python's
         return forward
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

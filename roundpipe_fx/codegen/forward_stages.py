@@ -80,7 +80,7 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
             readers.setdefault(source, set()).add(stages.get(node, 0))
     for node in returned:
         readers.setdefault(node, set()).add(last)
-    again = {
+    recomputed = {
         node
         for node in of_batch
         if not _is_float(node) or any(stage > stages[node] + 1 for stage in readers.get(node, ()))
@@ -93,8 +93,8 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
         wanted = [source for node in nodes[stage] for source in input_nodes(node)]
         wanted += returned if stage == last else ()
         for node in (node for node in wanted if node in stages and stages[node] != stage):
-            if node in again:
-                nodes[stage] |= {own for own in _needed([node]) if own in stages}
+            if node in recomputed:
+                nodes[stage] |= {reader for reader in _needed([node]) if reader in stages}
             else:
                 received[stage].add(node)
     for stage in range(last + 1):
@@ -104,7 +104,11 @@ def forward_stages(joint: JointGraph) -> list[ForwardStage]:
     made = []
     for stage in range(last + 1):
         sent = sorted(received[stage + 1], key=order.__getitem__) if stage < last else list(returned)
-        new = {own: node for own, node in updates.items() if isinstance(node, fx.Node) and stages.get(node, 0) == stage}
+        new = {
+            number: node
+            for number, node in updates.items()
+            if isinstance(node, fx.Node) and stages.get(node, 0) == stage
+        }
         made.append(_stage(joint, stage, sorted(nodes[stage], key=order.__getitem__), received[stage], sent, new))
     _refuse_shared(joint, made)
     return made
@@ -121,25 +125,30 @@ def _stages_of(joint: JointGraph) -> dict[fx.Node, int]:
 
 def _needed(results: Iterable[fx.Node]) -> dict[fx.Node, None]:
     """The results, and all that they are computed from."""
-    found: dict[fx.Node, None] = {}
+    needed_nodes: dict[fx.Node, None] = {}
     pending = list(results)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found[node] = None
+        if node not in needed_nodes:
+            needed_nodes[node] = None
             pending.extend(input_nodes(node))
-    return found
+    return needed_nodes
 
 
 def _of_batch(joint: JointGraph, needed: Iterable[fx.Node], updated: Iterable[fx.Node]) -> set[fx.Node]:
     """Nodes that are computed from the batch, and from buffers that stay as they are."""
     changing = set(updated)
     fixed = {node for node in joint.primals if node not in changing and not _is_trained(joint, node)}
-    wanted, found = set(needed), set(fixed)
+    wanted, of_batch = set(needed), set(fixed)
     for node in joint.in_phase(Phase.FORWARD):
-        if node in wanted and not is_seeded(node) and not has_side_effect(node) and found.issuperset(input_nodes(node)):
-            found.add(node)
-    return found - fixed
+        if (
+            node in wanted
+            and not is_seeded(node)
+            and not has_side_effect(node)
+            and of_batch.issuperset(input_nodes(node))
+        ):
+            of_batch.add(node)
+    return of_batch - fixed
 
 
 def _is_trained(joint: JointGraph, node: fx.Node) -> bool:
@@ -220,8 +229,8 @@ def _refuse_skips(joint: JointGraph, stages: dict[fx.Node, int], received: Seque
 
 def _refuse_shared(joint: JointGraph, made: Sequence[ForwardStage]) -> None:
     for node in joint.primals:
-        readers = [stage for stage, own in enumerate(made) if node in own.primals]
-        updated = any(node in own.updated for own in made)
+        readers = [stage for stage, stage_made in enumerate(made) if node in stage_made.primals]
+        updated = any(node in stage_made.updated for stage_made in made)
         if len(readers) > 1 and (updated or (node in joint.parameters and _is_trained(joint, node))):
             raise ValueError(
                 f"{joint.label(node)!r} is read by stages {readers}, and PyTorch's pipeline does not sum the gradients "

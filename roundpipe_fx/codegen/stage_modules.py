@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map_only
 
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, has_side_effect, input_nodes, is_seeded
@@ -22,7 +21,7 @@ from roundpipe_fx.ir.node_copy import copy_node
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.operators.partial_writes import PARTIAL_WRITES, copy_alike
-from roundpipe_fx.torch_private import boxed_codegen, graph_module
+from roundpipe_fx.torch_private import boxed_codegen, graph_module, tree_map_only
 
 __all__ = ["KnownModules", "StageModule", "emit_stage_modules", "moved", "own_nodes", "value_name"]
 
@@ -68,7 +67,17 @@ def value_name(joint: JointGraph, node: fx.Node) -> str:
 
 _OWN = (*SUMMING, *PARTIAL_WRITES.values(), copy_alike)
 _TAKEN = frozenset(
-    {"aten", "args", "device", "inf", "nan", "operator", "streams", "torch", *(own.__name__ for own in _OWN)}
+    {
+        "aten",
+        "args",
+        "device",
+        "inf",
+        "nan",
+        "operator",
+        "streams",
+        "torch",
+        *(shadowing.__name__ for shadowing in _OWN),
+    }
 )
 """Names that emitted text uses itself."""
 
@@ -100,12 +109,12 @@ def emit_stage_modules(
         digest = fingerprint(nodes, outputs, inputs)
         if digest not in alike:
             key = digest, tuple([node.meta.get(Mark.WORKSPACE, 0) for node in nodes])
-            found = known.get(key) if known is not None else None
-            if found is None:
-                found = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
+            module = known.get(key) if known is not None else None
+            if module is None:
+                module = _graph_module(joint, f"stage_{stage}_{phase}", nodes, inputs, outputs, rewrite)
             if known is not None:
-                known[key] = found
-            alike[digest] = found
+                known[key] = module
+            alike[digest] = module
         emitted[stage, phase] = StageModule(
             stage=stage,
             phase=phase,
@@ -130,11 +139,13 @@ def own_nodes(joint: JointGraph, modules: Mapping[tuple[int, Phase], StageModule
     """
     pieces = _pieces(joint)
     first: dict[str, list[fx.Node]] = {}
-    found = {}
+    by_module = {}
     for place, module in sorted(modules.items()):
         names = first.setdefault(module.fingerprint, pieces[place])
-        found[module.name] = {node.name: own for node, own in zip(names, pieces[place], strict=True)}
-    return found
+        by_module[module.name] = {
+            node.name: node_of_piece for node, node_of_piece in zip(names, pieces[place], strict=True)
+        }
+    return by_module
 
 
 def _pieces(joint: JointGraph) -> dict[tuple[int, Phase], list[fx.Node]]:

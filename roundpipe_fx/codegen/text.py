@@ -65,12 +65,12 @@ def stage_text(module: StageModule) -> str:
 
 
 def _header(graph: fx.Graph) -> str:
-    own: dict[str, set[str]] = {}
+    modules: dict[str, set[str]] = {}
     bodies = [body.graph for loop in loops_of(graph) for body in loop.bodies.values()]
     for node in itertools.chain(graph.nodes, *(body.nodes for body in bodies)):
         if node.op == "call_function" and is_own(node.target) and not isinstance(node.target, TileLoop):
-            own.setdefault(node.target.__module__, set()).add(node.target.__name__)
-    imported = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(own.items())]
+            modules.setdefault(node.target.__module__, set()).add(node.target.__name__)
+    imported = [f"from {module} import {', '.join(sorted(names))}\n" for module, names in sorted(modules.items())]
     return _IMPORTS + "".join(["\n", *imported] if imported else []) + _NAMES
 
 
@@ -174,13 +174,13 @@ def _item_index(item: fx.Node) -> int:
 
 
 def _last_use(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    found: dict[fx.Node, fx.Node] = {}
+    last_use: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.target is operator.getitem:
             continue
         for source in node.all_input_nodes:
-            found[source] = node
-    return found
+            last_use[source] = node
+    return last_use
 
 
 def _origin(node: fx.Node) -> str:

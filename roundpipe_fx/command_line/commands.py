@@ -75,7 +75,7 @@ def plan(asked: argparse.Namespace) -> tuple[str, Any]:
     for path in (asked.output, asked.html):
         if path is not None and not path.parent.is_dir():  # said before planning, which can take minutes
             raise CommandError(f"{path}: there is no folder {path.parent}")
-    found = _planned_as_asked(
+    planned = _planned_as_asked(
         asked,
         mesh_shape=asked.mesh_shape,
         shard=asked.shard,
@@ -83,8 +83,8 @@ def plan(asked: argparse.Namespace) -> tuple[str, Any]:
         optimizer=asked.optimizer,
     )
     if asked.output is not None:
-        asked.output.write_text(found.to_json())
-    return _told(asked, found)
+        asked.output.write_text(planned.to_json())
+    return _told(asked, planned)
 
 
 def show(asked: argparse.Namespace) -> tuple[str, Any]:
@@ -92,11 +92,11 @@ def show(asked: argparse.Namespace) -> tuple[str, Any]:
     return _told(asked, _read(asked.plan))
 
 
-def _told(asked: argparse.Namespace, found: Plan) -> tuple[str, Any]:
+def _told(asked: argparse.Namespace, plan: Plan) -> tuple[str, Any]:
     if asked.html is not None:
-        found.write_html(asked.html)
+        plan.write_html(asked.html)
     # The JSON takes another search for the frontier's plans, which a large model makes one wait for.
-    return found.details() if asked.details else str(found), json.loads(found.to_json()) if asked.json else None
+    return plan.details() if asked.details else str(plan), json.loads(plan.to_json()) if asked.json else None
 
 
 def explain(asked: argparse.Namespace) -> tuple[str, Any]:
@@ -107,9 +107,9 @@ def explain(asked: argparse.Namespace) -> tuple[str, Any]:
 
 def frontier(asked: argparse.Namespace) -> tuple[str, Any]:
     """Peak bytes against modelled seconds of recomputation."""
-    found = _plan_asked(asked)
+    planned = _plan_asked(asked)
     try:
-        points, untiled = found.frontier(), set(found.frontier(tiles=False))
+        points, untiled = planned.frontier(), set(planned.frontier(tiles=False))
     except RuntimeError as error:
         raise CommandError(str(error)) from error
     rows = [
@@ -127,20 +127,20 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
         raise CommandError("the memory of the CPU has no limit here: give --device or --memory-budget, such as 6GiB")
     named = named_model(asked.model, asked.dtype)
 
-    def note(rows: int, found: Plan | None) -> None:
+    def note(rows: int, plan: Plan | None) -> None:
         if sys.stderr.isatty():
-            outcome = f"fits, peak {bytes_text(found.peak_bytes)}" if found is not None else "does not fit"
+            outcome = f"fits, peak {bytes_text(plan.peak_bytes)}" if plan is not None else "does not fit"
             print(f"batch {rows}: {outcome}", file=sys.stderr)
 
-    rows, found = largest_batch(lambda rows: _planned(asked, named, rows), note)
-    again = f"recomputes {found.recompute_seconds * 1e3:.3f} of {found.forward_seconds * 1e3:.3f} modelled ms"
+    rows, largest = largest_batch(lambda rows: _planned(asked, named, rows), note)
+    recomputes = f"recomputes {largest.recompute_seconds * 1e3:.3f} of {largest.forward_seconds * 1e3:.3f} modelled ms"
     unit = "image" if named.images else "row"
     each = "" if named.images else f" of {asked.sequence} tokens"
     count = f"{rows} {unit}{'' if rows == 1 else 's'}{each}"
-    text = f"largest batch: {count} (peak {bytes_text(found.peak_bytes)}, {again})"
+    text = f"largest batch: {count} (peak {bytes_text(largest.peak_bytes)}, {recomputes})"
     held = tensor_bytes([*named.model.parameters(), *named.model.buffers()])
     if not asked.offloaded and asked.devices == 1:
-        state = 2 * tensor_bytes([own for own in named.model.parameters() if own.requires_grad])
+        state = 2 * tensor_bytes([parameter for parameter in named.model.parameters() if parameter.requires_grad])
         text += (
             f"\nbeside the peak: parameters and buffers, {bytes_text(held)}; what an optimizer keeps is not counted "
             f"({bytes_text(state)} for AdamW): give a --memory-budget that leaves it"
@@ -149,9 +149,9 @@ def fit(asked: argparse.Namespace) -> tuple[str, Any]:
         "batch": rows,
         "sequence": None if named.images else asked.sequence,
         "parameter_bytes": held,
-        "peak_bytes": found.peak_bytes,
-        "recompute_seconds": found.recompute_seconds,
-        "forward_seconds": found.forward_seconds,
+        "peak_bytes": largest.peak_bytes,
+        "recompute_seconds": largest.recompute_seconds,
+        "forward_seconds": largest.forward_seconds,
     }
 
 
@@ -170,11 +170,11 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
             lambda value: f"{value * 1e3:.3f}",
         ),
     ]
-    data: dict[str, list[Any]] = {key: [of(found) for found in plans] for _, key, of, _ in figures}
+    data: dict[str, list[Any]] = {key: [of(planned) for planned in plans] for _, key, of, _ in figures}
     texts = [f"{name:<16}{show(data[key][0]):>14}{show(data[key][1]):>14}" for name, key, _, show in figures]
     if asked.html is not None:
         asked.html.write_text(page_of_plans(plans, list(map(str, asked.plans))), encoding="utf-8")
-    kept = [{value.name: value for stage in found.stages for value in stage.saved} for found in plans]
+    kept = [{value.name: value for stage in planned.stages for value in stage.saved} for planned in plans]
     data["saved_alone"] = []
     for index, path in enumerate(asked.plans):
         only = [value for name, value in kept[index].items() if name not in kept[1 - index]]

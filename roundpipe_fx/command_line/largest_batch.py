@@ -50,21 +50,21 @@ def largest_batch(
     """
     first = planned(1)
     note(1, first)
-    search = _Search(best=(1, first), budget=first.budget or first.peak_bytes, needs=[(1, first.peak_bytes)])
+    search = _BatchSearch(best=(1, first), budget=first.budget or first.peak_bytes, needs=[(1, first.peak_bytes)])
     while (rows := search.next_rows()) is not None:
         try:
-            found = planned(rows)
+            fitting = planned(rows)
         except InfeasibleBudgetError as error:
             search.refused(rows, error.minimum)
             note(rows, None)
         else:
-            search.fits(rows, found)
-            note(rows, found)
+            search.fits(rows, fitting)
+            note(rows, fitting)
     return search.best
 
 
 @dataclass(kw_only=True)
-class _Search:
+class _BatchSearch:
     """What is known after some probes.
 
     Attributes:

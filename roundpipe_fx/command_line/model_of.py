@@ -53,8 +53,8 @@ def named_model(name: str, dtype: str | None) -> Named:
         CommandError: there is no such function or configuration, or its model has no inputs that could be guessed.
     """
     module, separator, function = name.partition(":")
-    found = _of_function(module, function) if separator else _of_configuration(name)
-    return found if dtype is None else dataclasses.replace(found, model=found.model.to(_dtype(dtype)))
+    model = _of_function(module, function) if separator else _of_configuration(name)
+    return model if dtype is None else dataclasses.replace(model, model=model.model.to(_dtype(dtype)))
 
 
 def _dtype(name: str) -> torch.dtype:

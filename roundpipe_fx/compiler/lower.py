@@ -115,7 +115,7 @@ def lower(
         setting = dataclasses.replace(setting, share=1.0)
     if budget is not None:
         lowered = plan_with_tiles(joint, options.tiling, budget, _tiling_steps(_looking_in_tiles(joint, setting)))
-        if file is not None and not lowered.plan.tiles:
+        if file is not None and not lowered.is_tiled:
             marks = marks_as_data(joint, unmarked, lowered.joint.segments, lowered.joint.cuts)
             if marks is not None:
                 file.write(_to_cache(lowered, marks))
@@ -257,7 +257,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
 
 
 def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
-    """Where the plan of a captured graph is cached; ``None`` if it is planned anew each time."""
+    """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
     options, context = setting.options, setting.context
     budget = asked_budget(joint, options, setting.device)
     own = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
@@ -278,7 +278,7 @@ def _to_cache(lowered: Lowered, marks: Any) -> CachedPlan:
     assert isinstance(chosen, Chosen) and schedule is not None
     return CachedPlan(
         limit=chosen.limit,
-        peak=lowered.plan.peak_bytes,
+        peak=lowered.peak.bytes,
         frontier=chosen.frontier,
         shared=chosen.followed is not chosen.graph,
         schedule=schedule_as_data(schedule),
@@ -311,8 +311,8 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
     lowered = emit(own, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
-    if lowered.plan.peak_bytes != cached.peak:
-        raise ValueError(f"its programs peak at {lowered.plan.peak_bytes} bytes, not {cached.peak}")
+    if lowered.peak.bytes != cached.peak:
+        raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
     log.info("%s", lowered.plan)
     return lowered
 
@@ -360,13 +360,13 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
             own = (joint if followed is not whole or shared is None else shared).copy()
             remat = remat_schedule(followed, tried).on(own.graph)
             lowered = emit(own, setting.knowing(schedule=remat), chosen=chosen)
-            excess = lowered.plan.peak_bytes - chosen.limit
+            excess = lowered.peak.bytes - chosen.limit
             if excess <= 0:
                 return lowered
         if not chosen.fits:
-            raise UnmetError(Needs.of_plan(chosen, lowered.plan.peak_bytes), chosen)
-        emitted.append((chosen.candidate, lowered.plan.peak_bytes))
-        log.info("the programs exceed the budget by %d bytes more than was planned; planning anew", excess)
+            raise UnmetError(Needs.of_plan(chosen, lowered.peak.bytes), chosen)
+        emitted.append((chosen.candidate, lowered.peak.bytes))
+        log.info("the programs exceed the budget by %d bytes more than was planned; replanning", excess)
         margin += excess
 
 
@@ -394,12 +394,12 @@ def emit(
     joint = setting.run(joint, PassLevel.PLANNED)
     seconds: dict[tuple[int, Phase], float] = {}
     unfilled = Unfilled(_full(setting))
-    again = 0.0
+    recompute_seconds = 0.0
     for node in joint.computed():
         key = node.meta[Mark.STAGE], node.meta[Mark.PHASE]
         seconds[key] = seconds.get(key, 0.0) + node.meta[Mark.SECONDS]
         unfilled.add(key, node)
-        again += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
+        recompute_seconds += node.meta[Mark.SECONDS] if Mark.ORIGIN in node.meta else 0.0
 
     def rewrite(graph: fx.Graph) -> fx.Graph:
         return run_passes(graph, setting.passes, PassLevel.STAGE_MODULE, setting.context)
@@ -419,7 +419,7 @@ def emit(
         forward=forward,
         backward=backward,
         seconds=seconds,
-        recompute_seconds=again,
+        recompute_seconds=recompute_seconds,
         tangents=tangents,
     )
 

@@ -20,8 +20,9 @@ from roundpipe_fx.codegen import Program, StageModule, own_nodes
 from roundpipe_fx.compiler.make_plan import make_plan
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.ir.joint_graph import JointGraph, Phase
+from roundpipe_fx.ir.joint_graph import JointGraph, Phase, tensor_values
 from roundpipe_fx.ir.options import StageCompiler
+from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.report.emitted_lines import emitted_lines
 from roundpipe_fx.report.plan import Plan
@@ -71,6 +72,28 @@ class Lowered:
         """Inputs that the caller updates in place, by number of the result with the new value."""
         return self.joint.updates
 
+    @property
+    def budget(self) -> int | None:
+        """Bytes that were planned for; ``None``: no number."""
+        return self.chosen.limit if self.chosen is not None else None
+
+    @functools.cached_property
+    def peak(self) -> PeakMoment:
+        """The predicted peak of a step."""
+        step = self.setting.step
+        return self._peak if step is None else dataclasses.replace(self._peak, bytes=step.peak(self.footprint))
+
+    @functools.cached_property
+    def static(self) -> bool:
+        """Whether no size of an incoming gradient is symbolic."""
+        values = [value for node in self.joint.tangents for value in tensor_values(node)]
+        return all(isinstance(size, int) for value in values for size in value.shape)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether some operations run in tiles."""
+        return any(isinstance(node.target, TileLoop) for node in self.joint.computed())
+
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
         """Numbers of the inputs that are parameters or buffers."""
@@ -78,30 +101,24 @@ class Lowered:
 
     @functools.cached_property
     def plan(self) -> Plan:
-        """The report of all decisions. It is made on first access, since most graphs that are lowered are only
-        tried."""
+        """The report of all decisions, which nothing but reports reads. It is made on first access, since most graphs
+        that are lowered are only tried."""
         joint, setting = self.joint, self.setting
-        peak, step = self._peak, setting.step
-        if step is not None:
-            peak = dataclasses.replace(peak, bytes=step.peak(self.footprint))
-        recompute = setting.options.recompute or "none"
         return make_plan(
             joint,
-            joint.segments,
-            joint.cuts,
-            self.modules,
-            self.forward,
-            self.backward,
-            recompute,
-            peak,
-            self.chosen,
-            setting.beyond_plan,
-            step.alive if step is not None else 1,
+            modules=self.modules,
+            forward=self.forward,
+            backward=self.backward,
+            recompute=setting.options.recompute or "none",
+            peak=self.peak,
+            chosen=self.chosen,
+            beyond_plan=setting.beyond_plan,
+            alive=setting.step.alive if setting.step is not None else 1,
             # Of what is needed for it, so that the plan does not keep the planner's result.
-            functools.partial(
+            read_step=functools.partial(
                 _emitted_step, joint, self.modules, self.forward, self.backward, self.tangents, setting.device
             ),
-            setting.read_in_tiles,
+            read_in_tiles=setting.read_in_tiles,
         )
 
     @functools.cached_property
@@ -142,9 +159,9 @@ def _emitted_step(
     device: torch.device,
 ) -> EmittedStep:
     """What is read off the programs when somebody looks at the plan."""
-    own = own_nodes(joint, modules)
+    nodes = own_nodes(joint, modules)
     course = _course(joint, forward, backward, tangents, device)
     return EmittedStep(
-        memory=memory_timeline(course, own, allocator_of(device), _trained(joint)),
-        lines=emitted_lines(modules.values(), own),
+        memory=memory_timeline(course, nodes, allocator_of(device), _trained(joint)),
+        lines=emitted_lines(modules.values(), nodes),
     )

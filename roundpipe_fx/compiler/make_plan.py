@@ -21,7 +21,7 @@ from roundpipe_fx.analysis.simulator import PeakMoment
 from roundpipe_fx.codegen import Program, StageModule
 from roundpipe_fx.compiler.plan_cache import Recalled
 from roundpipe_fx.compiler.planned_values import ValueCosts, allocating, hoist_reason, planned_values
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values, tensor_values
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, module_path, saved_values
 from roundpipe_fx.ir.segment import Segment, StageCut
 from roundpipe_fx.ir.source import line_of
 from roundpipe_fx.ir.text import type_text
@@ -38,8 +38,7 @@ __all__ = ["make_plan", "planned_tiles"]
 
 def make_plan(
     joint: JointGraph,
-    segments: Sequence[Segment],
-    cuts: Sequence[StageCut],
+    *,
     modules: Mapping[tuple[int, Phase], StageModule],
     forward: Program,
     backward: Program | None,
@@ -55,8 +54,6 @@ def make_plan(
 
     Args:
         joint: the graph, after all passes.
-        segments: its segments.
-        cuts: its stages.
         modules: the emitted stage modules, by stage and phase.
         forward: the forward program.
         backward: the backward program; ``None``: there is none.
@@ -69,9 +66,9 @@ def make_plan(
         read_in_tiles: gives what plans in tiles reach; ``None``: there are none.
     """
     saved = [node for node in saved_values(joint) if node.op != "placeholder"] if backward is not None else []
-    tangents = [value for node in joint.tangents for value in tensor_values(node)]
+    segments = joint.segments
     return Plan(
-        stages=_planned_stages(joint, segments, cuts, modules, saved),
+        stages=_planned_stages(joint, segments, joint.cuts, modules, saved),
         segments=(len(segments), len({segment.fingerprint for segment in segments})),
         recompute=recompute,
         budget=chosen.limit if chosen is not None else None,
@@ -80,8 +77,6 @@ def make_plan(
         assumed=_assumed(joint, beyond_plan, alive),
         sizes=_largest_inputs(joint),
         training=backward is not None,
-        static=all(isinstance(size, int) for value in tangents for size in value.shape),
-        outputs=joint.num_forward_outputs,
         modules=tuple(modules.values()),
         programs=(forward,) if backward is None else (forward, backward),
         read_operations=chosen.read_operations if chosen is not None else None,

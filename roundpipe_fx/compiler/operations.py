@@ -73,11 +73,11 @@ def operations_of(joint: JointGraph, setting: Setting, sums: bool = False) -> Op
     Args:
         joint: a graph with stages; not changed.
         setting: what else there is to know.
-        sums: whether gradients of parameters are added to sums that are at hand.
+        sums: whether gradients of parameters are added to sums that exist already.
     """
     granularity, in_place = allocation_granularity(setting.device), setting.compiler == "eager"
-    found = read_operations(joint, len(joint.segments), granularity, in_place, sums)
-    return dataclasses.replace(found, stages=backward_stages(joint.cuts))
+    operations = read_operations(joint, len(joint.segments), granularity, in_place, sums)
+    return dataclasses.replace(operations, stages=backward_stages(joint.cuts))
 
 
 def least_bytes_of(joint: JointGraph, setting: Setting) -> LeastBytes:

@@ -64,13 +64,13 @@ def _value(value: Any) -> str:
 
 
 def _constant(module: fx.GraphModule, name: str) -> str:
-    found: Any = module
+    member: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    if isinstance(found, fx.GraphModule):
-        inner = (f"{node.format_node()} {_value(node.meta.get('val'))}" for node in found.graph.nodes)
+        member = getattr(member, part)
+    if isinstance(member, fx.GraphModule):
+        inner = (f"{node.format_node()} {_value(node.meta.get('val'))}" for node in member.graph.nodes)
         return f"{name} {[*inner]}"
-    return f"{name} {_value(found) if isinstance(found, torch.Tensor) else repr(found)}"
+    return f"{name} {_value(member) if isinstance(member, torch.Tensor) else repr(member)}"
 
 
 def describe_device(device: torch.device) -> Iterator[str]:

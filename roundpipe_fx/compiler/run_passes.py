@@ -50,24 +50,24 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
     """
     if edit is None:
         return tuple(default_passes())
-    found = edit(default_passes())
-    if not isinstance(found, (list, tuple)) or not all(isinstance(item, Pass) for item in found):
+    edited = edit(default_passes())
+    if not isinstance(edited, (list, tuple)) or not all(isinstance(item, Pass) for item in edited):
         raise InvalidPassesError(
-            f"passes: the function must return a list of roundpipe_fx.Pass, and returned {found!r}. If it edits the "
+            f"passes: the function must return a list of roundpipe_fx.Pass, and returned {edited!r}. If it edits the "
             "list in place, it must return it too."
         )
-    names = [item.name for item in found]
+    names = [item.name for item in edited]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise InvalidPassesError(f"passes: two passes are named {doubled!r}; give one of them another name.")
     levels = list(PassLevel)
-    for before, item in itertools.pairwise(found):
+    for before, item in itertools.pairwise(edited):
         if levels.index(item.level) < levels.index(before.level):
             raise InvalidPassesError(
                 f"passes: {item.name!r} works on a {item.level}, and comes after {before.name!r}, which works on a "
                 f"{before.level}. Levels run in this order: {', '.join(levels)}."
             )
-    for place, item in enumerate(found):
+    for place, item in enumerate(edited):
         for need in item.needs:
             if need not in names[:place]:
                 where = f"which comes after it; put {need!r} first" if need in names else "which is missing"
@@ -78,7 +78,7 @@ def edited_passes(edit: Callable[[list[Pass]], Sequence[Pass]] | None) -> tuple[
             f"passes: stage modules cannot be emitted without {', '.join(map(repr, lacking))}. To replace a pass, give "
             "the new one its name."
         )
-    return tuple(found)
+    return tuple(edited)
 
 
 def run_passes(

@@ -11,15 +11,15 @@ import dataclasses
 import math
 from typing import NoReturn
 
-from roundpipe_fx.analysis.tiling import find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import Needs, TilingSteps, UnmetError, tile_down
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.progress import working
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.search import refine, search, spread
@@ -52,8 +52,8 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         operations = operations_of(staged, setting)
         operations = dataclasses.replace(operations, step=with_gradients(setting.step, staged))
         blocks = Blocks(operations)
-        found = search(blocks) if operations.step is None else search_for_step(blocks)
-        candidates = refine(blocks, found, 0)
+        result = search(blocks) if operations.step is None else search_for_step(blocks)
+        candidates = refine(blocks, result, 0)
         tiles = tiles_text(planned_tiles(staged))
         whole.append(operations.seconds)
         least.append(candidates[-1].peak.bytes)
@@ -62,7 +62,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
                 seconds = candidate.seconds + (operations.seconds - whole[0])
                 noted.note(operations, candidate, (candidate.peak.bytes, seconds), tiles)
         lowest = min(lowest, candidates[-1].peak.bytes)
-        points = tuple((own.peak.bytes, own.seconds) for own in candidates)
+        points = tuple((item.peak.bytes, item.seconds) for item in candidates)
         chosen = Chosen(candidate=candidates[-1], limit=0, graph=operations, frontier=points, followed=operations)
         raise UnmetError(Needs.of_plan(chosen, chosen.candidate.peak.bytes), chosen)
 
@@ -77,7 +77,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         tile_down(joint, steps)
         if anywhere:
             graph = steps.summed(joint)
-            found = steps.by_segment(graph, find_tile_regions(graph), least[0])
+            found = steps.by_segment(graph, TileRegions(graph).as_wide_as(0), least[0])
             for _, tiles in spread([*found], _TILINGS):
                 with contextlib.suppress(UnmetError):
                     planned(steps.tiled(graph, tiles) if tiles else joint, 0, None)

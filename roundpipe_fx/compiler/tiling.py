@@ -1,7 +1,7 @@
 """What is tiled: regions at whose work the peak is, one kind after another, until the budget is met.
 
 Plans are made without tiles first. If the budget cannot be met, the regions that hold most at the lowest peak that was
-found are tiled, all of the same kind alike, and a plan is made anew; then the next kind, or the same in more tiles.
+found are tiled, all of the same kind alike, and the graph is replanned; then the next kind, or the same in more tiles.
 While one operation alone needs more than the budget, no plan is searched for: what it needs says what is tiled next.
 
 Where tiles are taken wherever they pay, what is saved and what is tiled is decided together then, segment by segment
@@ -179,8 +179,8 @@ def tile_sequence(joint: JointGraph) -> Iterator[list[tuple[TileRegion, int]]]:
         joint: an annotated graph in which means are sums.
     """
     kinds: list[list[TileRegion]] = []
-    for found in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
-        known, kinds = len(kinds), list(_by_kind(found).values())
+    for regions_so_far in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
+        known, kinds = len(kinds), list(_by_kind(regions_so_far).values())
         first = [_first_tiles(kind[0]) for kind in kinds]
         for count in range(known + 1, len(kinds) + 1):
             yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
@@ -295,7 +295,7 @@ def _in_tiles(kinds: _Kinds, unmet: UnmetError, budget: int, limit: int) -> _InT
             if not alike:
                 done.clear()  # tiles that do not lower what one operation needs may lower the peak of a plan
             lowest, tiles = error, tried
-            done.update(own for own, count in tiles.items() if count >= kinds.most_tiles(own))
+            done.update(limited for limited, count in tiles.items() if count >= kinds.most_tiles(limited))
 
 
 class _Kinds:
@@ -404,7 +404,7 @@ class _Kinds:
         """The kind that holds most of what binds, but for some; ``None``: none holds any."""
         values = [self._named[name] for name, _ in needs.live if name in self._named]
         running = self._running(needs)
-        values += [value for own in running for value in (own, *own.all_input_nodes)]
+        values += [value for user in running for value in (user, *user.all_input_nodes)]
         # No region has values that are much wider than its widest.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = _by_kind(self._regions.as_wide_as(width))
@@ -419,7 +419,7 @@ class _Kinds:
             return []
         node = needs.operation.node
         beside = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
-        return [self._named[own.name] for own in beside if own.name in self._named]
+        return [self._named[operation.name] for operation in beside if operation.name in self._named]
 
     def more_tiles(self, kind: _Kind, tiles: int | None, needs: Needs, limit: int) -> int:
         """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
@@ -447,10 +447,10 @@ def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[_Kind, Sequen
             held[kind_of[name]] = held.get(kind_of[name], 0) + size
     if needs.operation is not None:
         loops = {name: kind for kind, regions in kinds.items() for name in _loops(regions)}
-        found = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
-        own = next((kind for kind in found if kind is not None), None)
-        if own is not None:
-            held[own] = held.get(own, 0) + max(needs.operation.workspace, 1)
+        kinds_held = [loops.get(_loop_of(needs.operation.node)), *(kind_of.get(node.name) for node in running)]
+        first = next((kind for kind in kinds_held if kind is not None), None)
+        if first is not None:
+            held[first] = held.get(first, 0) + max(needs.operation.workspace, 1)
     return held
 
 
@@ -465,12 +465,12 @@ def _loop_of(node: fx.Node) -> str | None:
 
 def _by_kind(regions: Iterable[TileRegion]) -> dict[_Kind, list[TileRegion]]:
     """Regions that do the same on the same shapes."""
-    found: dict[_Kind, list[TileRegion]] = {}
+    by_kind: dict[_Kind, list[TileRegion]] = {}
     for region in regions:
         targets = tuple(str(node.target) for node in region.members)
         key = tuple(region.widest.meta["val"].shape), region.rows, region.scalar is None, targets
-        found.setdefault(key, []).append(region)
-    return found
+        by_kind.setdefault(key, []).append(region)
+    return by_kind
 
 
 def _first_tiles(region: TileRegion) -> int:

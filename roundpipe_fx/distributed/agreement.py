@@ -45,12 +45,12 @@ class Statement:
     figures: tuple[int, int] | None = None
 
 
-def agree(ranks: Ranks, own: Statement, size: int) -> list[list[str]]:
+def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
     """Compare the statements of all ranks.
 
     Args:
         ranks: of one pipeline or of several, one after another.
-        own: this rank's.
+        statement: this rank's.
         size: how many ranks a pipeline has.
 
     Returns:
@@ -60,17 +60,17 @@ def agree(ranks: Ranks, own: Statement, size: int) -> list[list[str]]:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in {**own.texts, **own.within}.items()}
-    gathered = ranks.gather((digests, _digest(own.generator), own.failure, own.figures))
+    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within}.items()}
+    gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.figures))
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
-    if failed and own.failure is None:
+    if failed and statement.failure is None:
         rank, failure, figures = failed[0]
         error = RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not prepare the step: {failure}")
         error.figures = figures
         raise error
     if not failed:
-        _compare(ranks, own.texts, [each for each, *_ in gathered], ranks.size)
-        _compare(ranks, own.within, [each for each, *_ in gathered], size)
+        _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
+        _compare(ranks, statement.within, [each for each, *_ in gathered], size)
     generators = [generator for _, generator, *_ in gathered]
     return [generators[start : start + size] for start in range(0, len(generators), size)]
 
@@ -96,17 +96,17 @@ def together(ranks: Ranks, what: str) -> Iterator[None]:
             raise RemoteError(f"rank {ranks.ranks[rank]} of {ranks.name} could not {what}: {failure}")
 
 
-def _compare(ranks: Ranks, own: dict[str, str], gathered: Sequence[dict[str, str]], size: int) -> None:
+def _compare(ranks: Ranks, texts_here: dict[str, str], gathered: Sequence[dict[str, str]], size: int) -> None:
     """Raise on every rank if the texts of any of ``size`` ranks that follow each other differ.
 
     All ranks have the same names.
     """
-    for name in own:
+    for name in texts_here:
         pairs = [(rank - rank % size, rank) for rank in range(ranks.size)]
         differing = [(one, two) for one, two in pairs if gathered[one].get(name) != gathered[two].get(name)]
         if differing:
             one, two = differing[0]
-            texts = ranks.gather(own[name])
+            texts = ranks.gather(texts_here[name])
             first, other = _around_difference(texts[one], texts[two])
             rule = "Every rank must be given the same model, options and batch."
             if size < ranks.size or name == FIRST_BATCH:

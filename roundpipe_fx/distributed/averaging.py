@@ -34,14 +34,14 @@ from roundpipe_fx.distributed.sharding import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 
-__all__ = ["SMALL_BYTES", "Averaging", "Bucket", "buckets_of", "known_at_end"]
+__all__ = ["SMALL_BYTES", "Averaging", "GradientBucket", "buckets_of", "known_at_end"]
 
 SMALL_BYTES = 1 << 16
 """Gradients below this are reduced in one tensor with the others of their bucket."""
 
 
 @dataclass(frozen=True)
-class Bucket:
+class GradientBucket:
     """Gradients that are reduced together.
 
     Attributes:
@@ -63,14 +63,14 @@ def known_at_end(
         primals: for each microbatch, the inputs.
         ran: (stage action, microbatch) of this run, on all ranks.
     """
-    found = set()
+    at_end = set()
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for gradient in program.gradients:
             source = gradient.source
             if source is not None and (source.kind != "value" or (makers[source.index], batch) not in ran):
-                found.add(id(primals[batch][gradient.primal]))
-    return found
+                at_end.add(id(primals[batch][gradient.primal]))
+    return at_end
 
 
 def buckets_of(
@@ -79,7 +79,7 @@ def buckets_of(
     primals: Sequence[Sequence[Any]],
     parameters: Mapping[int, torch.Tensor],
     late: Collection[int],
-) -> list[Bucket]:
+) -> list[GradientBucket]:
     """The buckets of a rank, in the order in which they are started.
 
     Args:
@@ -91,19 +91,19 @@ def buckets_of(
     """
     last: dict[int, int] = {}
     stage: dict[int, int] = {}
-    for place, own in enumerate(instructions):
-        batch = own.action.microbatch
-        for _, number in (*own.gradients, *own.sums):
+    for place, of_rank in enumerate(instructions):
+        batch = of_rank.action.microbatch
+        for _, number in (*of_rank.gradients, *of_rank.sums):
             key = id(primals[batch][programs[batch].gradients[number].primal])
             last[key] = place
-            stage[key] = min(stage.get(key, own.action.stage), own.action.stage)
-    found: list[Bucket] = []
+            stage[key] = min(stage.get(key, of_rank.action.stage), of_rank.action.stage)
+    buckets: list[GradientBucket] = []
     for own_stage in sorted(set(stage.values()), reverse=True):
         keys = tuple(key for key in parameters if stage.get(key) == own_stage and key not in late)
         if keys:
-            before = found[-1].place if found else 0
-            found.append(Bucket(max(before, *(last[key] for key in keys)), keys))
-    return found
+            before = buckets[-1].place if buckets else 0
+            buckets.append(GradientBucket(max(before, *(last[key] for key in keys)), keys))
+    return buckets
 
 
 @dataclass(kw_only=True)
@@ -123,7 +123,7 @@ class Averaging:
     """
 
     replicas: Replicas
-    buckets: list[Bucket]
+    buckets: list[GradientBucket]
     parameters: Mapping[int, torch.Tensor]
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()
@@ -145,8 +145,8 @@ class Averaging:
                 self.wait()
             values = {}
             for key in self.buckets[0].keys:
-                total, own = sums.release(key)
-                values[key] = self._prepared(key, total, own)
+                total, owned = sums.release(key)
+                values[key] = self._prepared(key, total, owned)
                 del total
             self._start(values)
             self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
@@ -166,7 +166,7 @@ class Averaging:
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
-        self._start({key: self._prepared(key, total, own=False)})
+        self._start({key: self._prepared(key, total, owned=False)})
         self.wait()
         return self._averaged.pop(key)
 
@@ -196,10 +196,10 @@ class Averaging:
         gradient = self.receivers.get(key, self.parameters[key]).grad if key in self.unsynchronized else None
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
-    def _prepared(self, key: int, total: torch.Tensor, own: bool) -> torch.Tensor:
+    def _prepared(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
         like = self.parameters[key]
-        if not own or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
+        if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
             total = self._like(key).copy_(total)
         before = self._unsynchronized_sum(key)
         if before is not None:
@@ -245,9 +245,9 @@ class Averaging:
         def take() -> None:
             start = 0
             for key in keys:
-                own = part[start : start + self.sharded[key].count]
-                self._averaged[key] = self.sharded[key].rows_of(own.clone() if len(keys) > 1 else own)
-                start += len(own)
+                shard = part[start : start + self.sharded[key].count]
+                self._averaged[key] = self.sharded[key].rows_of(shard.clone() if len(keys) > 1 else shard)
+                start += len(shard)
 
         if len(whole):
             self._started.append((self.replicas.start_sum_of_part(part, whole), take))

@@ -50,7 +50,8 @@ def steps_of(
         kept: what stays gathered, by positions of instructions.
     """
     stays = [
-        Stay(frozenset(id(primals[0][number]) for number in own.parameters), own.dropped, own.again) for own in kept
+        Stay(frozenset(id(primals[0][number]) for number in gap.parameters), gap.dropped, gap.regathered)
+        for gap in kept
     ]
     return prefetch_steps_of(instructions, primals, sharded, views=True, kept=stays)
 
@@ -65,22 +66,22 @@ def kept_of(
         instructions: of each rank, some kinds of actions perhaps; actions that a microbatch does not have are missing.
         kept: what stays gathered.
     """
-    found: list[list[KeptGathered]] = []
-    for rank, own in enumerate(instructions):
+    gaps_of_ranks: list[list[KeptGathered]] = []
+    for rank, of_rank in enumerate(instructions):
         staying = [each for each in kept if each.device == rank]
         places: list[int] = []
         if staying:
             where = {action: place for place, action in enumerate(schedule.actions(rank))}
-            places = [where[instruction.action] for instruction in own]
-        found.append(
+            places = [where[instruction.action] for instruction in of_rank]
+        gaps_of_ranks.append(
             [
                 dataclasses.replace(
-                    each, dropped=bisect_left(places, each.dropped), again=bisect_left(places, each.again)
+                    each, dropped=bisect_left(places, each.dropped), regathered=bisect_left(places, each.regathered)
                 )
                 for each in staying
             ]
         )
-    return found
+    return gaps_of_ranks
 
 
 def refuse_escapes(
@@ -100,8 +101,13 @@ def refuse_escapes(
     Raises:
         ValueError: there is one; the message names it.
     """
-    parameters = {key for own in primals for key in map(id, own) if key in names}
-    whole = {id(value) for own in primals for value in own if not isinstance(value, nn.Parameter) or not value.dim()}
+    parameters = {key for of_batch in primals for key in map(id, of_batch) if key in names}
+    whole = {
+        id(value)
+        for of_batch in primals
+        for value in of_batch
+        if not isinstance(value, nn.Parameter) or not value.dim()
+    }
     parameters -= whole
 
     def check(batch: int, primal: int | None, what: str) -> None:
@@ -113,16 +119,16 @@ def refuse_escapes(
             )
 
     for batch, program in enumerate(programs):
-        of_outside = [*program.outputs, *(own.source for own in program.gradients)]
+        of_outside = [*program.outputs, *(gradient.source for gradient in program.gradients)]
         for source in of_outside:
             if source is not None and source.kind in ("primal", "value"):
                 primal = source.index if source.kind == "primal" else program.views.get(source.index)
                 check(batch, primal, "the step returns")
-    for own in (own for of_rank in instructions for own in of_rank):
-        program, batch = programs[own.action.microbatch], own.action.microbatch
-        for _, places in own.sends:
+    for instruction in (instruction for of_rank in instructions for instruction in of_rank):
+        program, batch = programs[instruction.action.microbatch], instruction.action.microbatch
+        for _, places in instruction.sends:
             for _, number in places:
-                check(batch, program.views.get(number), f"stage {own.action.stage} sends another rank")
+                check(batch, program.views.get(number), f"stage {instruction.action.stage} sends another rank")
 
 
 def text_of(steps: Mapping[int, PrefetchStep], names: Mapping[int, str]) -> str:

@@ -128,7 +128,10 @@ class PipelineGroup(Ranks):
         timeout, backend = group_timeout(any_group), dist.get_backend(any_group)
         ranks = _ranks_of(mesh)
         place = next(
-            (row, column) for row, own in enumerate(ranks) for column, rank in enumerate(own) if rank == dist.get_rank()
+            (row, column)
+            for row, of_row in enumerate(ranks)
+            for column, rank in enumerate(of_row)
+            if rank == dist.get_rank()
         )
         super().__init__(ranks[place[0]], timeout, "the pipeline")
         self._of_mesh: Callable[[], dist.ProcessGroup | None] = self._host
@@ -145,8 +148,8 @@ class PipelineGroup(Ranks):
         self.replicas: Replicas | None = None
         self.everyone: Ranks = self
         if len(ranks) > 1:
-            self.replicas = Replicas([own[place[1]] for own in ranks], timeout, backend)
-            self.everyone = Ranks([rank for own in ranks for rank in own], timeout, "the pipelines")
+            self.replicas = Replicas([of_row[place[1]] for of_row in ranks], timeout, backend)
+            self.everyone = Ranks([rank for of_row in ranks for rank in of_row], timeout, "the pipelines")
 
     def of_mesh(self) -> dist.ProcessGroup:
         """The mesh's own group of these processes; one for this process alone if it has no ``"pp"``."""
@@ -188,6 +191,6 @@ def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
     names = mesh.mesh_dim_names or ()
     order = [names.index(name) for name in (DATA, PIPELINE) if name in names]
     others = [dim for dim in range(mesh.ndim) if dim not in order]
-    found = mesh.mesh.permute(*order, *others)
-    rows: list[list[int]] = found.reshape(size_of(mesh, DATA), -1).tolist()
+    ordered = mesh.mesh.permute(*order, *others)
+    rows: list[list[int]] = ordered.reshape(size_of(mesh, DATA), -1).tolist()
     return rows

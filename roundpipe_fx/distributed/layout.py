@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Layout", "count", "dense", "numbers_of", "received", "strided"]
+__all__ = ["ValueLayout", "count", "dense", "numbers_of", "received", "strided"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class ValueLayout:
     """The layout of a value.
 
     Attributes:
@@ -38,7 +38,7 @@ class Layout:
     device: str = "cpu"
 
     @classmethod
-    def of(cls, fake: Any) -> Layout:
+    def of(cls, fake: Any) -> ValueLayout:
         """The layout of a value of a traced graph.
 
         Raises:
@@ -69,26 +69,26 @@ class Layout:
         return 1 if self.kind != "tensor" else 0 if self.shape is not None else 2 * self.dims
 
 
-def numbers_of(values: Sequence[Any], layouts: Sequence[Layout]) -> list[int]:
+def numbers_of(values: Sequence[Any], layouts: Sequence[ValueLayout]) -> list[int]:
     """The integers that travel before some values."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value, layout in zip(values, layouts, strict=True):
         if layout.kind == "float":
-            found += struct.unpack("<q", struct.pack("<d", float(value)))
+            numbers += struct.unpack("<q", struct.pack("<d", float(value)))
         elif layout.kind != "tensor":
-            found.append(int(value))
+            numbers.append(int(value))
         elif layout.shape is None:
-            found += (*value.shape, *value.stride())
-    return found
+            numbers += (*value.shape, *value.stride())
+    return numbers
 
 
-def received(layouts: Sequence[Layout], numbers: Sequence[int]) -> list[Any]:
+def received(layouts: Sequence[ValueLayout], numbers: Sequence[int]) -> list[Any]:
     """From what has travelled first: the numbers among the values, and (shape, stride) of each tensor."""
     rest = iter(numbers)
     return [_received(layout, rest) for layout in layouts]
 
 
-def _received(layout: Layout, rest: Iterator[int]) -> Any:
+def _received(layout: ValueLayout, rest: Iterator[int]) -> Any:
     if layout.kind == "tensor":
         if layout.shape is not None:
             return layout.shape, layout.stride
@@ -135,10 +135,10 @@ def _narrow(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 def _count(shape: Sequence[int]) -> int:
-    found = 1
+    product = 1
     for size in shape:
-        found *= size
-    return found
+        product *= size
+    return product
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:

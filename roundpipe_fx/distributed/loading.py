@@ -44,7 +44,7 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
     missing = []
     opened: dict[Path, Any] = {}
     for names, value in aliases(ownership):
-        name = next((own for own in names if own in files), None)
+        name = next((known for known in names if known in files), None)
         if name is None:
             if id(value) in ownership.unloaded or isinstance(value, torch.nn.Parameter):
                 missing.append(names[0])
@@ -65,7 +65,7 @@ def load_files(ownership: Ownership, path: str | Path, fill: Fill | None, seed: 
 def load_tensors(ownership: Ownership, tensors: Mapping[str, Any]) -> None:
     """Copy what a rank owns from tensors by name; what they do not have stays as it is."""
     for names, value in aliases(ownership):
-        name = next((own for own in names if own in tensors), None)
+        name = next((known for known in names if known in tensors), None)
         if name is not None:
             _copy(ownership, name, value, tensors[name])
 
@@ -99,25 +99,25 @@ def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
     Returns:
         names, in the model's order, and tensors, as they are traced.
     """
-    found: dict[int, tuple[list[str], torch.Tensor]] = {}
+    names_of: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, value in ownership.named():
         if ownership.owns(value):
-            found.setdefault(id(value), ([], value))[0].append(name)
-    yield from found.values()
+            names_of.setdefault(id(value), ([], value))[0].append(name)
+    yield from names_of.values()
 
 
-def _copy(ownership: Ownership, name: str, value: torch.Tensor, given: torch.Tensor) -> None:
-    if value.shape != given.shape:
-        raise KeyError(f"{name!r} has the shape {tuple(given.shape)}, and {tuple(value.shape)} in the model.")
+def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Tensor) -> None:
+    if value.shape != loaded.shape:
+        raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(value.shape)} in the model.")
     sharded = ownership.shards.by_traced.get(id(value))
-    if isinstance(given, DTensor):
-        if sharded is not None and sharded.holds_rows_of(given):
+    if isinstance(loaded, DTensor):
+        if sharded is not None and sharded.holds_rows_of(loaded):
             with torch.no_grad():
-                sharded.local().copy_(given.to_local())
+                sharded.local().copy_(loaded.to_local())
             ownership.unloaded.discard(id(value))
             return
-        given = given.full_tensor()
-    ownership.fill(value, lambda tensor: tensor.copy_(given))
+        loaded = loaded.full_tensor()
+    ownership.fill(value, lambda tensor: tensor.copy_(loaded))
 
 
 def _files(path: Path) -> dict[str, Path]:

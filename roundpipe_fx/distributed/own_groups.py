@@ -50,7 +50,7 @@ class OwnGroup:
         if group is None:
             raise RuntimeError(
                 "the process groups of this model were destroyed by destroy_process_group(): call it after the last "
-                "step, and compile the model anew after another init_process_group()."
+                "step, and compile the model again after another init_process_group()."
             )
         return group
 

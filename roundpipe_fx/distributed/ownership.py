@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.errors import RanksDifferError
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.sharding import ShardedParameters, check_shardable
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
@@ -45,26 +45,26 @@ def readers_of(
         programs: of each microbatch.
         primals: for each microbatch, the inputs.
     """
-    found: dict[int, set[int]] = {}
+    ranks_reading: dict[int, set[int]] = {}
     where: dict[tuple[StageAction, int], int] = {}
     for rank, of_rank in enumerate(instructions):
-        for own in of_rank:
-            batch = own.action.microbatch
-            where[own.action.step, batch] = rank
-            for source in own.code.inputs:
+        for instruction in of_rank:
+            batch = instruction.action.microbatch
+            where[instruction.action.step, batch] = rank
+            for source in instruction.code.inputs:
                 if source.kind == "primal":
-                    found.setdefault(id(primals[batch][source.index]), set()).add(rank)
+                    ranks_reading.setdefault(id(primals[batch][source.index]), set()).add(rank)
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for output, primal in program.mutations.items():
             made = program.outputs[output]
             if made is not None and made.kind == "value" and (makers[made.index], batch) in where:
-                found.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
+                ranks_reading.setdefault(id(primals[batch][primal]), set()).add(where[makers[made.index], batch])
         for gradient in program.gradients:
             if gradient.source is not None and gradient.source.kind == "primal":
-                owners = found.get(id(primals[batch][gradient.primal]), ())
-                found.setdefault(id(primals[batch][gradient.source.index]), set()).update(owners)
-    return {key: frozenset(ranks) for key, ranks in found.items()}
+                owners = ranks_reading.get(id(primals[batch][gradient.primal]), ())
+                ranks_reading.setdefault(id(primals[batch][gradient.source.index]), set()).update(owners)
+    return {key: frozenset(ranks) for key, ranks in ranks_reading.items()}
 
 
 class Ownership:
@@ -243,7 +243,7 @@ def gradients_elsewhere(
     programs: Sequence[PipelineProgram],
     primals: Sequence[Sequence[object]],
     owners: Callable[[int], frozenset[int]],
-) -> list[tuple[int, dict[int, Layout], frozenset[int]]]:
+) -> list[tuple[int, dict[int, ValueLayout], frozenset[int]]]:
     """Tensors whose gradients are to be summed over ranks, or sent to others: see :func:`sum_gradients`.
 
     Args:
@@ -253,9 +253,11 @@ def gradients_elsewhere(
         owners: the ranks that get the gradient of a tensor, by its identity.
     """
     where = {
-        (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
+        (instruction.action.step, instruction.action.microbatch): rank
+        for rank, of_rank in enumerate(instructions)
+        for instruction in of_rank
     }
-    computed: dict[int, dict[int, Layout]] = {}
+    computed: dict[int, dict[int, ValueLayout]] = {}
     for batch, program in enumerate(programs):
         makers = {number: step for step, code in program.steps.items() for number in code.outputs}
         for gradient in program.gradients:
@@ -264,7 +266,7 @@ def gradients_elsewhere(
             rank = where.get((makers[gradient.source.index], batch))
             if rank is not None:
                 layouts = computed.setdefault(id(primals[batch][gradient.primal]), {})
-                layouts.setdefault(rank, Layout.of(program.values[gradient.source.index]))
+                layouts.setdefault(rank, ValueLayout.of(program.values[gradient.source.index]))
     return [
         (key, layouts, owners(key))
         for key, layouts in computed.items()

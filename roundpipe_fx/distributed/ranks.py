@@ -48,10 +48,10 @@ class Ranks:
 
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""
-        found: list[Any] = [None] * self.size
+        gathered: list[Any] = [None] * self.size
         with _all_take_part():
-            dist.all_gather_object(found, value, group=self._host())
-        return found
+            dist.all_gather_object(gathered, value, group=self._host())
+        return gathered
 
     def share(self, value: Any, root: int) -> Any:
         """A rank's value, on every rank. Every rank must call it."""

@@ -19,7 +19,7 @@ import torch
 
 from roundpipe_fx.distributed.averaging import SMALL_BYTES, Averaging, buckets_of, known_at_end
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout, dense, strided
+from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.random_streams import RandomStream
@@ -65,11 +65,11 @@ class Replication:
 
     def share_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
         """Overwrite tensors of the model that this rank owns and that have values with the first replica's."""
-        replicas, own = self._group.replicas, self._ownership
+        replicas, ownership = self._group.replicas, self._ownership
         if replicas is None:
             return
-        apart = own.unloaded | own.shards.by_traced.keys()
-        once = {id(value): value for value in tensors if own.owns(value) and id(value) not in apart}
+        apart = ownership.unloaded | ownership.shards.by_traced.keys()
+        once = {id(value): value for value in tensors if ownership.owns(value) and id(value) not in apart}
         values = [value.detach() for value in once.values() if value.numel()]
         flat = [dense(value, value.shape, value.stride()).view(torch.uint8) for value in values]
         small: dict[torch.device, list[torch.Tensor]] = {}
@@ -94,11 +94,11 @@ class Replication:
             generators: digests of the states of each replica's generator; ``None``: of this replica's alone.
             microbatches: into how many a batch is split at most.
         """
-        own = self._group.replica
-        self._alike = [own]
+        here = self._group.replica
+        self._alike = [here]
         if generators is not None:
-            self._alike = [replica for replica, state in enumerate(generators) if state == generators[own]]
-        self.first_stream = self._alike.index(own) * microbatches
+            self._alike = [replica for replica, state in enumerate(generators) if state == generators[here]]
+        self.first_stream = self._alike.index(here) * microbatches
 
     def share_generator(self, stream: RandomStream) -> None:
         """Leave a step with the state of the first one of the replicas that began it with the same."""
@@ -114,7 +114,7 @@ class Replication:
         instructions: Sequence[Sequence[Instruction]],
         programs: Sequence[PipelineProgram],
         primals: Sequence[Sequence[Any]],
-        shared: Sequence[tuple[int, dict[int, Layout], frozenset[int]]],
+        shared: Sequence[tuple[int, dict[int, ValueLayout], frozenset[int]]],
     ) -> Averaging | None:
         """The reductions of a step.
 
@@ -126,7 +126,11 @@ class Replication:
         """
         if self._group.replicas is None:
             return None
-        ran = {(own.action.step, own.action.microbatch) for of_rank in instructions for own in of_rank}
+        ran = {
+            (instruction.action.step, instruction.action.microbatch)
+            for of_rank in instructions
+            for instruction in of_rank
+        }
         at_end = known_at_end(programs, primals, ran)
         parameters = self._parameters()
         over_ranks = {key: computed for key, computed, _ in shared}

@@ -9,7 +9,7 @@ import torch
 
 from roundpipe_fx.distributed.averaging import Averaging
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout, count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_of, received, strided
 
 __all__ = ["shared_value", "sum_gradients"]
 
@@ -17,7 +17,7 @@ _RESULTS = 3
 """The channel of gradients that are summed over ranks."""
 
 
-def shared_value(group: PipelineGroup, value: Any, layout: Layout, root: int) -> Any:
+def shared_value(group: PipelineGroup, value: Any, layout: ValueLayout, root: int) -> Any:
     """A rank's value on every rank. Every rank must call it; only the root's ``value`` is read."""
     mine = group.rank == root
     numbers = numbers_of([value], [layout]) if mine else [0] * layout.numbers
@@ -41,7 +41,7 @@ def shared_value(group: PipelineGroup, value: Any, layout: Layout, root: int) ->
 def sum_gradients(
     group: PipelineGroup,
     gradients: dict[int, torch.Tensor],
-    shared: Sequence[tuple[int, Mapping[int, Layout], frozenset[int]]],
+    shared: Sequence[tuple[int, Mapping[int, ValueLayout], frozenset[int]]],
     averaging: Averaging | None = None,
 ) -> None:
     """Sum the gradients of tensors that several ranks use, in the order of ranks, so that each gets the same bits.
@@ -55,10 +55,10 @@ def sum_gradients(
     """
     for key, computed, owners in shared:
         root = min(computed)
-        own = gradients.pop(key, None)
+        gradient = gradients.pop(key, None)
         if group.rank == root:
-            assert own is not None
-            total = own
+            assert gradient is not None
+            total = gradient
             for rank in sorted(computed.keys() - {root}):
                 total = total + _receive(group, computed[rank], rank)
             if averaging is not None and key in averaging.over_ranks:
@@ -69,20 +69,20 @@ def sum_gradients(
                 gradients[key] = total
             continue
         if group.rank in computed:
-            assert own is not None
-            _send(group, own, computed[group.rank], root)
+            assert gradient is not None
+            _send(group, gradient, computed[group.rank], root)
         if group.rank in owners:
             gradients[key] = _receive(group, _layout_of_sum(key, computed[root], averaging), root)
 
 
-def _layout_of_sum(key: int, computed: Layout, averaging: Averaging | None) -> Layout:
+def _layout_of_sum(key: int, computed: ValueLayout, averaging: Averaging | None) -> ValueLayout:
     """The layout of a sum as its owners get it: of a sharded parameter, the rows of this replica."""
     if averaging is None or key not in averaging.sharded or key not in averaging.over_ranks:
         return computed
-    return Layout.of(averaging.sharded[key].local())
+    return ValueLayout.of(averaging.sharded[key].local())
 
 
-def _send(group: PipelineGroup, value: torch.Tensor, layout: Layout, target: int) -> None:
+def _send(group: PipelineGroup, value: torch.Tensor, layout: ValueLayout, target: int) -> None:
     shape, stride = layout.shape or tuple(value.shape), layout.stride or tuple(value.stride())
     if layout.shape is None:
         group.start_send(torch.tensor([*shape, *stride]), target, _RESULTS).wait()
@@ -91,7 +91,7 @@ def _send(group: PipelineGroup, value: torch.Tensor, layout: Layout, target: int
         group.start_send(body, target, _RESULTS).wait()
 
 
-def _receive(group: PipelineGroup, layout: Layout, source: int) -> torch.Tensor:
+def _receive(group: PipelineGroup, layout: ValueLayout, source: int) -> torch.Tensor:
     shape, stride = layout.shape, layout.stride
     if shape is None or stride is None:
         sizes = torch.empty(2 * layout.dims, dtype=torch.int64)

@@ -51,8 +51,8 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
         missing = ownership.missing()
         if missing:
             raise RuntimeError(f"{missing[0]!r} (of {len(missing)} tensors of this rank) has no values to be saved.")
-    own = _tensors_to_write(ownership, group)
-    all_names: list[list[str]] = everyone.gather(list(own))
+    tensors = _tensors_to_write(ownership, group)
+    all_names: list[list[str]] = everyone.gather(list(tensors))
     writers = [rank for rank, names in enumerate(all_names) if names]
     files = {rank: _file_name(place, len(writers)) for place, rank in enumerate(writers)}
     mine = files.get(everyone.rank)
@@ -60,12 +60,12 @@ def save_files(ownership: Ownership, group: PipelineGroup, path: str | Path) -> 
         with together(everyone, "save the model"):
             if mine is not None:
                 folder.mkdir(parents=True, exist_ok=True)
-                _write(folder / f".{mine}", own)
+                _write(folder / f".{mine}", tensors)
     except BaseException:
         if mine is not None:
             _remove(folder / f".{mine}")
         raise
-    size = sum(everyone.gather(sum(value.nbytes for value in own.values())))
+    size = sum(everyone.gather(sum(value.nbytes for value in tensors.values())))
     with together(everyone, "save the model"):
         if mine is not None:
             (folder / f".{mine}").replace(folder / mine)
@@ -80,9 +80,9 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
     """What this rank writes, by name: of tensors that several ranks own, those of which it is the first owner."""
     saved = ownership.model.state_dict(keep_vars=True).keys()
     assert ownership.owners is not None
-    found = {}
+    tensors = {}
     for names, value in aliases(ownership):
-        name = next((own for own in names if own in saved), None)
+        name = next((known for known in names if known in saved), None)
         if name is None or min(ownership.owners[id(value)]) != group.rank:
             continue
         sharded = ownership.shards.by_traced.get(id(value))
@@ -92,8 +92,8 @@ def _tensors_to_write(ownership: Ownership, group: PipelineGroup) -> dict[str, t
             gathered = sharded.whole(group.replicas.start_gather)
             whole = gathered.cpu() if group.replica == 0 else gathered
         if group.replica == 0:
-            found[name] = whole.contiguous()
-    return found
+            tensors[name] = whole.contiguous()
+    return tensors
 
 
 def _file_name(place: int, count: int) -> str:

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 __all__ = ["ShardedParameter", "ShardedParameters", "check_shardable", "is_to_average", "padded_bytes"]
 
 
-Gather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
+StartGather = Callable[[torch.Tensor, torch.Tensor], dist.Work]
 """Starts filling a tensor from the parts of all replicas, given this one's: see ``Replicas.start_gather``."""
 
 
@@ -115,12 +115,12 @@ class ShardedParameter:
         flat[: rows.numel()].copy_(rows.reshape(-1))
         return flat
 
-    def whole(self, gather: Gather, rows: torch.Tensor | None = None) -> torch.Tensor:
+    def whole(self, gather: StartGather, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The parameter, or another tensor of its shape, from the rows of all replicas, which must call it together."""
         part = self.padded(rows)
-        found = part.new_empty(self.count * self.parts)
-        gather(found, part).wait()
-        return found[: self.traced.numel()].view(self.traced.shape)
+        gathered = part.new_empty(self.count * self.parts)
+        gather(gathered, part).wait()
+        return gathered[: self.traced.numel()].view(self.traced.shape)
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
         """A part's elements as rows, without padding."""
@@ -149,8 +149,8 @@ class ShardedParameter:
 
     def holds_rows_of(self, other: DTensor) -> bool:
         """Whether a DTensor has on each rank the rows that this parameter has there."""
-        own: DTensor = self.own  # type: ignore[assignment]
-        return other.device_mesh == own.device_mesh and other.placements == own.placements
+        parameter: DTensor = self.own  # type: ignore[assignment]
+        return other.device_mesh == parameter.device_mesh and other.placements == parameter.placements
 
 
 class ShardedParameters:
@@ -189,10 +189,10 @@ class ShardedParameters:
                 continue
             if value.dim():
                 made = self._sharded(value, with_values=id(value) not in unloaded)
-                self.by_traced[id(value)], own = made, made.own
+                self.by_traced[id(value)], dtensor = made, made.own
             else:
-                own = _in_place_of(value, _distributed(value.detach(), self.mesh, value, Replicate()))
-            self.receivers[id(value)], self._traced[id(own)] = own, value
+                dtensor = _in_place_of(value, _distributed(value.detach(), self.mesh, value, Replicate()))
+            self.receivers[id(value)], self._traced[id(dtensor)] = dtensor, value
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None and id(parameter) in self.receivers:
@@ -205,8 +205,8 @@ class ShardedParameters:
         chunk = -(-value.shape[0] // parts)
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        own = _in_place_of(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
-        made = ShardedParameter(traced=value, own=own, parts=parts, part=part)
+        parameter = _in_place_of(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
+        made = ShardedParameter(traced=value, own=parameter, parts=parts, part=part)
         if with_values:
             made.write(value.data)
         # Its memory may be a part of another tensor's, or not be PyTorch's.
@@ -218,7 +218,7 @@ class ShardedParameters:
         """The traced parameter of a DTensor; other tensors themselves."""
         return self._traced.get(id(value), value)
 
-    def distribute(self, gradients: dict[int, torch.Tensor], averaged: bool, gather: Gather) -> None:
+    def distribute(self, gradients: dict[int, torch.Tensor], averaged: bool, gather: StartGather) -> None:
         """Make gradients DTensors, as their receivers are.
 
         Args:
@@ -226,19 +226,19 @@ class ShardedParameters:
             averaged: which of them.
             gather: gathers parts of all replicas.
         """
-        for key, own in self.receivers.items():  # in the model's order, since ranks gather together
+        for key, receiver in self.receivers.items():  # in the model's order, since ranks gather together
             value = gradients.get(key)
             if value is None:
                 continue
             if averaged:
                 placement = Shard(0) if key in self.by_traced else Replicate()
-                gradients[key] = _distributed(value, own.device_mesh, own, placement)  # type: ignore[attr-defined]
+                gradients[key] = _distributed(value, receiver.device_mesh, receiver, placement)  # type: ignore[attr-defined]
                 continue
             gradients[key] = self._to_average(value)
-            if own.grad is not None and not is_to_average(own.grad):  # the mean of earlier steps
-                assert isinstance(own.grad, DTensor)
-                mean, sharded = own.grad.to_local(), self.by_traced.get(key)
-                own.grad = self._to_average(mean if sharded is None else sharded.whole(gather, mean))
+            if receiver.grad is not None and not is_to_average(receiver.grad):  # the mean of earlier steps
+                assert isinstance(receiver.grad, DTensor)
+                mean, sharded = receiver.grad.to_local(), self.by_traced.get(key)
+                receiver.grad = self._to_average(mean if sharded is None else sharded.whole(gather, mean))
 
     def _to_average(self, whole: torch.Tensor) -> DTensor:
         assert self.mesh is not None
@@ -257,10 +257,10 @@ class ShardedParameters:
     @contextlib.contextmanager
     def traced(self) -> Iterator[None]:
         """Context manager in which the model has the traced parameters, without values."""
-        for own in self.receivers.values():
-            traced = self._traced[id(own)]
-            if traced.requires_grad != own.requires_grad:  # the user has frozen it
-                traced.requires_grad_(own.requires_grad)
+        for receiver in self.receivers.values():
+            traced = self._traced[id(receiver)]
+            if traced.requires_grad != receiver.requires_grad:  # the user has frozen it
+                traced.requires_grad_(receiver.requires_grad)
         self._register(traced=True)
         try:
             yield
@@ -273,9 +273,9 @@ class ShardedParameters:
 
 
 def _in_place_of(value: nn.Parameter, distributed: DTensor) -> nn.Parameter:
-    own = nn.Parameter(distributed, value.requires_grad)
-    own.__dict__.update(value.__dict__)
-    return own
+    parameter = nn.Parameter(distributed, value.requires_grad)
+    parameter.__dict__.update(value.__dict__)
+    return parameter
 
 
 def _distributed(local: torch.Tensor, mesh: DeviceMesh, whole: torch.Tensor, placement: Placement) -> DTensor:

@@ -12,7 +12,7 @@ The plan counts a received value from the same action on, so started receives ta
 Before an action a rank first starts receives, then waits until its earlier sends are done. The sender's action depends
 on all of the receiver's actions before the one at which the receive is started, so that one is reached without waiting
 for anything that is sent later, and every send is matched: :func:`check_transfers` follows the orders and proves it for
-the schedule at hand.
+the current schedule.
 
 Where sizes depend on data, the receiver can start a receive only when it knows them, which is when it reads the value
 at the latest. A rank that waited for such a send could wait for ever. So to a rank to which anything of unknown size is
@@ -25,7 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import Action, ActionKind, InvalidScheduleError, StageAction
 
@@ -51,7 +51,7 @@ class Parcel:
     source: int
     target: int
     numbers: tuple[int, ...]
-    layouts: tuple[Layout, ...]
+    layouts: tuple[ValueLayout, ...]
     generator: bool
 
     @property
@@ -90,10 +90,12 @@ def transfers_of(
         TypeError: a value between two ranks is neither a tensor nor a number.
     """
     where = {
-        (own.action.step, own.action.microbatch): rank for rank, of_rank in enumerate(instructions) for own in of_rank
+        (instruction.action.step, instruction.action.microbatch): rank
+        for rank, of_rank in enumerate(instructions)
+        for instruction in of_rank
     }
     sends = [
-        [_parcels(rank, own, programs[own.action.microbatch], where) for own in of_rank]
+        [_parcels(rank, instruction, programs[instruction.action.microbatch], where) for instruction in of_rank]
         for rank, of_rank in enumerate(instructions)
     ]
     made = {
@@ -106,10 +108,11 @@ def transfers_of(
         [
             tuple(
                 made[key]
-                for step in own.receives
-                if (key := (where[step, own.action.microbatch], rank, step, own.action.microbatch)) in made
+                for step in order_step.receives
+                if (key := (where[step, order_step.action.microbatch], rank, step, order_step.action.microbatch))
+                in made
             )
-            for own in of_rank
+            for order_step in of_rank
         ]
         for rank, of_rank in enumerate(instructions)
     ]
@@ -122,9 +125,9 @@ def transfers_of(
     return [
         RankTransfers(
             tuple(map(tuple, starts[rank])),
-            tuple(tuple(parcel for _, parcel in own) for own in reads[rank]),
+            tuple(tuple(parcel for _, parcel in of_step) for of_step in reads[rank]),
             tuple(sends[rank]),
-            frozenset(peer for own in sends[rank] for peer, parcel in own.items() if parcel.integers),
+            frozenset(peer for of_step in sends[rank] for peer, parcel in of_step.items() if parcel.integers),
         )
         for rank in range(len(instructions))
     ]
@@ -135,15 +138,15 @@ def _parcels(
 ) -> dict[int, Parcel]:
     """What is sent after an instruction, by receiver."""
     step, batch = instruction.action.step, instruction.action.microbatch
-    drawing = [own for own in program.draws if (own, batch) in where]
+    drawing = [drawn for drawn in program.draws if (drawn, batch) in where]
     after = drawing[drawing.index(step) + 1 :] if step in drawing else []
-    found = {}
+    parcels = {}
     for peer, places in instruction.sends:
         numbers = tuple(number for _, number in places)
         generator = bool(after) and where[after[0], batch] == peer
         if numbers or generator:
-            layouts = tuple(Layout.of(program.values[number]) for number in numbers)
-            found[peer] = Parcel(
+            layouts = tuple(ValueLayout.of(program.values[number]) for number in numbers)
+            parcels[peer] = Parcel(
                 step=step,
                 microbatch=batch,
                 source=rank,
@@ -152,7 +155,7 @@ def _parcels(
                 layouts=layouts,
                 generator=generator,
             )
-    return found
+    return parcels
 
 
 def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> list[list[list[int]]]:
@@ -170,13 +173,13 @@ def _over_before(reads: Sequence[Sequence[Sequence[tuple[int, Parcel]]]]) -> lis
                     break
                 clock = list(clocks[rank][-1]) if place else [0] * ranks
                 for at, parcel in sources:
-                    own = list(clocks[parcel.source][at])
-                    own[parcel.source] = at + 1
-                    clock = [max(pair) for pair in zip(clock, own, strict=True)]
+                    clocks_there = list(clocks[parcel.source][at])
+                    clocks_there[parcel.source] = at + 1
+                    clock = [max(pair) for pair in zip(clock, clocks_there, strict=True)]
                 clock[rank] = place
                 clocks[rank].append(clock)
                 going_on = True
-    if any(len(own) < len(of_rank) for own, of_rank in zip(clocks, reads, strict=True)):
+    if any(len(clock_of_rank) < len(of_rank) for clock_of_rank, of_rank in zip(clocks, reads, strict=True)):
         raise InvalidScheduleError("the schedule deadlocks: ranks would wait for each other's results.")
     return clocks
 
@@ -186,11 +189,11 @@ def orders_of(instructions: Sequence[Sequence[Instruction]], transfers: Sequence
     return [
         [
             item
-            for own, starts, sends in zip(of_rank, ranks.starts, ranks.sends, strict=True)
+            for step, starts, sends in zip(of_rank, ranks.starts, ranks.sends, strict=True)
             for item in (
                 *(_transfer(ActionKind.RECEIVE, parcel) for parcel in starts),
-                own.action,
-                *(_transfer(ActionKind.SEND, sends[peer]) for peer, _ in own.sends if peer in sends),
+                step.action,
+                *(_transfer(ActionKind.SEND, sends[peer]) for peer, _ in step.sends if peer in sends),
             )
         ]
         for of_rank, ranks in zip(instructions, transfers, strict=True)
@@ -222,7 +225,12 @@ def check_transfers(
             deadlock. The message names the transfer.
     """
     streams = _streams(orders)
-    where = {(own.step, own.microbatch): rank for rank, order in enumerate(orders) for own in order if own.of is None}
+    where = {
+        (order_step.step, order_step.microbatch): rank
+        for rank, order in enumerate(orders)
+        for order_step in order
+        if order_step.of is None
+    }
     sent, started = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0)
 
     def can_run(rank: int, action: Action) -> bool:
@@ -278,14 +286,14 @@ def _streams(orders: Sequence[Sequence[Action]]) -> dict[tuple[int, int], dict[t
             elif action.kind is ActionKind.RECEIVE:
                 receives.setdefault((_peer(action), rank), []).append((action.step, action.microbatch))
     for source, target in sorted(sends.keys() | receives.keys()):
-        own, others = sends.get((source, target), []), receives.get((source, target), [])
-        for place, (sent, received) in enumerate(zip_longest(own, others)):
+        mine, others = sends.get((source, target), []), receives.get((source, target), [])
+        for place, (sent, received) in enumerate(zip_longest(mine, others)):
             if sent != received:
                 raise InvalidScheduleError(
                     f"transfer {place} from rank {source} to rank {target}: {_text(sent)} is sent, and "
                     f"{_text(received)} is received."
                 )
-    return {pair: {key: place for place, key in enumerate(own)} for pair, own in sends.items()}
+    return {pair: {key: place for place, key in enumerate(of_pair)} for pair, of_pair in sends.items()}
 
 
 def _text(transfer: tuple[StageAction, int] | None) -> str:

@@ -180,7 +180,7 @@ class ProcessTransport:
             arriving.state[1].wait()
             self._streams[microbatch].state = arriving.state[0]
         bodies = iter(arriving.bodies)
-        found: dict[int, Any] = {}
+        received: dict[int, Any] = {}
         parts = zip(arriving.parcel.numbers, arriving.parcel.layouts, arriving.values, strict=True)
         for number, layout, value in parts:
             if layout.kind == "tensor":
@@ -188,8 +188,8 @@ class ProcessTransport:
                 if work is not None:
                     work.wait()
                 value = strided(body, *value)
-            found[number] = value
-        return found
+            received[number] = value
+        return received
 
     def pack(self, device: int, instruction: Instruction, results: Sequence[Any]) -> list[Any]:
         """The results that each receiver reads."""
@@ -261,7 +261,7 @@ class ProcessTransport:
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
         self._sent = True
 
-    def settle(self, failure: BaseException | None) -> None:
+    def end_run(self, failure: BaseException | None) -> None:
         """Wait until all ranks have ended the run.
 
         Raises:

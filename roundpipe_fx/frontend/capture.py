@@ -14,16 +14,16 @@ from typing import Any, Protocol
 from torch import fx
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.console.progress import working
 from roundpipe_fx.frontend.data_assignments import copy_assigned_data
 from roundpipe_fx.frontend.opaque_backward import OpaqueCall, opaque_backwards
 from roundpipe_fx.frontend.resolved_random_branches import keep_resolved_random_branches
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.recompute_marks import mark_checkpoints
-from roundpipe_fx.progress import working
 
 __all__ = ["Callbacks", "capture", "is_outermost", "joint_graph_of", "prepare"]
 
-_Compiled = Callable[[list[Any]], Any]
+_BoxedFunction = Callable[[list[Any]], Any]
 
 
 class Callbacks(Protocol):
@@ -40,13 +40,13 @@ class Callbacks(Protocol):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """The forward and the backward graph of a joint graph."""
 
-    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
+    def forward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _BoxedFunction:
         """The compiled forward."""
 
-    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
+    def backward(self, _module: fx.GraphModule, _inputs: Sequence[Any]) -> _BoxedFunction:
         """The compiled backward."""
 
-    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> _Compiled:
+    def inference(self, module: fx.GraphModule, _inputs: Sequence[Any]) -> _BoxedFunction:
         """A compiled graph without a backward."""
 
 
@@ -82,7 +82,7 @@ def capture(module: fx.GraphModule, example_inputs: Sequence[Any], compilation: 
             tracing.close()
             return compilation.partition(joint, inputs, **how)
 
-        def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _Compiled:
+        def inference(module: fx.GraphModule, inputs: Sequence[Any]) -> _BoxedFunction:
             tracing.close()
             return compilation.inference(module, inputs)
 

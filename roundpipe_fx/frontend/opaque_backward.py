@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.frontend.call_template import emptied, filled, same
+from roundpipe_fx.torch_private import tree_flatten, tree_unflatten
 
 __all__ = ["OpaqueCall", "calls_in", "opaque_backwards"]
 
@@ -189,13 +189,13 @@ def _opaque_backward(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key:
     taken = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     made = []
     for value, kind, shape in zip(wanted, call.inputs, _shapes(call, sizes), strict=True):
-        own = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
+        gradient = _empty(kind, shape).zero_() if value is None else _as_gradient(value, kind, shape)
         if (
-            own.untyped_storage().data_ptr() in taken
+            gradient.untyped_storage().data_ptr() in taken
         ):  # results of an operator must not alias its operands or each other
-            own = own.clone()
-        taken.add(own.untyped_storage().data_ptr())
-        made.append(own)
+            gradient = gradient.clone()
+        taken.add(gradient.untyped_storage().data_ptr())
+        made.append(gradient)
     return made
 
 
@@ -207,11 +207,11 @@ def _(tensors: Sequence[torch.Tensor], sizes: Sequence[int], key: str) -> list[t
 
 def _flat_results(call: OpaqueCall, results: Sequence[Any]) -> list[Any]:
     """Gradients of the operator's inputs, flattened; ``None`` may stand for a whole list."""
-    found: list[Any] = []
+    flat: list[Any] = []
     for need, result in zip(call.needs, results, strict=True):
         count = len(tree_flatten(need)[0])
-        found += [None] * count if result is None else tree_flatten(result)[0] if isinstance(need, list) else [result]
-    return found
+        flat += [None] * count if result is None else tree_flatten(result)[0] if isinstance(need, list) else [result]
+    return flat
 
 
 def _as_gradient(value: torch.Tensor, kind: _ValueSpec, shape: Sequence[int]) -> torch.Tensor:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
+
+from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["own_gradients"]
 
@@ -28,10 +29,10 @@ def own_gradients(module: fx.GraphModule) -> tuple[str, ...]:
     Returns:
         each as text: the operation, and the user's line where it is known.
     """
-    found = []
-    for own in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
-        found += [_text(node) for node in own.graph.nodes if _has_own_gradient(node)]
-    return tuple(dict.fromkeys(found))
+    names = []
+    for inner in (part for part in module.modules() if isinstance(part, fx.GraphModule)):
+        names += [_text(node) for node in inner.graph.nodes if _has_own_gradient(node)]
+    return tuple(dict.fromkeys(names))
 
 
 def _has_own_gradient(node: fx.Node) -> bool:

@@ -50,19 +50,19 @@ def lower_for_sizes(
     """
     sizes = input_sizes(joint.module)
     factor = 1 + _STEP / max(len(sizes), 1)
-    most = {size.symbol: size.largest or steps_above(size.at_hand, factor) for size in sizes}
-    exact = {size.symbol: size.largest or size.at_hand for size in sizes}
+    most = {size.symbol: size.largest or steps_above(size.current, factor) for size in sizes}
+    exact = {size.symbol: size.largest or size.current for size in sizes}
     attempts = [({**assumed, **most}, False), ({**assumed, **exact}, False)]
     if assumed:
         # A plan for larger data-dependent sizes also holds for smaller ones, for which the search may miss it.
         attempts.append(({**assumed, **exact}, True))
-    attempts = [own for place, own in enumerate(attempts) if own not in attempts[:place]]
+    attempts = [earlier for place, earlier in enumerate(attempts) if earlier not in attempts[:place]]
     refused: list[InfeasibleBudgetError] = []
     for attempt, at_most in attempts:
-        own = joint.copy() if (attempt, at_most) != attempts[-1] else joint
+        tried = joint.copy() if (attempt, at_most) != attempts[-1] else joint
         try:
-            assume_sizes(own.module, attempt, at_most=at_most)
-            lowered = lower(own)
+            assume_sizes(tried.module, attempt, at_most=at_most)
+            lowered = lower(tried)
             break
         except InfeasibleBudgetError as error:
             refused.append(error)
@@ -82,4 +82,4 @@ def steps_above(size: int, factor: float) -> int:
 
 
 def _least(size: InputSize, factor: float) -> int:
-    return math.ceil(size.at_hand / factor)
+    return math.ceil(size.current / factor)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from roundpipe_fx.notebook import cell_of
+from roundpipe_fx.console.notebook import cell_of
 
 __all__ = ["line_of", "source_of"]
 
@@ -21,7 +21,7 @@ _SKIPPED = tuple(f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], P
 def source_of(node: fx.Node) -> str:
     """The innermost frame of a node's stack trace outside of PyTorch and of this package; ``""`` if there is none."""
     frames = re.split(r"(?m)^(?=  File )", node.stack_trace or "")
-    users = (frame for frame in reversed(frames) if frame.strip() and not any(own in frame for own in _SKIPPED))
+    users = (frame for frame in reversed(frames) if frame.strip() and not any(folder in frame for folder in _SKIPPED))
     return next((frame.rstrip() for frame in users), "")
 
 
@@ -34,8 +34,8 @@ def line_of(node: fx.Node) -> str:
     trace = node.stack_trace or ""
     end = len(trace)
     while (start := trace.rfind('  File "', 0, end)) >= 0:
-        found = _FRAME.match(trace, start)
-        if found is not None and not found[1].startswith(_SKIPPED):
-            return f"{cell_of(found[1]) or os.path.basename(found[1])}:{found[2]}"
+        frame = _FRAME.match(trace, start)
+        if frame is not None and not frame[1].startswith(_SKIPPED):
+            return f"{cell_of(frame[1]) or os.path.basename(frame[1])}:{frame[2]}"
         end = start
     return ""

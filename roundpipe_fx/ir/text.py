@@ -157,8 +157,8 @@ SHOWN_MARKS = {
 
 
 def _marks(node: fx.Node, more: Sequence[str] = ()) -> str:
-    found = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
+    marks = [(name, node.meta[key]) for name, key in SHOWN_MARKS.items() if key in node.meta]
     if isinstance(node.target, TileLoop):
         more = [*more, f"{node.target.tiles} tiles of {node.target.rows} rows"]
-    shown = [*more, *(name if value is True else f"{name}: {value}" for name, value in found)]
+    shown = [*more, *(name if value is True else f"{name}: {value}" for name, value in marks)]
     return f"  # {'; '.join(shown)}" if shown else ""

@@ -114,10 +114,10 @@ def _verify_ends(joint: JointGraph, name: str, before: Snapshot) -> None:
             f"pass {name!r}: the graph's inputs are {[node.name for node in joint.inputs]}, and were "
             f"{[node.name for node in before.inputs]}: a pass must leave them as they are."
         )
-    found = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
-    if found != (before.forward_outputs, before.gradients):
+    ends = len(joint.forward_outputs), len(joint.gradients) - len(joint.parts)
+    if ends != (before.forward_outputs, before.gradients):
         raise InvalidGraphError(
-            f"pass {name!r}: the graph returns {found[0]} outputs of the forward and {found[1]} gradients, and "
+            f"pass {name!r}: the graph returns {ends[0]} outputs of the forward and {ends[1]} gradients, and "
             f"returned {before.forward_outputs} and {before.gradients}."
         )
 
@@ -143,20 +143,20 @@ def _wrong_read(joint: JointGraph, node: fx.Node, source: fx.Node) -> str | None
     if of_source is not phase or phase in (Phase.RECOMPUTE, Phase.WEIGHT):
         return None
     for what, place in (("segment", _segment), ("stage", _stage)):
-        own, other = place(joint, node), place(joint, source)
-        if own is None or other is None:
+        reader, other = place(joint, node), place(joint, source)
+        if reader is None or other is None:
             continue
         if what == "segment" and phase is Phase.BACKWARD and Mark.ORIGIN in source.meta:
             continue  # recomputed operations run in the order of the forward
-        if (other > own) if phase is Phase.FORWARD else (other < own):
-            return f"it is {phase} of {what} {own} and reads {source.name!r} of {what} {other}, which runs later"
+        if (other > reader) if phase is Phase.FORWARD else (other < reader):
+            return f"it is {phase} of {what} {reader} and reads {source.name!r} of {what} {other}, which runs later"
     return None
 
 
 def _runs_before(joint: JointGraph, source: fx.Node, node: fx.Node) -> bool:
     """Whether a stage's whole backward runs before another stage's recomputation."""
-    own, other = _stage(joint, node), _stage(joint, source)
-    return own is not None and other is not None and other > own
+    reader, other = _stage(joint, node), _stage(joint, source)
+    return reader is not None and other is not None and other > reader
 
 
 def _segment(_joint: JointGraph, node: fx.Node) -> int | None:

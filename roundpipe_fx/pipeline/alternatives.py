@@ -26,12 +26,14 @@ _PIECES_OF_ALL = 16_384
 """The same for all devices together."""
 
 
-def chosen_among(attempts: Sequence[Attempt], own: Attempt, budget: int, allowed: int | None = None) -> LoweredPipeline:
+def chosen_among(
+    attempts: Sequence[Attempt], chosen: Attempt, budget: int, allowed: int | None = None
+) -> LoweredPipeline:
     """The pipeline of an attempt, with the frontier of all.
 
     Args:
         attempts: all that were simulated.
-        own: the one that was chosen.
+        chosen: the one that was chosen.
         budget: bytes that a device may allocate.
         allowed: bytes that the user allows; ``None``: no number was given.
     """
@@ -40,11 +42,11 @@ def chosen_among(attempts: Sequence[Attempt], own: Attempt, budget: int, allowed
         if not frontier or attempt.peak < frontier[-1].peak:
             frontier.append(attempt)
     return dataclasses.replace(
-        _with_own_modules(own),
+        _with_own_modules(chosen),
         budget=budget,
         allowed=allowed,
         trade_off=tuple((attempt.peak, attempt.seconds) for attempt in frontier),
-        alternatives=_alternatives(own, frontier),
+        alternatives=_alternatives(chosen, frontier),
     )
 
 
@@ -58,8 +60,8 @@ def _with_own_modules(attempt: Attempt) -> LoweredPipeline:
     return dataclasses.replace(attempt.pipeline, main=variant, last=variant)
 
 
-def _alternatives(own: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
-    shown = [*frontier, *([] if any(attempt is own for attempt in frontier) else [own])]
+def _alternatives(chosen: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
+    shown = [*frontier, *([] if any(attempt is chosen for attempt in frontier) else [chosen])]
     numbers: dict[str, int] = {}
     values: list[AlternativeValue] = []
 
@@ -84,7 +86,7 @@ def _alternatives(own: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
         )
 
     plans = tuple(map(told, shown))
-    return Alternatives(values=tuple(values), plans=plans, own=shown.index(own))
+    return Alternatives(values=tuple(values), plans=plans, own=shown.index(chosen))
 
 
 def device_curves(timing: Timing) -> tuple[tuple[int, ...], ...]:

@@ -31,7 +31,7 @@ class CallsAlive:
             budget: bytes that each device may take for one; ``None``: there is no limit.
         """
         self._calls.add(call)
-        alive = sum(1 for own in self._calls if own.values is not None)
+        alive = sum(1 for alive_call in self._calls if alive_call.values is not None)
         if alive > 1 and budget is not None and not self._warned:
             self._warned = True
             warnings.warn(

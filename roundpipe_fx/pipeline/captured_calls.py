@@ -10,8 +10,8 @@ import torch
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
 from roundpipe_fx.pipeline.settings import StepCompileState
+from roundpipe_fx.runtime.bridge import capture_call
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
-from roundpipe_fx.runtime.pipelined_calls import capture_call
 from roundpipe_fx.schedules import ActionKind
 
 __all__ = ["CapturedCalls", "UnlikeStagesError", "capture_calls", "check_unchanged"]
@@ -88,14 +88,14 @@ def check_unchanged(captured: CapturedCalls, index: int, graph: PipelinedGraph, 
     Raises:
         RuntimeError: it would compute something else.
     """
-    before, own = captured.graphs[index], captured.primals[index]
+    before, arguments_now = captured.graphs[index], captured.primals[index]
     # Several graphs for different sizes may fit a microbatch, and Dynamo may use any of them.
     known = any(graph is other for other in captured.graphs)
     same = known or any(_work(graph) == _work(other) for other in captured.graphs)
     inputs = ((graph.numbers, before.numbers, _same_number), (graph.tensors, before.tensors, _same_tensor))
     for places, others, alike in inputs:
         if len(places) == len(others):  # a graph for a single size has no inputs for sizes
-            same = same and all(map(alike, [arguments[p] for p in places], [own[p] for p in others]))
+            same = same and all(map(alike, [arguments[p] for p in places], [arguments_now[p] for p in others]))
     if not same:
         raise RuntimeError(
             f"microbatch {index} does not compute what it did when the step began: the model keeps something in Python "
@@ -119,21 +119,24 @@ def _same_number(now: Any, then: Any) -> bool:
 def _work(graph: PipelinedGraph) -> list[Any]:
     """A key that is equal for graphs that compute the same; one may have more inputs, which it does not read."""
     primals = {place: index for index, place in enumerate(primals_read((graph.main, graph.last)))}
-    found = []
+    works = []
     for variant, program in ((graph.pipeline.main, graph.main), (graph.pipeline.last, graph.last)):
-        gradients = [place for place, own in enumerate(program.gradients) if own.source is not None]
+        gradients = [place for place, gradient in enumerate(program.gradients) if gradient.source is not None]
         numbers = {"primal": primals, "sum": {place: index for index, place in enumerate(gradients)}}
-        sources = {step: [_numbered(own, numbers) for own in code.inputs] for step, code in program.steps.items()}
-        found.append(
+        sources = {step: [_numbered(source, numbers) for source in code.inputs] for step, code in program.steps.items()}
+        works.append(
             (
                 {step: module.fingerprint for step, module in variant.steps.modules.items()},
                 {step: (sources[step], code.outputs) for step, code in program.steps.items()},
-                [_numbered(own, numbers) for own in program.outputs],
-                [(primals[own.primal], own.source) for own in map(program.gradients.__getitem__, gradients)],
-                {place: primals[own] for place, own in program.mutations.items()},
+                [_numbered(source, numbers) for source in program.outputs],
+                [
+                    (primals[gradient.primal], gradient.source)
+                    for gradient in map(program.gradients.__getitem__, gradients)
+                ],
+                {place: primals[place_of_input] for place, place_of_input in program.mutations.items()},
             )
         )
-    return found
+    return works
 
 
 def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Source | None:
@@ -146,5 +149,5 @@ def _numbered(source: Source | None, numbers: dict[str, dict[int, int]]) -> Sour
 def _are_cut_alike(first: PipelinedGraph, other: PipelinedGraph) -> bool:
     """Whether microbatches have the same stages: one schedule runs them all."""
     # In a backward a stage may have nothing to do for one shape: a sum over a single row is no operation.
-    own, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
-    return own == others
+    forwards, others = ({s for s in g.main.steps if s[0] is ActionKind.FORWARD} for g in (first, other))
+    return forwards == others

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_leaves
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
+from roundpipe_fx.torch_private import tree_flatten, tree_leaves
 
 __all__ = ["batch_text", "gradients_text", "graph_text", "shapes_text"]
 
@@ -68,7 +68,7 @@ def _module_text(module: fx.GraphModule) -> str:
 
 def _node_text(node: fx.Node, numbers: Mapping[str, str]) -> str:
     if node.op == "output":
-        return f"return {fx.map_arg(node.args, lambda own: numbers[own.name])}".replace("'", "")
+        return f"return {fx.map_arg(node.args, lambda argument: numbers[argument.name])}".replace("'", "")
     text = _PLACEHOLDER.sub("placeholder", node.format_node() or "")
     return _NAME.sub(lambda found: numbers.get(found[1], found[0]), text)
 
@@ -87,15 +87,15 @@ def gradients_text(
         primals: for each microbatch, the inputs.
         names: of the model's tensors, by identity.
     """
-    found: dict[str, set[str]] = {}
-    once = {id(program): (program, given) for program, given in zip(programs, primals, strict=True)}
-    for own, inputs in once.values():
-        makers = {number: f"{step[0]}{step[1]}" for step, code in own.steps.items() for number in code.outputs}
-        for gradient in own.gradients:
+    parts: dict[str, set[str]] = {}
+    once = {id(program): (program, arguments) for program, arguments in zip(programs, primals, strict=True)}
+    for compared, inputs in once.values():
+        makers = {number: f"{step[0]}{step[1]}" for step, code in compared.steps.items() for number in code.outputs}
+        for gradient in compared.gradients:
             name = names.get(id(inputs[gradient.primal])) if gradient.source is not None else None
             if name is not None:
-                found.setdefault(name, set()).add(_origin(gradient.source, makers))
-    return "\n".join(f"{name}: {sorted(origins)}" for name, origins in sorted(found.items()))
+                parts.setdefault(name, set()).add(_origin(gradient.source, makers))
+    return "\n".join(f"{name}: {sorted(origins)}" for name, origins in sorted(parts.items()))
 
 
 def _origin(source: Source | None, makers: Mapping[int, str]) -> str:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx.pipeline.graph import PipelinedGraph
+from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["detached", "functions_of", "loss_output"]
 
@@ -56,18 +56,18 @@ def detached(value: Any) -> Any:
 def loss_output(graph: PipelinedGraph, loss_fn: Any) -> int:
     """Number of the output that is the loss."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__) if loss_fn is not None else "the model"
-    own = [place for place in graph.main.tangents if place not in graph.main.mutations]
-    if len(own) > 1:
+    losses = [place for place in graph.main.tangents if place not in graph.main.mutations]
+    if len(losses) > 1:
         raise ValueError(
-            f"{name} returned {len(own)} tensors that can be differentiated, and a step differentiates one: return "
+            f"{name} returned {len(losses)} tensors that can be differentiated, and a step differentiates one: return "
             "their (weighted) sum. To see each, have the model compute them, and use return_outputs=True."
         )
-    if not own:
+    if not losses:
         raise ValueError(
             f"{name} returned no loss that can be differentiated: it must return a tensor that depends on parameters "
             "that require grad."
         )
-    (place,) = own
+    (place,) = losses
     shape = tuple(graph.outputs[place].shape)
     if shape:
         raise ValueError(

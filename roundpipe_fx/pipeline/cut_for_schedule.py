@@ -23,7 +23,6 @@ from roundpipe_fx.compiler.lower import asked_budget
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, tensor_values
 from roundpipe_fx.passes.entry import PassLevel
-from roundpipe_fx.passes.pipeline import stages_as_asked
 from roundpipe_fx.pipeline.lowered_pipeline import Structure
 from roundpipe_fx.pipeline.same_segments import OperationKey, same_boundaries, segment_starts, starts_like
 from roundpipe_fx.pipeline.settings import Pipelining
@@ -141,7 +140,8 @@ def _slots(
         if alike is not None:
             return alike
     if setting.options.stages != "auto":
-        runs = [(cut.first, cut.last) for cut in stages_as_asked(joint, setting.context).cuts]
+        staged = setting.run(joint.copy(), PassLevel.SEGMENTED)
+        runs = [(cut.first, cut.last) for cut in staged.cuts]
         return RoundPipePartition(tuple(runs[:-1]), runs[-1], tuple(runs[-2::-1]) if training else ())
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
@@ -153,10 +153,10 @@ def _slots(
 
 
 def _same_slots(
-    cut: RoundPipePartition, theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+    cut: RoundPipePartition, theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> RoundPipePartition | None:
     slots = (*cut.forward, cut.fused, *cut.backward)
-    found = same_boundaries([first for first, _ in slots], theirs, own)
+    found = same_boundaries([first for first, _ in slots], theirs, ours)
     if found is None:
         return None
     runs = [(found[first], found[last + 1] - 1) for first, last in slots]

@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from roundpipe_fx.torch_private import AnyBatchNorm
 
 __all__ = ["deferred", "tensors_of_sums"]
 
@@ -23,7 +24,7 @@ __all__ = ["deferred", "tensors_of_sums"]
 class _Sums:
     """The sums of a batch norm layer in the current step."""
 
-    def __init__(self, layer: _BatchNorm) -> None:
+    def __init__(self, layer: AnyBatchNorm) -> None:
         assert layer.running_mean is not None and layer.running_var is not None
         self.total = torch.zeros_like(layer.running_mean, dtype=torch.float32)
         self.squares = torch.zeros_like(layer.running_var, dtype=torch.float32)
@@ -33,7 +34,7 @@ class _Sums:
 _sums: weakref.WeakKeyDictionary[nn.Module, _Sums] = weakref.WeakKeyDictionary()
 
 
-def _forward(layer: _BatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: AnyBatchNorm, sums: _Sums, x: torch.Tensor) -> torch.Tensor:
     layer._check_input_dim(x)
     if not layer.training:
         return F.batch_norm(x, layer.running_mean, layer.running_var, layer.weight, layer.bias, False, 0.0, layer.eps)
@@ -50,7 +51,9 @@ def deferred(model: nn.Module) -> Iterator[None]:
     """Context manager in which batch norm layers of ``model`` accumulate sums; on exit without an error they update
     statistics."""
     layers = [
-        m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats and m.running_mean is not None
+        m
+        for m in model.modules()
+        if isinstance(m, AnyBatchNorm) and m.track_running_stats and m.running_mean is not None
     ]
     for layer in layers:
         sums = _sums.get(layer)
@@ -72,12 +75,12 @@ def deferred(model: nn.Module) -> Iterator[None]:
 
 def tensors_of_sums(model: nn.Module) -> list[torch.Tensor]:
     """The sums of the batch norm layers of ``model``, on the devices of their statistics."""
-    found = [_sums[layer] for layer in model.modules() if layer in _sums]
-    return [value for sums in found for value in (sums.total, sums.squares, sums.count)]
+    of_layers = [_sums[layer] for layer in model.modules() if layer in _sums]
+    return [value for sums in of_layers for value in (sums.total, sums.squares, sums.count)]
 
 
 @torch.no_grad()
-def _update(layer: _BatchNorm, sums: _Sums) -> None:
+def _update(layer: AnyBatchNorm, sums: _Sums) -> None:
     assert layer.running_mean is not None and layer.running_var is not None and layer.num_batches_tracked is not None
     if not layer.training:
         return

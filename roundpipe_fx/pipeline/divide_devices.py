@@ -131,7 +131,7 @@ def lower_divided(divisions: Sequence[Division], bounds: StepBounds, lower: Lowe
         InfeasibleBudgetError: none of those that were planned fits.
     """
     most = max(_MOST_SEGMENTS // bounds.costs.count, 2)
-    search = _Search(lower, divisions, bounds, most)
+    search = _DivisionSearch(lower, divisions, bounds, most)
     search.run()
     if search.best is None:
         search.tiles = True
@@ -141,7 +141,7 @@ def lower_divided(divisions: Sequence[Division], bounds: StepBounds, lower: Lowe
     return dataclasses.replace(search.best[1], divisions=search.considered())
 
 
-class _Search:
+class _DivisionSearch:
     """What is known while divisions are planned.
 
     Attributes:

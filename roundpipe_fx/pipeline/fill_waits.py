@@ -47,29 +47,31 @@ def with_waits_filled(
         limit: bytes per device.
     """
     promising = []
-    for own in fitting:
-        if own.chosen is not None:
-            choices = early_choices(own.chosen.graph, own.chosen.candidate.schedule, split)
-            promising.append((_makespan_if_early(own, choices, microbatches), own, choices))
-    for shortest, own, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
+    for start in fitting:
+        if start.chosen is not None:
+            choices = early_choices(start.chosen.graph, start.chosen.candidate.schedule, split)
+            promising.append((_makespan_if_early(start, choices, microbatches), start, choices))
+    for shortest, hopeful, choices in sorted(promising, key=lambda item: (item[0], item[1].peak))[:_MOST_FILLED]:
         if shortest < best.timing.makespan * (1 - _LONGER):
-            best = min([best, *_filled(own, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
+            best = min([best, *_filled(hopeful, choices, attempt, limit)], key=lambda tried: tried.timing.makespan)
     return best
 
 
-def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int) -> list[Attempt]:
+def _filled(
+    start: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], Attempt], limit: int
+) -> list[Attempt]:
     """An attempt with as much early as fits: each device halves the early part of its stages until it is within the
     limit."""
-    assert own.chosen is not None
-    candidate = own.chosen.candidate
+    assert start.chosen is not None
+    candidate = start.chosen.candidate
     level = {stage: len(of_stage) - 1 for stage, of_stage in choices.items()}
-    orders = own.timing.schedule.orders
+    orders = start.timing.schedule.orders
     while any(level.values()):
-        found = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
-        full = [order for order, peak in zip(orders, found.timing.peak_bytes, strict=True) if peak > limit]
+        filled = attempt(dataclasses.replace(candidate, schedule=early_at(candidate.schedule, choices, level)))
+        full = [order for order, peak in zip(orders, filled.timing.peak_bytes, strict=True) if peak > limit]
         over = {stage for order in full for stage in order[:, 1].tolist() if level.get(stage)}
         if not full:
-            return [found]
+            return [filled]
         if not over:
             break
         for stage in over:
@@ -77,11 +79,11 @@ def _filled(own: Attempt, choices: EarlyChoices, attempt: Callable[[Candidate], 
     return []
 
 
-def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -> float:
+def _makespan_if_early(attempt: Attempt, choices: EarlyChoices, microbatches: int) -> float:
     """The makespan if each stage ran everything that may be early in its recompute module, regardless of memory."""
-    assert own.chosen is not None
-    steps = [step for _, block in own.chosen.candidate.schedule.backward for step in block]
-    main = own.pipeline.main
+    assert attempt.chosen is not None
+    steps = [step for _, block in attempt.chosen.candidate.schedule.backward for step in block]
+    main = attempt.pipeline.main
     seconds, reads = dict(main.costs.seconds), dict(main.steps.graph.reads)
     for stage, of_stage in choices.items():
         early = sum(steps[place].seconds or steps[place].operation.seconds for place in of_stage[-1])
@@ -94,4 +96,4 @@ def _makespan_if_early(own: Attempt, choices: EarlyChoices, microbatches: int) -
     graph = StageGraph(reads, main.steps.graph.carried)
     costs = StepCosts(seconds=seconds, transfer_seconds=main.costs.transfer_seconds)
     variant = dataclasses.replace(main, steps=dataclasses.replace(main.steps, graph=graph), costs=costs)
-    return dataclasses.replace(own.pipeline, main=variant, last=variant).predict(microbatches).makespan
+    return dataclasses.replace(attempt.pipeline, main=variant, last=variant).predict(microbatches).makespan

@@ -41,7 +41,12 @@ def receivers_of(
     """
     instead = instead or {}
     parts = {id(part) for split in splits for part in split.parts}
-    tensors = [value for own in primals for value in own if isinstance(value, torch.Tensor) and id(value) not in parts]
+    tensors = [
+        value
+        for of_batch in primals
+        for value in of_batch
+        if isinstance(value, torch.Tensor) and id(value) not in parts
+    ]
     tensors += [split.whole for split in splits]
     pairs = {id(value): instead.get(id(value), value) for value in tensors if value.requires_grad}
     return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items()}
@@ -53,12 +58,12 @@ def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) ->
     Autograd would allocate one of the whole batch's size for each part, and add them up.
     """
     for split in splits:
-        own = [gradients.pop(id(part), None) for part in split.parts]
-        if all(gradient is None for gradient in own):
+        parts = [gradients.pop(id(part), None) for part in split.parts]
+        if all(gradient is None for gradient in parts):
             continue
         pieces = [
             torch.zeros_like(part) if gradient is None else gradient
-            for gradient, part in zip(own, split.parts, strict=True)
+            for gradient, part in zip(parts, split.parts, strict=True)
         ]
         whole = torch.cat(pieces, split.dim)
         before = gradients.get(id(split.whole))  # given twice, or read by all microbatches as well
@@ -83,8 +88,8 @@ def hand_to_autograd(
         if gradient is None:
             continue
         value = receiver.tensor
-        own = key in unshared and gradient.stride() == value.stride()
-        if value.is_leaf and value.grad is None and not has_hooks(value) and own:
+        unshared_total = key in unshared and gradient.stride() == value.stride()
+        if value.is_leaf and value.grad is None and not has_hooks(value) and unshared_total:
             value.grad = gradient
         else:
             edges.append(receiver.edge)
@@ -111,9 +116,13 @@ def loss_with_gradients(
     """
     unshared = _unshared(primals, outputs, gradients)
     # Autograd stores a gradient without other references as ``.grad``, even if its memory is shared.
-    found = [(own.tensor, gradients.pop(key), key in unshared) for key, own in receivers.items() if key in gradients]
-    values = [gradient if own else gradient.clone() for _, gradient, own in found]
-    return _Ready.apply(values, loss, *(tensor for tensor, _, _ in found))
+    with_gradients = [
+        (receiver.tensor, gradients.pop(key), key in unshared)
+        for key, receiver in receivers.items()
+        if key in gradients
+    ]
+    values = [gradient if is_own else gradient.clone() for _, gradient, is_own in with_gradients]
+    return _Ready.apply(values, loss, *(tensor for tensor, _, _ in with_gradients))
 
 
 class _Ready(torch.autograd.Function):

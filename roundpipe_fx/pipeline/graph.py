@@ -324,8 +324,8 @@ class _Compiled:
     def _compile(self, module: fx.GraphModule) -> Boxed:
         if self._compiler == "eager":
             drawing = random_streams.with_streams(module) if self.random else module
-            watched = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
-            return compile_stage(watched, "eager")
+            profiled = drawing if self._see_workspace is None else profile_operators(drawing, self._see_workspace)
+            return compile_stage(profiled, "eager")
         if not self.random:
             return compile_stage(module, self._compiler)
         return random_streams.whole(compile_stage(module, self._compiler))

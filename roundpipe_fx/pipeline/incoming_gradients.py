@@ -28,15 +28,15 @@ def gradients_of_loss(graph: PipelinedGraph, loss: int, primals: Sequence[Any], 
         primals: its inputs.
         weight: of its loss in that of the batch.
     """
-    found = []
+    gradients = []
     for place, traced, strided in zip(graph.main.tangents, graph.tangents, graph.strided, strict=True):
         if place == loss:
-            found.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
+            gradients.append(torch.full((), weight, dtype=traced.dtype, device=traced.device))
         else:
             like = Like.of(primals[graph.main.mutations[place]], traced)
             on_device = dataclasses.replace(like, device=traced.device)  # an offloaded model's lies on the host
-            found.append(incoming_gradient(None, on_device, strided))
-    return found
+            gradients.append(incoming_gradient(None, on_device, strided))
+    return gradients
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ def make_schedule(name: str, graph: StageGraph, costs: StepCosts, devices: int, 
     if name == "roundpipe":
         slots = 1 + max((stage for _, stage in graph.steps), default=0)
         seconds = [0.0] * slots
-        for (_, slot), own in costs.seconds.items():
-            seconds[slot] += own
+        for (_, slot), of_slot in costs.seconds.items():
+            seconds[slot] += of_slot
         whole = round_robin(devices, stages - 1, slots, microbatches, seconds, costs.on_host is not None)
     else:
         whole = _BOUND[name](devices, stages, microbatches)

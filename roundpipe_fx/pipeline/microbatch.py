@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from roundpipe_fx.torch_private import is_replicate_spec, keystr, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 __all__ = [
     "SplitTensor",
@@ -141,13 +142,13 @@ def row_counts(
     """
     if callable(spec):
         firsts = [
-            next((v for v in tree_leaves(own) if isinstance(v, torch.Tensor) and v.dim()), None) for own in pieces
+            next((v for v in tree_leaves(piece) if isinstance(v, torch.Tensor) and v.dim()), None) for piece in pieces
         ]
         return [1 if first is None else first.shape[0] for first in firsts]
     args_spec, kwargs_spec = (None, None) if spec is None else spec
     leaves = _of_the_batch([*_leaves(args, args_spec, "args"), *_leaves(kwargs, kwargs_spec, "")])
     place, dim = next((index, leaf.dim) for index, leaf in enumerate(leaves) if leaf.dim is not None)
-    return [tree_leaves(own)[place].shape[dim] for own in pieces]
+    return [tree_leaves(piece)[place].shape[dim] for piece in pieces]
 
 
 def check_batch_sizes(
@@ -237,8 +238,8 @@ def _whole(parts: Sequence[torch.Tensor], dim: int) -> torch.Tensor | None:
         if [*part.shape[:dim], *part.shape[dim + 1 :]] != [*shape[:dim], *shape[dim + 1 :]]:
             return None
         if any(
-            own != of_first
-            for own, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
+            of_part != of_first
+            for of_part, of_first, is_read in zip(part.stride(), first.stride(), counts, strict=True)
             if is_read
         ):
             return None
@@ -299,18 +300,18 @@ _LABELS = "split_label=a spec"
 def _leaves(value: Any, spec: Any, name: str) -> list[_Leaf]:
     """Every leaf, with how it is split."""
     specs = _spread(spec, value)
-    found = []
+    leaves = []
     for path, leaf in tree_flatten_with_path(value)[0]:
-        given = specs.get(path, _CONVENTION)
+        asked = specs.get(path, _CONVENTION)
         by_convention = 0 if isinstance(leaf, torch.Tensor) and leaf.dim() else None
-        dim = by_convention if given is _CONVENTION else _dim(given)
+        dim = by_convention if asked is _CONVENTION else _dim(asked)
         where = keystr(path)
         label = f"{name}{where}" if name else where.removeprefix("['").replace("']", "", 1)
         if dim is not None and (not isinstance(leaf, torch.Tensor) or not -leaf.dim() <= dim < leaf.dim()):
             kind = f"tensor of {leaf.dim()} dimensions" if isinstance(leaf, torch.Tensor) else type(leaf).__name__
             raise ValueError(f"{label} cannot be split along dimension {dim}: it is a {kind}.")
-        found.append(_Leaf(label, leaf, dim, given is not _CONVENTION))
-    return found
+        leaves.append(_Leaf(label, leaf, dim, asked is not _CONVENTION))
+    return leaves
 
 
 def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
@@ -329,7 +330,7 @@ def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
         return leaves
     candidates = [leaf for leaf in split if leaf.specified] or [leaf for leaf in split if leaf.value.shape[0] != 1]
     batch = candidates[0].value.shape[candidates[0].dim]
-    found = []
+    leaves_of_batch = []
     for leaf in leaves:
         if leaf.dim is not None and not leaf.specified:
             size = leaf.value.shape[leaf.dim]
@@ -342,8 +343,8 @@ def _of_the_batch(leaves: list[_Leaf], warn: bool = False) -> list[_Leaf]:
                         stacklevel=5,
                     )
                 leaf = leaf._replace(dim=None)
-        found.append(leaf)
-    return found
+        leaves_of_batch.append(leaf)
+    return leaves_of_batch
 
 
 def _spread(spec: Any, value: Any) -> dict[Any, Any]:
@@ -351,26 +352,21 @@ def _spread(spec: Any, value: Any) -> dict[Any, Any]:
     if spec is None:
         return {}
     is_spec = lambda item: item is None or _is_spec(item)  # noqa: E731
-    given = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    found = {}
+    specs = tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    spread = {}
     for path, _ in tree_flatten_with_path(value)[0]:
-        above = [item for place, item in given if path[: len(place)] == place]
+        above = [item for place, item in specs if path[: len(place)] == place]
         if above:
-            found[path] = above[0]
-    return found
+            spread[path] = above[0]
+    return spread
 
 
 def _is_spec(item: Any) -> bool:
-    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or _replicates(item)
-
-
-def _replicates(item: Any) -> bool:
-    kind = item if isinstance(item, type) else type(item)
-    return kind.__name__ == "_Replicate"
+    return isinstance(item, int) or hasattr(item, "split_dim") or hasattr(item, "reduce_fn") or is_replicate_spec(item)
 
 
 def _dim(spec: Any) -> int | None:
-    if spec is None or _replicates(spec):
+    if spec is None or is_replicate_spec(spec):
         return None
     dim = getattr(spec, "split_dim", spec)
     if isinstance(dim, bool) or not isinstance(dim, int):

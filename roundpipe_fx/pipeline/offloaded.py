@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx.runtime.host_buffers import allocating_on_host
+from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["Offloaded", "offloaded"]
 

@@ -28,7 +28,7 @@ from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, Statement, 
 from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.gathering import Gathering, refuse_escapes, steps_of, text_of
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
@@ -106,7 +106,7 @@ class ProcessPipeline:
     def agreed(
         self,
         batch: Any,
-        home: Callable[[CapturedCalls], torch.device],
+        generator_device: Callable[[CapturedCalls], torch.device],
         prepare: Callable[[], tuple[CapturedCalls, Scheduled]],
         runs: bool,
         microbatches: int,
@@ -115,7 +115,7 @@ class ProcessPipeline:
 
         Args:
             batch: the step's inputs, any tree.
-            home: returns the device of whose generator a step draws.
+            generator_device: returns the device of whose generator a step draws.
             prepare: captures the microbatches, and works out what workers run in a whole step.
             runs: whether the step is to run, which needs a loaded model.
             microbatches: into how many a batch is split at most.
@@ -159,7 +159,7 @@ class ProcessPipeline:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        device = home(captured)
+        device = generator_device(captured)
         decided = {"graph": graphs, "plan": plan.digest}
         state = random_streams.state_of(device).numpy().tobytes()
         everywhere = dict(decided) if first else {}
@@ -177,7 +177,7 @@ class ProcessPipeline:
             program.draws for program in captured.programs
         ):
             random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
-        self.replication.number_streams(None if alone else [own[0] for own in generators], microbatches)
+        self.replication.number_streams(None if alone else [of_rank[0] for of_rank in generators], microbatches)
         if first:
             self._agreed = True
             self.replication.share_tensors(value for _, value in self.ownership.named())
@@ -191,7 +191,7 @@ class ProcessPipeline:
             transfers = transfers_of(instructions, captured.programs)
             orders = orders_of(instructions, transfers)
             reads = union([program.graph for program in captured.programs]).reads
-            check_transfers(orders, reads, [own.late for own in transfers])
+            check_transfers(orders, reads, [transfer.late for transfer in transfers])
             digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
             names = {id(value): name for name, value in self.ownership.named()}
             gradients = gradients_text(captured.programs, captured.primals, names)
@@ -221,7 +221,7 @@ class ProcessPipeline:
         scheduled_of: Callable[[CapturedCalls, Any], Scheduled],
         tangents: Sequence[Sequence[Any]],
         streams: list[random_streams.RandomStream],
-        given: Sequence[dict[int, Any]],
+        inherited: Sequence[dict[int, Any]],
     ) -> Finished:
         """Run this rank's instructions of a step, or of its forwards or backwards.
 
@@ -232,7 +232,7 @@ class ProcessPipeline:
             scheduled_of: returns what all ranks run, of some kinds of actions.
             tangents: for each microbatch, the incoming gradients.
             streams: of the microbatches' random numbers.
-            given: for each microbatch, what an earlier run has left on this rank.
+            inherited: for each microbatch, what an earlier run has left on this rank.
 
         Returns:
             outputs of all ranks, except updated buffers that others own; the gradients that belong to this rank.
@@ -245,7 +245,7 @@ class ProcessPipeline:
             self._warn_of_late_sends(plan.transfers, programs, budget)
         together = self.group if captured.alone else self.group.everyone
         transport = ProcessTransport(self.group, together, plan.transfers, streams, overlap=budget is None)
-        differentiates = any(program.tangents for program in programs) and (kinds is None or bool(given))
+        differentiates = any(program.tangents for program in programs) and (kinds is None or bool(inherited))
         if differentiates:
             shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)
             averaging = None
@@ -258,14 +258,14 @@ class ProcessPipeline:
             assert replicas is not None
             transport.gathering = Gathering(shards, replicas, self._gathers(captured, scheduled, rank))
         finished = run_pipeline(
-            workers, [instructions[rank]], programs, primals, tangents, streams, given, transport=transport
+            workers, [instructions[rank]], programs, primals, tangents, streams, inherited, transport=transport
         )
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
         where = {
-            (own.action.step, own.action.microbatch): device
+            (instruction.action.step, instruction.action.microbatch): device
             for device, of_device in enumerate(instructions)
-            for own in of_device
+            for instruction in of_device
         }
         for batch, program in enumerate(programs):
             self._share_outputs(program, primals[batch], finished.outputs[batch], batch, where, captured)
@@ -286,7 +286,7 @@ class ProcessPipeline:
         if not late:
             return
         self._warned = True
-        sent = (programs[own.microbatch].values[number] for own in late for number in own.numbers)
+        sent = (programs[message.microbatch].values[number] for message in late for number in message.numbers)
         held = sum(tensor_bytes([value]) for value in sent if isinstance(value, torch.Tensor))
         warnings.warn(
             f"roundpipe_fx: rank {self.group.rank} sends values whose sizes depend on data or are symbolic to ranks "
@@ -330,7 +330,7 @@ class ProcessPipeline:
                 root = min(self._owners_of(id(primals[source.index])))
             else:
                 continue
-            outputs[place] = shared_value(self.group, outputs[place], Layout.of(fakes[place]), root)
+            outputs[place] = shared_value(self.group, outputs[place], ValueLayout.of(fakes[place]), root)
 
     def _share_generator(
         self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream, alone: bool

@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.distributed.pipelining import PipelineStage
-from torch.utils._pytree import key_get, keystr, tree_flatten_with_path
 
 from roundpipe_fx.codegen.forward_stages import ForwardStage, forward_stages
 from roundpipe_fx.distributed.agreement import together
-from roundpipe_fx.distributed.layout import Layout
+from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.results import shared_value
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.torch_private import key_get, keystr, tree_flatten_with_path
 
 __all__ = ["TracedStep", "pytorch_stages"]
 
@@ -107,18 +107,18 @@ class _Stage(_Tensors):
                 "in the other one: set the model's mode, and call model.pytorch_stages again."
             )
         labels = {"labels": kwargs.pop("labels")} if "labels" in kwargs.keys() - signature.parameters.keys() else {}
-        given = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
+        bound = signature.bind_partial(*(args if number == 0 else ()), **kwargs).arguments | labels
         inputs = [*(args if number else ())]
-        for own in sources:
-            if own.tensor:
-                value = _named(self, own.tensor)
-                inputs.append(value.clone() if own.tensor in updated else value)
-            elif own.argument in given:
-                inputs.append(key_get(given[own.argument], own.path))
+        for source in sources:
+            if source.tensor:
+                value = _named(self, source.tensor)
+                inputs.append(value.clone() if source.tensor in updated else value)
+            elif source.argument in bound:
+                inputs.append(key_get(bound[source.argument], source.path))
             else:
                 raise TypeError(
-                    f"stage {number} reads the model's argument {own.argument!r}: give it by keyword on every rank, "
-                    f"schedule.step(…, {own.argument}=…)."
+                    f"stage {number} reads the model's argument {source.argument!r}: give it by keyword on every rank, "
+                    f"schedule.step(…, {source.argument}=…)."
                 )
         results = graph(*inputs)
         with torch.no_grad():
@@ -130,10 +130,10 @@ class _Stage(_Tensors):
 
 
 def _named(module: nn.Module, name: str) -> torch.Tensor:
-    found: Any = module
+    member: Any = module
     for part in name.split("."):
-        found = getattr(found, part)
-    value: torch.Tensor = found
+        member = getattr(member, part)
+    value: torch.Tensor = member
     return value
 
 
@@ -172,13 +172,15 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
         places = {node: place for place, node in enumerate(joint.primals)}
         primals = traced.captured.primals[0]
         tensors = {id(value): value for _, value in ownership.named()}
-        sources = _sources(traced, [primals[places[node]] for own in stages for node in own.primals], processes)
-        read = [{id(primals[places[node]]) for node in own.primals} & tensors.keys() for own in stages]
+        sources = _sources(
+            traced, [primals[places[node]] for exported in stages for node in exported.primals], processes
+        )
+        read = [{id(primals[places[node]]) for node in exported.primals} & tensors.keys() for exported in stages]
         wanted = _read_elsewhere(ownership.owners or {}, tensors, read, ranks)
-        metas = _metas(stages, [[primals[places[node]] for node in own.primals] for own in stages])
+        metas = _metas(stages, [[primals[places[node]] for node in exported.primals] for exported in stages])
     owners = ownership.owners or {}
     for key in wanted:
-        value = shared_value(group, tensors[key].detach(), Layout.of(tensors[key]), min(owners[key]))
+        value = shared_value(group, tensors[key].detach(), ValueLayout.of(tensors[key]), min(owners[key]))
         if group.rank not in owners[key]:
             tensors[key] = nn.Parameter(value, False) if isinstance(tensors[key], nn.Parameter) else value
     read[0] |= {key for key in tensors if ownership.owns(tensors[key])} - set().union(*read) if ranks[0] == 0 else set()
@@ -186,12 +188,12 @@ def pytorch_stages(processes: ProcessPipeline, traced: TracedStep) -> list[Pipel
     for number, stage in enumerate(stages):
         if ranks[number] != group.rank:
             continue
-        own = [sources[id(primals[places[node]])] for node in stage.primals]
+        tensors_of_stage = [sources[id(primals[places[node]])] for node in stage.primals]
         signature = inspect.signature(ownership.model.forward)
         module = _Stage(
             stage=stage,
             number=number,
-            sources=own,
+            sources=tensors_of_stage,
             signature=signature,
             last=number == len(stages) - 1,
             training=ownership.model.training,
@@ -225,13 +227,13 @@ def _meta(shape: Sequence[int], dtype: torch.dtype, requires_grad: bool) -> torc
 
 def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list[int]:
     """The rank of each stage."""
-    found = {
-        own.action.stage: rank
+    rank_of_stage = {
+        instruction.action.stage: rank
         for rank, of_rank in enumerate(instructions)
-        for own in of_rank
-        if own.action.kind is ActionKind.FORWARD
+        for instruction in of_rank
+        if instruction.action.kind is ActionKind.FORWARD
     }
-    ranks = [found.get(stage, -1) for stage in range(count)]
+    ranks = [rank_of_stage.get(stage, -1) for stage in range(count)]
     if ranks != [stage % len(instructions) for stage in range(count)]:
         raise ValueError(
             f"PyTorch's schedules expect stage i on rank i % {len(instructions)}, and these are on ranks {ranks}: "
@@ -242,9 +244,9 @@ def _ranks_of(instructions: Sequence[Sequence[Instruction]], count: int) -> list
 
 def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline) -> dict[int, _Of]:
     """Where each input of stages comes from, by its identity."""
-    found: dict[int, _Of] = {}
+    sources: dict[int, _Of] = {}
     for name, value in processes.ownership.named():
-        found.setdefault(id(value), _Of(tensor=name))
+        sources.setdefault(id(value), _Of(tensor=name))
     signature = inspect.signature(processes.ownership.model.forward)
     arguments = dict(signature.bind_partial(*traced.args, **traced.kwargs).arguments)
     if traced.labels is not None:
@@ -253,18 +255,18 @@ def _sources(traced: TracedStep, read: Sequence[Any], processes: ProcessPipeline
     for name, argument in arguments.items():
         for path, value in tree_flatten_with_path(argument)[0]:
             if isinstance(value, torch.Tensor):
-                twice |= {id(value)} & wanted & found.keys()
-                found.setdefault(id(value), _Of(argument=name, path=tuple(path)))
+                twice |= {id(value)} & wanted & sources.keys()
+                sources.setdefault(id(value), _Of(argument=name, path=tuple(path)))
     for value in read:
-        own = found.get(id(value))
-        if not isinstance(value, torch.Tensor) or own is None or id(value) in twice:
+        source = sources.get(id(value))
+        if not isinstance(value, torch.Tensor) or source is None or id(value) in twice:
             what = "sizes or numbers of the batch" if not isinstance(value, torch.Tensor) else "a tensor"
-            where = f" ({own.argument}{keystr(own.path)})" if own is not None else ""
+            where = f" ({source.argument}{keystr(source.path)})" if source is not None else ""
             raise ValueError(
                 f"stages read {what}{where} that cannot be told from the arguments of the model: pass each tensor as "
                 "one argument, once, and compile with dynamic=False."
             )
-    return found
+    return sources
 
 
 def _read_elsewhere(
@@ -277,17 +279,17 @@ def _read_elsewhere(
     return [
         key
         for key in tensors
-        if any(key in own and rank not in owners[key] for own, rank in zip(read, ranks, strict=True))
+        if any(key in names and rank not in owners[key] for names, rank in zip(read, ranks, strict=True))
     ]
 
 
 def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tensor]]) -> list[tuple[torch.Tensor, ...]]:
     """What each stage returns, without memory: found by running its graph on fake tensors."""
     received: list[torch.Tensor] = []
-    found = []
-    for stage, own in zip(stages, primals, strict=True):
+    metas = []
+    for stage, of_stage in zip(stages, primals, strict=True):
         values = [*(node.meta["val"] for node in (*stage.received, *stage.primals))]
-        flags = [value.requires_grad for value in (*received, *own)]
+        flags = [value.requires_grad for value in (*received, *of_stage)]
         mode = next(value.fake_mode for value in values if isinstance(value, torch.Tensor))  # type: ignore[attr-defined]
         with mode, torch.enable_grad():
             fakes = [
@@ -298,8 +300,8 @@ def _metas(stages: Sequence[ForwardStage], primals: Sequence[Sequence[torch.Tens
                 *(fake.requires_grad_(flag) for fake, flag in zip(fakes, flags, strict=True))
             )[: len(stage.sent)]
         received = [_meta(value.shape, value.dtype, value.requires_grad) for value in results]
-        found.append(tuple(received))
-    return found
+        metas.append(tuple(received))
+    return metas
 
 
 def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tensor], ownership: Any) -> None:
@@ -308,14 +310,14 @@ def _hold(module: nn.Module, model: nn.Module, tensors: Mapping[int, torch.Tenso
     for name, value in ownership.named():
         if id(value) not in tensors:
             continue
-        parent, own = module, tensors[id(value)]
+        parent, target = module, tensors[id(value)]
         *path, last = name.split(".")
         for part in path:
             if not hasattr(parent, part):
                 parent.add_module(part, _Tensors())
             parent = parent.get_submodule(part)
-        if isinstance(own, nn.Parameter):
-            parent.register_parameter(last, own)
+        if isinstance(target, nn.Parameter):
+            parent.register_parameter(last, target)
         else:
-            parent.register_buffer(last, own, persistent=name in saved)
+            parent.register_buffer(last, target, persistent=name in saved)
     module.train(module.training)

@@ -30,12 +30,12 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
         everywhere = frozenset(range(len(orders)))
         first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
         return [SegmentRun(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
-    found = []
+    runs = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
-        own = list(group)
-        stages = [cut.index for cut in own]
-        found.append(SegmentRun(own[0].first, own[-1].last + 1, where, _in_flight(timing, stages, where)))
-    return found
+        members = list(group)
+        stages = [cut.index for cut in members]
+        runs.append(SegmentRun(members[0].first, members[-1].last + 1, where, _in_flight(timing, stages, where)))
+    return runs
 
 
 def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
@@ -43,9 +43,9 @@ def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collecti
     begun = np.full(max(timing.schedule.microbatches, 1), np.inf)
     over = np.full(len(begun), -np.inf)
     for order, starts, ends in zip(timing.schedule.orders, timing.starts, timing.ends, strict=True):
-        own = np.ones(len(order), bool) if stages is None else np.isin(order[:, 1], list(stages))
-        forward = own & (order[:, 0] == NUMBER[ActionKind.FORWARD])
+        inside = np.ones(len(order), bool) if stages is None else np.isin(order[:, 1], list(stages))
+        forward = inside & (order[:, 0] == NUMBER[ActionKind.FORWARD])
         np.minimum.at(begun, order[forward, 2], starts[forward])
-        np.maximum.at(over, order[own, 2], ends[own])
+        np.maximum.at(over, order[inside, 2], ends[inside])
     most = max(int(((begun <= moment) & (over > moment)).sum()) for moment in begun.tolist())
     return max(1, -(-most // len(devices)))

@@ -29,12 +29,12 @@ def segment_starts(joint: JointGraph) -> tuple[OperationKey | None, ...]:
     Args:
         joint: a graph with segments.
     """
-    found: dict[int, OperationKey] = {}
+    firsts: dict[int, OperationKey] = {}
     forward = joint.in_phase(Phase.FORWARD)
     for operation, node, _ in _operations(forward):
-        found.setdefault(node.meta[Mark.SEGMENT], operation)
+        firsts.setdefault(node.meta[Mark.SEGMENT], operation)
     last = max((node.meta[Mark.SEGMENT] for node in forward), default=0)
-    return tuple(found.get(segment) for segment in range(1, last + 1))
+    return tuple(firsts.get(segment) for segment in range(1, last + 1))
 
 
 def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> list[int] | None:
@@ -54,23 +54,23 @@ def starts_like(joint: JointGraph, starts: Sequence[OperationKey | None]) -> lis
     known = [start for start in starts if start is not None]
     if not all(start in positions for start in known):
         return None
-    found = [0]
-    for own in sorted(positions[start] for start in known):
+    starts_here = [0]
+    for boundary in sorted(positions[start] for start in known):
         # Views and computations of sizes belong to what follows, unless nothing else comes before.
-        position = own
-        while position > found[-1] and not _makes_memory(forward[position - 1]):
+        position = boundary
+        while position > starts_here[-1] and not _makes_memory(forward[position - 1]):
             position -= 1
-        position = position if position > found[-1] else max(own, found[-1] + 1)
+        position = position if position > starts_here[-1] else max(boundary, starts_here[-1] + 1)
         while position < len(forward) and tuples[position - 1]:
             position += 1
         if position >= len(forward):
             return None
-        found.append(position)
-    return found[1:]
+        starts_here.append(position)
+    return starts_here[1:]
 
 
 def same_boundaries(
-    boundaries: Iterable[int], theirs: Sequence[OperationKey | None], own: Sequence[OperationKey | None]
+    boundaries: Iterable[int], theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> dict[int, int] | None:
     """Boundaries between the segments of one graph, among the segments of another that does not have the same.
 
@@ -80,23 +80,23 @@ def same_boundaries(
     Args:
         boundaries: numbers of the segments that begin at them.
         theirs: the first operation of each segment but the first; ``None``: not known.
-        own: the same of the other graph.
+        ours: the same of the other graph.
 
     Returns:
         the boundaries by theirs, with those at the beginning and at the end; ``None`` if there are too few segments.
     """
     wanted = sorted({*boundaries} - {0})
-    segments, last = len(own) + 1, 0
+    segments, last = len(ours) + 1, 0
     if len(wanted) >= segments:
         return None
-    places = {key: place for place, key in enumerate(own, 1)} | {None: None}
-    found = {0: 0, len(theirs) + 1: segments}
+    places = {key: place for place, key in enumerate(ours, 1)} | {None: None}
+    boundaries_here = {0: 0, len(theirs) + 1: segments}
     for number, boundary in enumerate(wanted):
         near = places.get(theirs[boundary - 1])
         if near is None:
             near = round(boundary * segments / (len(theirs) + 1))
-        last = found[boundary] = min(max(near, last + 1), segments - len(wanted) + number)
-    return found
+        last = boundaries_here[boundary] = min(max(near, last + 1), segments - len(wanted) + number)
+    return boundaries_here
 
 
 def _operations(forward: Sequence[fx.Node]) -> Iterator[tuple[OperationKey, fx.Node, int]]:

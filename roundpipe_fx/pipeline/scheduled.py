@@ -47,7 +47,7 @@ def scheduled_run(captured: CapturedCalls, kinds: tuple[ActionKind, ...] | None)
     graph = union([program.graph for program in captured.programs])
     pipeline = captured.graphs[0].pipeline
     whole = pipeline.schedule(graph, len(captured.programs))
-    pipelines = [own.pipeline for own in captured.graphs]
+    pipelines = [of_batch.pipeline for of_batch in captured.graphs]
     others = costs_of_others(pipelines)
     offloads = pipeline.offloads(whole, graph, others) if kinds is None else []
     kept = pipeline.kept(whole, graph, others)

@@ -90,14 +90,14 @@ def segment_costs(joint: JointGraph, setting: Setting) -> SegmentCosts:
     forward_reads, backward_reads, saved = _of_operations(graph, len(segments))
     forward_peak, backward_peak = [0] * len(segments), [0] * len(segments)
     for operation in graph.forward:
-        own = operation.segment
-        forward_peak[own] = max(forward_peak[own], bytes_of_operation(graph, operation))
-    for own, operations in graph.backward.items():
-        backward_peak[own] = max((bytes_of_operation(graph, operation) for operation in operations), default=0)
+        inside = operation.segment
+        forward_peak[inside] = max(forward_peak[inside], bytes_of_operation(graph, operation))
+    for inside, operations in graph.backward.items():
+        backward_peak[inside] = max((bytes_of_operation(graph, operation) for operation in operations), default=0)
     numbers = {node: number for number, node in enumerate(joint.primals) if node in joint.parameters}
     read: list[set[int]] = [set() for _ in segments]
     for node in joint.computed():
-        read[node.meta[Mark.SEGMENT]].update(numbers[own] for own in node.all_input_nodes if own in numbers)
+        read[node.meta[Mark.SEGMENT]].update(numbers[source] for source in node.all_input_nodes if source in numbers)
     gradients: list[Counter[int]] = [Counter() for _ in segments]
     parameters = set(numbers.values())
     for owner, gradient in zip(joint.gradient_owners, joint.gradients, strict=True):
@@ -134,34 +134,38 @@ def _late_seconds(graph: OperationGraph, count: int) -> tuple[float, ...]:
 
 
 _Reads = tuple[frozenset[int], ...]
-_Saved = tuple[tuple[tuple[int, float], ...], ...]
+_SavedBySegment = tuple[tuple[tuple[int, float], ...], ...]
 
 
-def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _Saved]:
+def _of_operations(graph: OperationGraph, count: int) -> tuple[_Reads, _Reads, _SavedBySegment]:
     """Who reads whom, and what the backward reads of the forward."""
     forward: list[set[int]] = [set() for _ in range(count)]
     backward: list[set[int]] = [set() for _ in range(count)]
     for operation in graph.forward:
         forward[operation.segment].update(
-            graph.segment_of[own] for own in operation.reads if graph.is_forward(own) and own not in graph.tangents
+            graph.segment_of[storage]
+            for storage in operation.reads
+            if graph.is_forward(storage) and storage not in graph.tangents
         )
     kept: set[int] = set()
     for segment, operations in graph.backward.items():
-        made = [own for operation in operations for own in operation.reads]
-        kept.update(own for own in made if graph.is_forward(own))
+        made = [storage for operation in operations for storage in operation.reads]
+        kept.update(storage for storage in made if graph.is_forward(storage))
         backward[segment].update(
-            graph.segment_of[own] for own in made if not graph.is_forward(own) and graph.segment_of[own] < count
+            graph.segment_of[storage]
+            for storage in made
+            if not graph.is_forward(storage) and graph.segment_of[storage] < count
         )
     saved: list[list[tuple[int, float]]] = [[] for _ in range(count)]
-    together = Counter(graph.makers[own] for own in kept)  # one operation recomputes all that it makes
-    for own in sorted(kept):
+    together = Counter(graph.makers[storage] for storage in kept)  # one operation recomputes all that it makes
+    for storage in sorted(kept):
         seconds = math.inf
-        if own in graph.recipes and own not in graph.must_save and own not in graph.outputs:
-            recipes = [graph.recipes[own], *([graph.mask_only[own]] if own in graph.mask_only else [])]
-            seconds = min(recipe.seconds for recipe in recipes) / together[graph.makers[own]]
-        saved[graph.segment_of[own]].append((graph.sizes[own], seconds))
+        if storage in graph.recipes and storage not in graph.must_save and storage not in graph.outputs:
+            recipes = [graph.recipes[storage], *([graph.mask_only[storage]] if storage in graph.mask_only else [])]
+            seconds = min(recipe.seconds for recipe in recipes) / together[graph.makers[storage]]
+        saved[graph.segment_of[storage]].append((graph.sizes[storage], seconds))
     return (
-        tuple(frozenset(own - {place}) for place, own in enumerate(forward)),
-        tuple(frozenset(own - {place}) for place, own in enumerate(backward)),
+        tuple(frozenset(reads - {place}) for place, reads in enumerate(forward)),
+        tuple(frozenset(reads - {place}) for place, reads in enumerate(backward)),
         tuple(map(tuple, saved)),
     )

@@ -196,20 +196,20 @@ def parse_pipelining(
     )
 
 
-def _device(given: torch.device | str) -> torch.device:
+def _device(asked: torch.device | str) -> torch.device:
     try:
-        device = torch.device(given)
+        device = torch.device(asked)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"devices: {given!r} is not a device: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"devices: {asked!r} is not a device: {str(error).splitlines()[0]}") from None
     if device.type == "cpu":
         if device.index not in (None, 0):
-            raise ValueError(f"devices: {given!r} does not exist; the CPU is 'cpu', named once for each worker.")
+            raise ValueError(f"devices: {asked!r} does not exist; the CPU is 'cpu', named once for each worker.")
         return torch.device("cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if not torch.cuda.is_available():
-            raise ValueError(f"devices: {given!r} does not exist: this machine has no CUDA device.")
+            raise ValueError(f"devices: {asked!r} does not exist: this machine has no CUDA device.")
         if device.index is not None and device.index >= count:
-            raise ValueError(f"devices: {given!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
+            raise ValueError(f"devices: {asked!r} does not exist: this machine has cuda:0 to cuda:{count - 1}.")
         return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    raise ValueError(f"devices: {given!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")
+    raise ValueError(f"devices: {asked!r} is not supported; devices are 'cpu' or 'cuda:<number>'.")

@@ -82,14 +82,14 @@ def gathered_stages(costs: StepCosts, timing: Timing) -> tuple[GatheredStage, ..
     """
     if costs.sharded is None:
         return ()
-    whole, found = costs.sharded.whole_bytes, []
+    whole, gathered = costs.sharded.whole_bytes, []
     for order in device_orders(timing.schedule):
         gaps = Counter(gap.stage for gap in gaps_of(order, costs.sharded))
-        kept = Counter(own.stage for own in timing.kept if own.device == order.device)
+        kept = Counter(staying.stage for staying in timing.kept if staying.device == order.device)
         read: dict[int, set[int]] = {}
         for step in set(order.steps):
             read.setdefault(step[1], set()).update(costs.sharded.reads.get(step, ()))
-        found += [
+        gathered += [
             GatheredStage(
                 device=order.device,
                 stage=stage,
@@ -99,7 +99,7 @@ def gathered_stages(costs: StepCosts, timing: Timing) -> tuple[GatheredStage, ..
             )
             for stage in sorted(read)
         ]
-    return tuple(found)
+    return tuple(gathered)
 
 
 def _is_sharded(value: object) -> bool:

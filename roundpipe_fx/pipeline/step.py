@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.pipeline.calls_alive import CallsAlive
@@ -44,12 +43,13 @@ from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompi
 from roundpipe_fx.pipeline.through_autograd import through_autograd
 from roundpipe_fx.pipeline.updating import updating
 from roundpipe_fx.runtime import random_streams
+from roundpipe_fx.runtime.bridge import NothingCompiled, return_results
 from roundpipe_fx.runtime.optimizer_parameters import OptimizerParameters
 from roundpipe_fx.runtime.pipeline_run import Finished, joined_spans, run_pipeline
-from roundpipe_fx.runtime.pipelined_calls import NothingCompiled, return_results
 from roundpipe_fx.runtime.stage_updates import StepUpdates
 from roundpipe_fx.runtime.worker import Workers
 from roundpipe_fx.schedules import ActionKind
+from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["Pipeline", "Splitting"]
 
@@ -153,11 +153,13 @@ class Pipeline:
             with within as updates:
                 finished = self._run(captured, tangents, None, [], updates)
                 gather(finished.gradients, splits)
-                total = weighted_sum([own[place] for own, place in zip(finished.outputs, losses, strict=True)], weights)
+                total = weighted_sum(
+                    [of_batch[place] for of_batch, place in zip(finished.outputs, losses, strict=True)], weights
+                )
                 ready = receivers, captured.primals, finished.outputs, finished.gradients
                 if not hand_over:  # to the inputs as they were before the step updated them
                     total = loss_with_gradients(total, *ready)
-                outputs = self._answer(captured, finished.outputs)
+                outputs = self._model_outputs(captured, finished.outputs)
                 if self._processes is not None and captured.averaged:
                     self._processes.replication.replace_unsynchronized()
                 hand_to_autograd(*ready)
@@ -181,11 +183,11 @@ class Pipeline:
             training = any(program.tangents for program in captured.programs)
             if not training:
                 finished = self._run(captured, [[] for _ in captured.programs], (ActionKind.FORWARD,), [])
-                outputs = self._answer(captured, finished.outputs)
+                outputs = self._model_outputs(captured, finished.outputs)
                 return self._returned(merge(outputs, self._splitting.outputs, weights))
             run = functools.partial(self._run_part, captured)
-            results, own = through_autograd(captured, splits, run, self._alive, self._sharded())
-            outputs = self._answer(captured, results, own)
+            results, of_outputs = through_autograd(captured, splits, run, self._alive, self._sharded())
+            outputs = self._model_outputs(captured, results, of_outputs)
         return self._returned(merge(outputs, self._splitting.outputs, weights))
 
     def trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedStep:
@@ -206,8 +208,8 @@ class Pipeline:
                 make = lambda: noted(self._calls_of_model(args, kwargs))  # noqa: E731
                 captured, *_ = self._captured(make, batch, forwards_before_backwards=True, runs=False)
                 return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args)
-            given = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
-            make = lambda: noted(self._calls_of_step(args, given, labels, loss_fn, "loss"))  # noqa: E731
+            inputs = {name: value for name, value in kwargs.items() if name not in ("labels", "loss_fn")}
+            make = lambda: noted(self._calls_of_step(args, inputs, labels, loss_fn, "loss"))  # noqa: E731
             captured, *_ = self._captured(make, batch, runs=False)
             return TracedStep(captured, self._scheduled(captured, None).instructions, *made[0].args[2:])
 
@@ -239,8 +241,10 @@ class Pipeline:
         if self._processes is None:
             captured = capture()
         else:
-            given = batch, torch.is_grad_enabled()
-            captured = self._processes.agreed(given, self._home, prepare, runs, self.settings.microbatches)
+            agreed_on = batch, torch.is_grad_enabled()
+            captured = self._processes.agreed(
+                agreed_on, self._generator_device, prepare, runs, self.settings.microbatches
+            )
         added = any(graph.loss_reduction == "sum" for graph in captured.graphs)
         return captured, made[1], [1.0] * len(made[2]) if added else made[2]
 
@@ -275,14 +279,14 @@ class Pipeline:
         if self.settings.loss_reduction == "sum" or len(pieces) == 1:
             return [1.0] * len(pieces)
         rows = row_counts(args, kwargs, pieces, self._splitting.inputs)
-        return [own / sum(rows) for own in rows]
+        return [count_of_batch / sum(rows) for count_of_batch in rows]
 
     def _split(self, args: Any, kwargs: Any, pieces: Sequence[tuple[Any, Any]]) -> list[SplitTensor]:
         spec = self._splitting.inputs
         of_args, of_kwargs = (spec, spec) if callable(spec) else (None, None) if spec is None else spec
         return [
-            *split_tensors(args, [own for own, _ in pieces], of_args),
-            *split_tensors(kwargs, [own for _, own in pieces], of_kwargs),
+            *split_tensors(args, [of_call for of_call, _ in pieces], of_args),
+            *split_tensors(kwargs, [of_call for _, of_call in pieces], of_kwargs),
         ]
 
     def close(self) -> None:
@@ -322,13 +326,13 @@ class Pipeline:
         with self._looking_moved(), self._traced():
             modules = [*self._model.modules()]
             keep = torch_private.keep_users_exceptions
-            own = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
-            return capture_calls(own, self._compile_state, forwards_before_backwards)
+            noting = [functools.partial(keep, call.func, modules, *call.args, **call.keywords) for call in calls]
+            return capture_calls(noting, self._compile_state, forwards_before_backwards)
 
     def _batch_norm(self) -> contextlib.AbstractContextManager[None]:
         return deferred(self._model) if self._deferred else contextlib.nullcontext()
 
-    def _answer(
+    def _model_outputs(
         self,
         captured: CapturedCalls,
         results: Sequence[Sequence[Any]],
@@ -339,27 +343,27 @@ class Pipeline:
         Autograd would differentiate returned results through a graph that was never run, so those that are
         differentiated are replaced.
         """
-        answers = []
+        outputs = []
         updated = {
-            id(own[place]): own[place]
-            for program, own in zip(captured.programs, captured.primals, strict=True)
+            id(of_batch[place]): of_batch[place]
+            for program, of_batch in zip(captured.programs, captured.primals, strict=True)
             for place in program.mutations.values()
         }
         writable: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._processes is not None:
             writable = self._processes.ownership.writable(updated.values())
         with self._looking_moved(updated), self._traced(), writable:
-            for index, (call, own) in enumerate(zip(captured.calls, results, strict=True)):
-                given = [value.detach() if isinstance(value, torch.Tensor) else value for value in own]
-                with return_results(given, functools.partial(check_unchanged, captured, index)):
+            for index, (call, of_batch) in enumerate(zip(captured.calls, results, strict=True)):
+                returned = [value.detach() if isinstance(value, torch.Tensor) else value for value in of_batch]
+                with return_results(returned, functools.partial(check_unchanged, captured, index)):
                     output = call()
                 if differentiated is not None:
-                    pairs = [(given[place], result) for place, result in differentiated[index].items()]
+                    pairs = [(returned[place], result) for place, result in differentiated[index].items()]
                     output = tree_map(functools.partial(_own, pairs), output)
-                answers.append(output)
+                outputs.append(output)
         if self._processes is not None:
             self._processes.finish(captured)
-        return answers
+        return outputs
 
     def _run_part(
         self, captured: CapturedCalls, tangents: Sequence[Sequence[Any]], left: list[dict[int, Any]] | None
@@ -376,22 +380,24 @@ class Pipeline:
         captured: CapturedCalls,
         tangents: Sequence[Sequence[Any]],
         kinds: tuple[ActionKind, ...] | None,
-        given: Sequence[dict[int, Any]],
+        inherited: Sequence[dict[int, Any]],
         updating: StepUpdates | None = None,
     ) -> Finished:
         scheduled = self._scheduled(captured, kinds)
-        home = self._home(captured)
+        device = self._generator_device(captured)
         first = self._processes.replication.first_stream if self._processes is not None else 0
-        streams = random_streams.random_streams(home, len(captured.programs), first)
+        streams = random_streams.random_streams(device, len(captured.programs), first)
         if self._workers is None:
             devices = self.settings.devices if self._processes is None else self.settings.devices[:1]
-            self._workers = Workers(devices or (home,))
+            self._workers = Workers(devices or (device,))
         on_host: Collection[int] = ()
         if self._offloaded is not None:
             self._offloaded.pin()
             on_host = self._offloaded.tensors.keys()
         if self._processes is not None:
-            finished = self._processes.run(self._workers, captured, kinds, self._scheduled, tangents, streams, given)
+            finished = self._processes.run(
+                self._workers, captured, kinds, self._scheduled, tangents, streams, inherited
+            )
         else:
             finished = run_pipeline(
                 self._workers,
@@ -400,13 +406,13 @@ class Pipeline:
                 captured.primals,
                 tangents,
                 streams,
-                given,
+                inherited,
                 on_host,
                 offloads=scheduled.offloads if on_host else (),
                 updates=self._optimized.updates,
                 updating=updating,
             )
-        random_streams.finish(home, streams)
+        random_streams.finish(device, streams)
         whole = kinds != _BACKWARD or not captured.graphs[0].measured
         before = [] if whole else captured.graphs[0].measured[-1]
         captured.graphs[0].measured[:] = [joined_spans(before, finished.spans)]
@@ -426,7 +432,7 @@ class Pipeline:
             self._schedules[key] = scheduled_run(captured, kinds)
         return self._schedules[key]
 
-    def _home(self, captured: CapturedCalls) -> torch.device:
+    def _generator_device(self, captured: CapturedCalls) -> torch.device:
         kind = self.settings.devices[0].type if self.settings.devices else None
         if self._offloaded is not None:
             return self._offloaded.device
@@ -446,10 +452,14 @@ def _own(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], value: Any) -> Any:
     """
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return value
-    sharing = [own for alias, own in pairs if _shares(alias, value)]
-    for own in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
-        if (value.shape, value.stride(), value.storage_offset()) == (own.shape, own.stride(), own.storage_offset()):
-            return own
+    sharing = [shared for alias, shared in pairs if _shares(alias, value)]
+    for shared in sharing:  # results may be views of one another, each with a gradient of its own, as those of unbind
+        if (value.shape, value.stride(), value.storage_offset()) == (
+            shared.shape,
+            shared.stride(),
+            shared.storage_offset(),
+        ):
+            return shared
     if sharing:  # one of several views of an intermediate result, which the graph returns in their place
         return sharing[0].as_strided(value.shape, value.stride(), value.storage_offset())
     return value

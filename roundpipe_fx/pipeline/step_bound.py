@@ -5,11 +5,11 @@ a pipeline of which ``w`` seconds of every microbatch run there::
 
     first stage's forward can begin    all microbatches run here           backwards of earlier stages, or
     (or its parameters are gathered)                                       the last gradients are reduced
-    ├── head ────────────────────────┼── microbatches × (w + again) ─────┼── tail ──┤
+    ├── head ────────────────────────┼── microbatches × (w + r) ─────────┼── tail ──┤
 
-``again`` is what is recomputed at the least: when most microbatches are in flight, what they save must fit beside
+``r`` is what is recomputed at the least: when most microbatches are in flight, what they save must fit beside
 gradients, gathered parameters and the largest operation. Values whose recomputation takes the fewest seconds a byte are
-dropped first, each as if everything that it is computed from were at hand, so no plan recomputes for less. Tiles
+dropped first, each as if everything that it is computed from were available, so no plan recomputes for less. Tiles
 (:mod:`roundpipe_fx.compiler.tiling`) do, so for them this part is left out.
 """
 
@@ -70,13 +70,13 @@ class Bound:
         seconds: of a step without tiles; infinite where none fits.
         seconds_in_tiles: of a step with any tiles; infinite where none fits.
         bytes: of the fullest device, with weights and optimizer state.
-        again: for each device, seconds that it recomputes of each microbatch.
+        recompute_seconds: for each device, seconds that it recomputes of each microbatch.
     """
 
     seconds: float
     seconds_in_tiles: float
     bytes: int
-    again: tuple[float, ...]
+    recompute_seconds: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class StepBounds:
     def __post_init__(self) -> None:
         self._cut: dict[int, _Stages] = {}
         self._known: dict[Division, Bound] = {}
-        trained = {number for own in self.costs.gradients for number in own}
+        trained = {number for of_segment in self.costs.gradients for number in of_segment}
         self._sizes = {number: tensor_bytes([tensor]) for number, tensor in self.costs.tensors.items()}
         self._trained = frozenset(trained)
 
@@ -145,26 +145,30 @@ class StepBounds:
         devices = self._devices(division)
         parallel = self._parallel(division)
         shared = self._shared(division, stages, devices)
-        weights = [self._weights(division, stages, own) for own, _ in devices]
+        weights = [self._weights(division, stages, numbers) for numbers, _ in devices]
         fixed = max(weights, default=0) if self.with_weights else 0
         # One gradient, or parameter, is copied where it is averaged, or gathered, on all devices alike.
-        copied = max((self._whole(division, own) for own in self._trained), default=0) if parallel is not None else 0
+        copied = (
+            max((self._whole(division, number) for number in self._trained), default=0) if parallel is not None else 0
+        )
         seconds = in_tiles = 0.0
         most, recomputed = 0, []
-        for (own, order), weight in zip(devices, weights, strict=True):
-            gradients = self._gradients(division, stages, own)
-            lowest, again = self._recomputed(division, stages, order, gradients, self.memory - fixed - copied)
-            head, tail, link = self._edges(division, stages, own, gradients, parallel, shared)
-            busy = sum(stages.forward[stage] + stages.backward[stage] for stage in own)
+        for (numbers, order), weight in zip(devices, weights, strict=True):
+            gradients = self._gradients(division, stages, numbers)
+            lowest, recompute = self._recomputed(division, stages, order, gradients, self.memory - fixed - copied)
+            head, tail, link = self._edges(division, stages, numbers, gradients, parallel, shared)
+            busy = sum(stages.forward[stage] + stages.backward[stage] for stage in numbers)
             count = self.microbatches // division.replicas
             if fixed + sum(gradients[-1].values()) > self.memory:
-                again = busy = math.inf
-            recomputed.append(again)
-            seconds = max(seconds, head + count * (busy + again) + tail, link)
+                recompute = busy = math.inf
+            recomputed.append(recompute)
+            seconds = max(seconds, head + count * (busy + recompute) + tail, link)
             in_tiles = max(in_tiles, head + count * busy + tail, link)
             most = max(most, weight + copied + lowest)
         exact = 1 - _ROUNDING
-        return Bound(seconds=seconds * exact, seconds_in_tiles=in_tiles * exact, bytes=most, again=tuple(recomputed))
+        return Bound(
+            seconds=seconds * exact, seconds_in_tiles=in_tiles * exact, bytes=most, recompute_seconds=tuple(recomputed)
+        )
 
     def simulated(self, division: Division, estimate: bool) -> float:
         """Seconds of a step as its schedule is simulated with the costs of segments, everything that can stay gathered.
@@ -177,22 +181,22 @@ class StepBounds:
             the seconds; those of :meth:`of` where a step has too many actions to be simulated for each division, or the
             parts of split backwards would have to be known for a bound.
         """
-        count, found = self.microbatches // division.replicas, self.of(division)
+        count, bound = self.microbatches // division.replicas, self.of(division)
         split = division.schedule == "zero_bubble"
-        if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(found.seconds):
-            return found.seconds
+        if count * division.stages > _MOST_SIMULATED or (split and not estimate) or math.isinf(bound.seconds):
+            return bound.seconds
         stages = self._stages(division.stages)
         graph = chain(division.stages, split=split, recompute=True)
         made = make_schedule(division.schedule, graph, StepCosts(seconds={}), division.pipeline, count)
         made = made.halves() if self.halves else made
         device_of = {stage: device for device, order in enumerate(made.orders) for stage in np.unique(order[:, 1])}
-        again = found.again if estimate else [0.0] * division.pipeline
+        recompute = bound.recompute_seconds if estimate else [0.0] * division.pipeline
         shares: dict[StageAction, float] = {}
         for stage, (backward, late) in enumerate(zip(stages.backward, stages.late, strict=True)):
-            own = sum(device == device_of[stage] for device in device_of.values())
+            count_there = sum(device == device_of[stage] for device in device_of.values())
             shares[ActionKind.FORWARD, stage] = stages.forward[stage]
             shares[ActionKind.RECOMPUTE, stage] = 0.0 if estimate else backward - late
-            seconds = backward + again[device_of[stage]] / own if estimate else late
+            seconds = backward + recompute[device_of[stage]] / count_there if estimate else late
             for kind in (ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT) if split else (ActionKind.BACKWARD,):
                 shares[kind, stage] = seconds / (2 if split else 1)
         costs = self._step_costs(division, stages, graph, shares, estimate)
@@ -212,8 +216,8 @@ class StepBounds:
         gradients: dict[StageAction, dict[int, int]] = {}
         reads: dict[StageAction, tuple[int, ...]] = {}
         sent: dict[tuple[StageAction, StageAction], int] = {}
-        for stage, own in enumerate(stages.segments):
-            added = {number for at in own for number in self.costs.gradients[at]}
+        for stage, members in enumerate(stages.segments):
+            added = {number for at in members for number in self.costs.gradients[at]}
             gradients[last, stage] = {number: self._sizes[number] for number in added}
             read = tuple(sorted(self._read(stages, [stage]) & self._trained))
             reads |= {step: read for step in graph.steps if step[1] == stage}
@@ -242,17 +246,17 @@ class StepBounds:
             costs = self.costs
             starts = costs.starts(count)
             segments = tuple(range(*ends) for ends in zip(starts, [*starts[1:], costs.count], strict=True))
-            stage_of = {segment: stage for stage, own in enumerate(segments) for segment in own}
-            forward = tuple(sum(costs.forward_seconds[own] for own in of) for of in segments)
-            backward = tuple(sum(costs.backward_seconds[own] for own in of) for of in segments)
-            late = tuple(sum(costs.late_seconds[own] for own in of) for of in segments)
+            stage_of = {segment: stage for stage, members in enumerate(segments) for segment in members}
+            forward = tuple(sum(costs.forward_seconds[member] for member in of) for of in segments)
+            backward = tuple(sum(costs.backward_seconds[member] for member in of) for of in segments)
+            late = tuple(sum(costs.late_seconds[member] for member in of) for of in segments)
             begins = [0.0] * count
             for stage, of in enumerate(segments):
-                sources = {stage_of[source] for own in of for source in costs.forward_reads[own]} - {stage}
-                begins[stage] = max((begins[own] + forward[own] for own in sources), default=0.0)
+                sources = {stage_of[source] for member in of for source in costs.forward_reads[member]} - {stage}
+                begins[stage] = max((begins[earlier] + forward[earlier] for earlier in sources), default=0.0)
             left = [0.0] * count
             for stage, of in enumerate(segments):  # backwards of earlier stages wait for those of later ones
-                for source in {stage_of[source] for own in of for source in costs.backward_reads[own]} - {stage}:
+                for source in {stage_of[source] for member in of for source in costs.backward_reads[member]} - {stage}:
                     left[source] = max(left[source], late[stage] + left[stage])
             self._cut[count] = _Stages(
                 segments=segments,
@@ -283,19 +287,21 @@ class StepBounds:
         self, division: Division, stages: _Stages, devices: Sequence[tuple[Sequence[int], np.ndarray]]
     ) -> frozenset[int]:
         """Parameters with gradients on several devices, which are reduced at some other time."""
-        found: dict[int, int] = {}
-        for own, _ in devices:
-            added = {number for stage in own for at in stages.segments[stage] for number in self.costs.gradients[at]}
+        devices_of: dict[int, int] = {}
+        for stages_there, _ in devices:
+            added = {
+                number for stage in stages_there for at in stages.segments[stage] for number in self.costs.gradients[at]
+            }
             for number in added:
-                found[number] = found.get(number, 0) + 1
-        return frozenset(number for number, count in found.items() if count > 1)
+                devices_of[number] = devices_of.get(number, 0) + 1
+        return frozenset(number for number, count in devices_of.items() if count > 1)
 
-    def _read(self, stages: _Stages, own: Collection[int]) -> set[int]:
-        return {number for stage in own for at in stages.segments[stage] for number in self.costs.parameters[at]}
+    def _read(self, stages: _Stages, numbers: Collection[int]) -> set[int]:
+        return {number for stage in numbers for at in stages.segments[stage] for number in self.costs.parameters[at]}
 
-    def _weights(self, division: Division, stages: _Stages, own: Collection[int]) -> int:
+    def _weights(self, division: Division, stages: _Stages, numbers: Collection[int]) -> int:
         """Bytes of a device between steps."""
-        whole = {number: self._part(division, number) for number in self._read(stages, own)}
+        whole = {number: self._part(division, number) for number in self._read(stages, numbers)}
         trained = sum(size for number, size in whole.items() if number in self._trained)
         return sum(whole.values()) + int(self.optimizer_share * trained)
 
@@ -306,17 +312,17 @@ class StepBounds:
             return padded_bytes(tensor, division.replicas) // division.replicas
         return self._sizes[number]
 
-    def _gradients(self, division: Division, stages: _Stages, own: Sequence[int]) -> list[dict[int, int]]:
+    def _gradients(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> list[dict[int, int]]:
         """Bytes of the gradients of a device, by number: of its first stage, of its first two, …, of all."""
-        found: list[dict[int, int]] = [{}]
-        for stage in own:
+        bytes_so_far: list[dict[int, int]] = [{}]
+        for stage in numbers:
             added = {
                 number: self._part(division, number) if division.sharded else size
                 for at in stages.segments[stage]
                 for number, size in self.costs.gradients[at].items()
             }
-            found.append({**found[-1], **added})
-        return found
+            bytes_so_far.append({**bytes_so_far[-1], **added})
+        return bytes_so_far
 
     def _recomputed(
         self,
@@ -324,42 +330,42 @@ class StepBounds:
         stages: _Stages,
         order: np.ndarray,
         gradients: Sequence[dict[int, int]],
-        room: float,
+        spare: float,
     ) -> tuple[int, float]:
         """Bytes that a device holds at the least, and seconds that it recomputes of each microbatch at the least.
 
         It is looked at after the action with which most is saved, and during the one that needs most beside what other
         microbatches have saved.
         """
-        own = np.unique(order[:, 1]).tolist()
-        saved = {stage: [value for at in stages.segments[stage] for value in self.costs.saved[at]] for stage in own}
-        column = np.searchsorted(own, order[:, 1])
+        numbers = np.unique(order[:, 1]).tolist()
+        saved = {stage: [value for at in stages.segments[stage] for value in self.costs.saved[at]] for stage in numbers}
+        column = np.searchsorted(numbers, order[:, 1])
         forwards = order[:, 0] == NUMBER[ActionKind.FORWARD]
         begins = np.isin(order[:, 0], [NUMBER[ActionKind.BACKWARD], NUMBER[ActionKind.BACKWARD_INPUT]])
-        change = np.zeros((len(order) + 1, len(own)), dtype=np.int64)
+        change = np.zeros((len(order) + 1, len(numbers)), dtype=np.int64)
         change[np.arange(len(order)) + 1, column] = forwards.astype(np.int64) - begins
         flight = np.cumsum(change, axis=0)  # by stage, microbatches that are saved before an action
         if division.schedule == "gpipe" or self.halves:  # all of them are in flight
             few = int(order[:, 2].max()) + 1
             flight *= self.microbatches // division.replicas // few
         others = np.where(forwards[:, None], flight[:-1], flight[1:])
-        begun = self._begun(division, stages, order, begins, own, gradients)
-        beside = begun[:-1] + self._during(division, stages, own)[forwards.astype(np.int64), column]
-        whole = np.array([sum(size for size, _ in saved[stage]) for stage in own], dtype=np.int64)
-        least = [sum(size for size, seconds in saved[stage] if math.isinf(seconds)) for stage in own]
-        lowest, again = 0, 0.0
+        begun = self._begun(division, stages, order, begins, numbers, gradients)
+        beside = begun[:-1] + self._during(division, stages, numbers)[forwards.astype(np.int64), column]
+        whole = np.array([sum(size for size, _ in saved[stage]) for stage in numbers], dtype=np.int64)
+        least = [sum(size for size, seconds in saved[stage] if math.isinf(seconds)) for stage in numbers]
+        lowest, recompute_seconds = 0, 0.0
         for counts, fixed in ((flight, begun), (others, beside)):
             lowest = max(lowest, int((counts @ np.array(least, dtype=np.int64) + fixed).max()))
             levels = counts @ whole + fixed
             place = int(levels.argmax())
             values = [
                 (seconds, int(counts[place, index]) * size)
-                for index, stage in enumerate(own)
+                for index, stage in enumerate(numbers)
                 for size, seconds in saved[stage]
                 if size and counts[place, index]
             ]
-            again = max(again, _cheapest(values, int(levels[place]) - room))
-        return lowest, again
+            recompute_seconds = max(recompute_seconds, _cheapest(values, int(levels[place]) - spare))
+        return lowest, recompute_seconds
 
     def _begun(
         self,
@@ -367,12 +373,12 @@ class StepBounds:
         stages: _Stages,
         order: np.ndarray,
         begins: np.ndarray,
-        own: Sequence[int],
+        numbers: Sequence[int],
         gradients: Sequence[dict[int, int]],
     ) -> np.ndarray:
         """Bytes of gradients that are there before each action, and after all."""
         begun = np.zeros(len(order) + 1, dtype=np.int64)
-        for place, stage in enumerate(own):
+        for place, stage in enumerate(numbers):
             (at,) = np.nonzero(begins & (order[:, 1] == stage))
             if len(at):
                 added = gradients[place + 1].keys() - gradients[place].keys()
@@ -380,18 +386,21 @@ class StepBounds:
                 begun[at[-1] + 1 :] += sum(gradients[-1][number] for number in added)  # reduced to rows
         return begun
 
-    def _during(self, division: Division, stages: _Stages, own: Sequence[int]) -> np.ndarray:
+    def _during(self, division: Division, stages: _Stages, numbers: Sequence[int]) -> np.ndarray:
         """Bytes of the operation that needs most, by kind (forwards last) and stage, with gathered parameters."""
         peaks = self.costs.backward_peak, self.costs.forward_peak
         gathered = [
             sum(self._whole(division, number) for number in self._read(stages, [stage]) if number in self._trained)
-            for stage in own
+            for stage in numbers
         ]
         if not division.sharded:
-            gathered = [0] * len(own)
+            gathered = [0] * len(numbers)
         return np.array(
             [
-                [max(of[at] for at in stages.segments[stage]) + size for stage, size in zip(own, gathered, strict=True)]
+                [
+                    max(of[at] for at in stages.segments[stage]) + size
+                    for stage, size in zip(numbers, gathered, strict=True)
+                ]
                 for of in peaks
             ],
             dtype=np.int64,
@@ -401,13 +410,13 @@ class StepBounds:
         self,
         division: Division,
         stages: _Stages,
-        own: Sequence[int],
+        numbers: Sequence[int],
         gradients: Sequence[dict[int, int]],
         parallel: DataParallel | None,
         shared: frozenset[int],
     ) -> tuple[float, float, float]:
         """Seconds at the least before a device's first action, after its last one, and of all that its link carries."""
-        first = min(own)
+        first = min(numbers)
         head = stages.begins[first]
         tail = 0.0 if division.schedule == "zero_bubble" else stages.left[first]
         if parallel is None:
@@ -417,7 +426,7 @@ class StepBounds:
         reduced = parallel.reduce_seconds(sizes[number] for number in lowest)
         link = parallel.reduce_seconds(sizes.values())
         if division.sharded:
-            read = {number for number in self._read(stages, own) if number in self._trained}
+            read = {number for number in self._read(stages, numbers) if number in self._trained}
             gather = parallel.ring.gather_seconds
             link += parallel.seconds([self._whole(division, number) for number in read], gather)
             firsts = [number for number in self._read(stages, [first]) if number in self._trained]
@@ -439,10 +448,10 @@ def _cheapest(values: Sequence[tuple[float, int]], over: float) -> float:
     seconds = 0.0
     if over <= 0:
         return seconds
-    for own, size in sorted(values, key=lambda value: value[0] / value[1]):
-        if math.isinf(own):
+    for seconds_of_value, size in sorted(values, key=lambda value: value[0] / value[1]):
+        if math.isinf(seconds_of_value):
             break
         if size >= over:
-            return seconds + own * over / size
-        seconds, over = seconds + own, over - size
+            return seconds + seconds_of_value * over / size
+        seconds, over = seconds + seconds_of_value, over - size
     return math.inf

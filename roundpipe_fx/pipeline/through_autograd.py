@@ -42,12 +42,14 @@ def through_autograd(
     """
     step = _StepFunction(captured, splits, run, instead or {})
     receivers = receivers_of(captured.primals, splits, instead)
-    flat = _PipelinedStep.apply(step, [*receivers], *(own.tensor for own in receivers.values()))
+    flat = _PipelinedStep.apply(step, [*receivers], *(receiver.tensor for receiver in receivers.values()))
     alive.add(step, captured.graphs[0].pipeline.budget)
     places = [program.tangents for program in captured.programs]
-    own = _chunks(flat, [len(found) for found in places])
+    of_parts = _chunks(flat, [len(places_of) for places_of in places])
     outputs, step.outputs = step.outputs, []  # a result that the caller drops is not held until the backward
-    return outputs, [dict(zip(found, values, strict=True)) for found, values in zip(places, own, strict=True)]
+    return outputs, [
+        dict(zip(places_of, values, strict=True)) for places_of, values in zip(places, of_parts, strict=True)
+    ]
 
 
 class _StepFunction:
@@ -74,8 +76,10 @@ class _StepFunction:
         self.outputs = finished.outputs
         self.values = finished.values
         self.likes = [
-            [Like.of(own[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
-            for program, graph, own in zip(self.captured.programs, self.captured.graphs, finished.outputs, strict=True)
+            [Like.of(of_batch[place], fake) for place, fake in zip(program.tangents, graph.tangents, strict=True)]
+            for program, graph, of_batch in zip(
+                self.captured.programs, self.captured.graphs, finished.outputs, strict=True
+            )
         ]
         mutated = {
             id(primals[place])
@@ -106,17 +110,17 @@ class _StepFunction:
             del value
         values, self.values = self.values, None
         tangents = [
-            [incoming_gradient(*of_one) for of_one in zip(own, likes, graph.strided, strict=True)]
-            for own, likes, graph in zip(
+            [incoming_gradient(*of_one) for of_one in zip(of_batch, likes, graph.strided, strict=True)]
+            for of_batch, likes, graph in zip(
                 _chunks(gradients, [len(program.tangents) for program in self.captured.programs]),
                 self.likes,
                 self.captured.graphs,
                 strict=True,
             )
         ]
-        found = self.run(tangents, values).gradients
-        gather(found, self.splits)
-        return found
+        gradients_found = self.run(tangents, values).gradients
+        gather(gradients_found, self.splits)
+        return gradients_found
 
 
 class _PipelinedStep(torch.autograd.Function):
@@ -129,21 +133,21 @@ class _PipelinedStep(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         step.forward()
         return tuple(
-            own[place].detach()
-            for program, own in zip(step.captured.programs, step.outputs, strict=True)
+            of_batch[place].detach()
+            for program, of_batch in zip(step.captured.programs, step.outputs, strict=True)
             for place in program.tangents
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = ctx.step.backward(gradients)
-        results = [found.get(key) for key in ctx.keys]
+            received = ctx.step.backward(gradients)
+        results = [received.get(key) for key in ctx.keys]
         if torch.is_grad_enabled():  # create_graph=True
-            given = [value for value in gradients if value is not None and value.requires_grad]
+            differentiable = [value for value in gradients if value is not None and value.requires_grad]
             receivers = receivers_of(ctx.step.captured.primals, ctx.step.splits, ctx.step.instead)
-            read = [own.tensor for own in receivers.values()]
-            results = list(_OnceDifferentiable.apply(len(results), *results, *given, *read))
+            read = [receiver.tensor for receiver in receivers.values()]
+            results = list(_OnceDifferentiable.apply(len(results), *results, *differentiable, *read))
         return (None, None, *results)
 
 

@@ -43,7 +43,7 @@ def costs_of_others(pipelines: Sequence[LoweredPipeline]) -> dict[int, StepCosts
         pipelines: each microbatch's lowered pipeline.
     """
     main = pipelines[0].main.costs
-    return {batch: own.main.costs for batch, own in enumerate(pipelines) if own.main.costs is not main}
+    return {batch: pipeline.main.costs for batch, pipeline in enumerate(pipelines) if pipeline.main.costs is not main}
 
 
 def check_together(

@@ -45,7 +45,7 @@ def updating(
         try:
             yield None
         except BaseException:
-            updates.settle()
+            updates.finish()
             raise
         if optimizer is not None:
             parameters.step(optimizer, is_async=False)
@@ -68,7 +68,7 @@ def updating(
     try:
         yield step
         complete = True
-        step.finish({key: own for key, own in targets.items() if key not in within})
+        step.finish({key: update_target for key, update_target in targets.items() if key not in within})
         if not synchronize:
             return
         updates.wait_for([*targets])

@@ -156,13 +156,13 @@ def _within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int
     needed = [host_memory_of(attempt.pipeline, attempt.timing, pipelining).total for attempt in fitting]
     if budget is None or not fitting:
         return list(fitting)
-    within = [attempt for attempt, own in zip(fitting, needed, strict=True) if own <= budget]
+    within = [attempt for attempt, bytes_needed in zip(fitting, needed, strict=True) if bytes_needed <= budget]
     return within or [fitting[needed.index(min(needed))]]
 
 
 def _sent(levels: _Levels, others: Sequence[Attempt], limit: int) -> list[Attempt]:
     """Attempts that fit, if they do, because values leave for the host."""
-    return [*quickest_offloaded(levels.at, levels.known, limit), *(with_offloads(own, limit) for own in others)]
+    return [*quickest_offloaded(levels.at, levels.known, limit), *(with_offloads(attempt, limit) for attempt in others)]
 
 
 class _Attempts:

@@ -39,17 +39,17 @@ def shape_of_backward(
     def numbered(storages: Collection[int]) -> tuple[int, ...]:
         return tuple([number(storage) for storage in storages])
 
-    def recipe(found: RecomputeRecipe | None) -> Any:
-        if found is None:
+    def recipe(original: RecomputeRecipe | None) -> Any:
+        if original is None:
             return None
-        inplace_candidates = numbered(found.operation.inplace_candidates)
+        inplace_candidates = numbered(original.operation.inplace_candidates)
         return (
-            found.form,
-            numbered(found.reads),
-            numbered(found.makes),
+            original.form,
+            numbered(original.reads),
+            numbered(original.makes),
             inplace_candidates,
-            found.workspace,
-            found.seconds,
+            original.workspace,
+            original.seconds,
         )
 
     shape: list[Any] = []
@@ -63,7 +63,7 @@ def shape_of_backward(
         shape.append((reads, makes, inplace_candidates, numbered(mask_only), operation.workspace))
     for storage in pending:  # grows while their sources are numbered
         always_live = storage in graph.always_live
-        own = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
-        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if own else None
+        is_local = graph.is_forward(storage) and graph.segment_of[storage] == segment and not always_live
+        made = (recipe(graph.recipes.get(storage)), recipe(graph.mask_only.get(storage))) if is_local else None
         shape.append((graph.sizes[storage], always_live, storage in entering, storage in lasting, made))
     return tuple(shape), numbers

@@ -45,6 +45,7 @@ class BlockPeak:
         sizes, makes = self._sizes, self._makes
         alive = set(self._lasting)
         dying: list[list[int]] = []
+        # Backwards, the first reader that is met is the last one to run: there a copy dies. Made, it is another copy.
         for step in reversed(sequence):
             dies = []
             for storage in makes[step]:
@@ -70,6 +71,7 @@ class BlockPeak:
                     break
             if during > peak:
                 peak = during
+                # The caller has a lower one already.
                 if most is not None and peak > most:
                     break
             for storage in dies:

@@ -41,14 +41,14 @@ class Blocks:
 
     Args:
         graph: the operations.
-        arrange: whether to look for orders with low peaks; else steps stay as they come.
+        reduce_peak: whether to look for orders with low peaks; else steps stay as they come.
     """
 
-    def __init__(self, graph: OperationGraph, arrange: bool = True) -> None:
+    def __init__(self, graph: OperationGraph, reduce_peak: bool = True) -> None:
         self.graph = graph
-        self._arrange = arrange
+        self._reduce_peak = reduce_peak
         self.entering, self.lasting = _live_across_backward(graph)
-        self._arrangements: dict[Any, list[tuple[list[int], int]]] = {}
+        self._sequences: dict[Any, list[tuple[list[int], int]]] = {}
         self._blocks: dict[Any, list[Block]] = {}
         self._shapes: dict[Any, int] = {}
         self._costs: dict[Any, list[tuple[int, float]]] = {}
@@ -68,13 +68,13 @@ class Blocks:
         """A segment's backward at each rematerialization level, up to ``most``."""
         reach, entering = self._reach(segment)
         if not entering <= available:  # it reaches back into earlier segments
-            return self._arranged(segment, just_in_time(self.graph, segment, available), most, None)
+            return self._with_low_peaks(segment, just_in_time(self.graph, segment, available), most, None)
         kind, numbers = self._kind(segment)
         there = frozenset([numbers[storage] for storage in reach & available if storage in numbers])
         known = (segment, most, there)
         if known not in self._blocks:
             steps = just_in_time(self.graph, segment, available)
-            self._blocks[known] = self._arranged(segment, steps, most, (kind, there))
+            self._blocks[known] = self._with_low_peaks(segment, steps, most, (kind, there))
         return self._blocks[known]
 
     def costs(
@@ -105,41 +105,41 @@ class Blocks:
     def _reach(self, segment: int) -> tuple[frozenset[int], frozenset[int]]:
         """Forward storages that a segment's backward may recompute, and those of earlier segments that this reads."""
         graph = self.graph
-        found: set[int] = set()
+        reached: set[int] = set()
         entering: set[int] = set()
         pending = [storage for operation in graph.backward[segment] for storage in operation.reads]
         while pending:
             storage = pending.pop()
-            if storage in found or not graph.is_forward(storage):
+            if storage in reached or not graph.is_forward(storage):
                 continue
             if graph.segment_of[storage] < segment and storage not in graph.always_live:
                 entering.add(storage)
             else:
-                found.add(storage)
+                reached.add(storage)
                 pending += graph.recipes[storage].reads if storage in graph.recipes else ()
-        return frozenset(found), frozenset(entering)
+        return frozenset(reached), frozenset(entering)
 
-    def _arranged(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
+    def _with_low_peaks(self, segment: int, steps: list[PlannedOp], most: int, like: Any) -> list[Block]:
         """Blocks of these steps; ``like``: equal where the steps are alike, ``None`` if that is not known."""
         graph = self.graph
         read = {storage for step in steps for storage in step.reads}
         entering = self.entering[segment] & read
-        known = self._arrangements.get((like, most)) if like is not None else None
+        known = self._sequences.get((like, most)) if like is not None else None
         if known is None:
             made = {storage for step in steps for storage in step.makes}
-            own = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
-            reducer = PeakReducer(graph, steps, own | entering, self.lasting[segment])
+            local = {s for s in read - made if graph.is_forward(s) and graph.segment_of[s] == segment}
+            reducer = PeakReducer(graph, steps, local | entering, self.lasting[segment])
             key = (reducer.structure(), most)
-            if key not in self._arrangements:
-                self._arrangements[key] = reducer.arrangements(most) if self._arrange else reducer.as_they_come()
-            known = self._arrangements[key]
+            if key not in self._sequences:
+                self._sequences[key] = reducer.sequences(most) if self._reduce_peak else reducer.as_they_come()
+            known = self._sequences[key]
             if like is not None:
-                self._arrangements[like, most] = known
+                self._sequences[like, most] = known
         credit = sum(graph.sizes[storage] for storage in entering)
         blocks = []
         for sequence, peak in known:
-            arranged = tuple([steps[position] for position in sequence])
-            blocks.append(Block(arranged, peak - credit, sum(step.seconds for step in arranged)))
+            ordered = tuple([steps[position] for position in sequence])
+            blocks.append(Block(ordered, peak - credit, sum(step.seconds for step in ordered)))
         return blocks
 
 
@@ -165,7 +165,7 @@ def _without_unread(
 ) -> tuple[tuple[int, tuple[PlannedOp, ...]], ...]:
     """The steps without recomputations whose result is not read before it is recomputed once more, if ever."""
     read: set[int] = set()
-    found = []
+    read_blocks = []
     for segment, steps in reversed(backward):
         kept = []
         for step in reversed(steps):
@@ -174,8 +174,8 @@ def _without_unread(
             read.difference_update(step.makes)
             read.update(step.reads)
             kept.append(step)
-        found.append((segment, tuple(reversed(kept))))
-    return tuple(reversed(found))
+        read_blocks.append((segment, tuple(reversed(kept))))
+    return tuple(reversed(read_blocks))
 
 
 def _live_across_backward(graph: OperationGraph) -> tuple[list[set[int]], list[set[int]]]:

@@ -85,6 +85,7 @@ class SegmentChain:
         pending: list[tuple[int, int | None, int]] = [(0, None, 0)]
         while pending:
             at, last, held = pending.pop()
+            # Decisions come as a program makes them, so this stack says where the next one is made.
             decision, stage = next(following), self.stages[at]
             resident = stage.resident_forward if last is None else self.stages[last].resident
             if decision.unsaved_option is not None:

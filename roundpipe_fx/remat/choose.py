@@ -70,12 +70,12 @@ def choose(
     fits = kept.peak.bytes + margin <= budget * share if isinstance(budget, int) else budget == 1.0
     # A step that fits without recomputation needs no search.
     if fits and share == 1.0 and not graph.regions:
-        found = SearchResult([kept], [])
+        result = SearchResult([kept], [])
     else:
-        found = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
-    candidates = found.candidates
+        result = search(blocks, kept=kept) if graph.step is None else search_for_step(blocks)
+    candidates = result.candidates
     limit = int(limit_of(budget, candidates[-1].peak.bytes, candidates[0].peak.bytes) * share)
-    candidates = refine(blocks, found, limit - margin)
+    candidates = refine(blocks, result, limit - margin)
     frontier = tuple((candidate.peak.bytes, candidate.seconds) for candidate in candidates)
     lowest = candidates[-1]
     known = [(item.schedule.choice, item.peak.bytes, peak) for item, peak in emitted]

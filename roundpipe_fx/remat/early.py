@@ -36,29 +36,31 @@ def early_choices(graph: OperationGraph, schedule: PlannedSchedule, split: bool 
     steps = _steps(schedule)
     needed = _for_inputs(schedule) if split else range(len(steps))
     free = set(_independent(graph, steps)).intersection(needed)
-    found: dict[int, list[frozenset[int]]] = {}
+    of_stages: dict[int, list[frozenset[int]]] = {}
     waiting: set[int] = set()
     position = 0
     for segment, block in schedule.backward:
         stage = block[0].stage if block else graph.stages[segment]
-        choices = found.setdefault(stage, [frozenset()])
-        prefix, own = set(choices[-1]), set(choices[-1])
+        choices = of_stages.setdefault(stage, [frozenset()])
+        prefix, covered = set(choices[-1]), set(choices[-1])
         for place in range(position, position + len(block)):
             if place in free:
-                own.add(place)
+                covered.add(place)
+                # A step before the first that waits can be early for free: it is only called from another module.
                 prefix |= {place} if stage not in waiting else set()
             elif place in needed:
                 waiting.add(stage)
-        for grown in (prefix, own):
+        # A choice that recomputes nothing more has no effect on memory, so it is none.
+        for grown in (prefix, covered):
             if any(steps[place].recipe is not None for place in grown - choices[-1]):
                 choices.append(frozenset(grown))
         position += len(block)
-    return {stage: choices if stage in waiting else choices[:1] for stage, choices in found.items()}
+    return {stage: choices if stage in waiting else choices[:1] for stage, choices in of_stages.items()}
 
 
 def early_at(schedule: PlannedSchedule, choices: EarlyChoices, level: Mapping[int, int]) -> PlannedSchedule:
     """The schedule with one of the choices of each stage early, and nothing else."""
-    early = frozenset().union(*(own[level[stage]] for stage, own in choices.items()))
+    early = frozenset().union(*(options_there[level[stage]] for stage, options_there in choices.items()))
     backward = []
     position = 0
     for segment, block in schedule.backward:
@@ -84,14 +86,18 @@ def early_within(graph: OperationGraph, schedule: PlannedSchedule, beside: Colle
             free are.
     """
     choices = early_choices(graph, schedule)
-    level = {stage: len(own) - 1 if stage in beside else min(len(own) - 1, 1) for stage, own in choices.items()}
+    level = {
+        stage: len(options_there) - 1 if stage in beside else min(len(options_there) - 1, 1)
+        for stage, options_there in choices.items()
+    }
     limit, _ = peaks_by_stage(graph, schedule)
     while any(level.values()):
-        found = early_at(schedule, choices, level)
-        _, peaks = peaks_by_stage(graph, found)
+        early_schedule = early_at(schedule, choices, level)
+        _, peaks = peaks_by_stage(graph, early_schedule)
+        # Only stages at fault give up something: what another one does early stays.
         over = {stage for stage, live in peaks.items() if live > limit and level[stage]}
         if not over:
-            return found
+            return early_schedule
         for stage in over:
             level[stage] -= 1
     return schedule
@@ -104,7 +110,7 @@ def _steps(schedule: PlannedSchedule) -> list[PlannedOp]:
 def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
     """Steps that depend on no incoming gradient, returned gradients and operations that draw new numbers apart."""
     dependent = set(graph.tangents)
-    found = []
+    independent = []
     for position, step in enumerate(steps):
         waits = step.rng_shape_source is not None or not dependent.isdisjoint(step.reads)
         if step.recipe is None:
@@ -113,8 +119,8 @@ def _independent(graph: OperationGraph, steps: list[PlannedOp]) -> list[int]:
             dependent.update(step.makes)
         else:
             dependent.difference_update(step.makes)
-            found.append(position)
-    return found
+            independent.append(position)
+    return independent
 
 
 def _for_inputs(schedule: PlannedSchedule) -> set[int]:
@@ -122,7 +128,7 @@ def _for_inputs(schedule: PlannedSchedule) -> set[int]:
     steps = [(segment, step) for segment, block in schedule.backward for step in block]
     last_to_run = min((step.stage for _, step in steps), default=0)
     readers: dict[int, list[tuple[int, PlannedOp, bool]]] = {}
-    found: set[int] = set()
+    reached: set[int] = set()
     for position in range(len(steps) - 1, -1, -1):
         segment, step = steps[position]
         awaited = any(
@@ -131,7 +137,7 @@ def _for_inputs(schedule: PlannedSchedule) -> set[int]:
             for reads_in, reader, needed in readers.pop(storage, ())
         )
         if awaited:
-            found.add(position)
+            reached.add(position)
         for storage in step.reads:
             readers.setdefault(storage, []).append((segment, step, awaited))
-    return found
+    return reached

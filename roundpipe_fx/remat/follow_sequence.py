@@ -44,7 +44,7 @@ def chain_of_segments(graph: OperationGraph, loss_temporary: int = 0) -> Chain:
         graph: the operations.
         loss_temporary: bytes that are allocated between forward and backward.
     """
-    return _chain(Blocks(as_autograd_runs(graph), arrange=False), loss_temporary)[0]
+    return _chain(Blocks(as_autograd_runs(graph), reduce_peak=False), loss_temporary)[0]
 
 
 def _chain(blocks: Blocks, loss_temporary: int) -> tuple[Chain, list[SaveOption]]:
@@ -84,7 +84,7 @@ def fit_sequence(graph: OperationGraph, limit: int, slots: int, algo: str, loss_
         InfeasibleBudgetError: there is none.
     """
     graph = as_autograd_runs(graph)
-    blocks = Blocks(graph, arrange=False)
+    blocks = Blocks(graph, reduce_peak=False)
     chain, save_options = _chain(blocks, loss_temporary)
     counted = limit if algo == "persistent" else no_limit(chain)
     peak = None

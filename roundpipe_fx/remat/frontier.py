@@ -61,11 +61,11 @@ def frontier(
             for saving in _vertices(cut, most)
         ]
     storages = list(cut.storages)
-    found = []
+    savings = []
     for positions, seconds in known[structure]:
         saved = frozenset(storages[index] for index in positions)
-        found.append(Saving(saved, sum(graph.sizes[storage] for storage in saved), seconds))
-    return found
+        savings.append(Saving(saved, sum(graph.sizes[storage] for storage in saved), seconds))
+    return savings
 
 
 def _vertices(cut: _Cut, most: int) -> list[Saving]:
@@ -73,19 +73,20 @@ def _vertices(cut: _Cut, most: int) -> list[Saving]:
         return [Saving(frozenset(), 0, 0.0)]
     lowest, highest = cut.solve(0.0), cut.solve(None)
     # lowest: bytes alone count, so nothing is saved that can be recomputed; highest: seconds alone.
-    found = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
-    pending = [(highest, lowest)] if len(found) == 2 else []
-    while pending and len(found) < most:
+    savings = [highest, lowest] if lowest.bytes < highest.bytes else [highest]
+    pending = [(highest, lowest)] if len(savings) == 2 else []
+    while pending and len(savings) < most:
         more, less = pending.pop(0)
         if less.seconds <= more.seconds or less.bytes >= more.bytes:
             continue
+        # At this price both cost the same. If nothing costs less, the hull has no vertex between them.
         price = (more.bytes - less.bytes) / (less.seconds - more.seconds)
         middle = cut.solve(price)
         line = more.bytes + price * more.seconds
         if middle.bytes + price * middle.seconds < line * (1 - 1e-6) and less.bytes < middle.bytes < more.bytes:
-            found.append(middle)
+            savings.append(middle)
             pending += [(more, middle), (middle, less)]
-    return sorted(found, key=lambda saving: -saving.bytes)
+    return sorted(savings, key=lambda saving: -saving.bytes)
 
 
 class _Cut:
@@ -127,8 +128,10 @@ class _Cut:
         """The optimum at ``price`` bytes a second; ``None``: seconds alone count."""
         sizes = {storage: self._graph.sizes[storage] for storage in self.storages}
         if price is None:
+            # So many bytes a second that saving everything is cheaper than recomputing the quickest operation.
             quickest = min((recipe.seconds for recipe in self._runs if recipe.seconds > 0), default=1.0)
             price = 2 * sum(sizes.values()) / quickest
+        # Capacities are whole numbers: scaled up, what is rounded off does not matter.
         scale = CAPACITY / max(sum(sizes.values()), 1)
         arcs: list[Arc] = []
 
@@ -147,8 +150,8 @@ class _Cut:
                 if storage in self.storages:
                     arc(vertex, self.storages[storage], UNCUTTABLE)
         _, reached = minimum_cut(arcs, 2 + len(self.storages) + len(self._runs))
-        again = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
+        rerun = {recipe for recipe, vertex in self._runs.items() if vertex in reached}
         saved = frozenset(
-            s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in again
+            s for s, vertex in self.storages.items() if vertex in reached and self._recipe(s) not in rerun
         )
-        return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in again))
+        return Saving(saved, sum(sizes[s] for s in saved), sum(recipe.seconds for recipe in rerun))

@@ -72,6 +72,8 @@ def points_of_run(
     slowest = sum(max(option.seconds for option in (*stage.options, *stage.unsaved_options)) for stage in part.stages)
     solutions = [solve_chain(part, most, FINE_SLOTS, nested=False)]
     if run.in_flight > 1:
+        # Two ways to say that other microbatches hold copies too: to count them, or to give saved bytes a price.
+        # Neither finds all that the other does.
         rate = slowest / max(whole, 1)
         counted = dataclasses.replace(part, times=run.in_flight)
         chains = [(counted, most + (run.in_flight - 1) * whole)]
@@ -82,9 +84,10 @@ def points_of_run(
         coarse = solve_chain(variant, limit, nested_slots(part))
         low = levels(coarse)[0] * coarse.slot
         solutions += [coarse, solve_chain(variant, int(low * NESTED_SHARE) + 1, nested_slots(part))]
-    found = [point for solution in solutions for point in _points(graph, save_options, run, part, solution)]
+    points = [point for solution in solutions for point in _points(graph, save_options, run, part, solution)]
     best: list[tuple[float, ParetoPoint]] = []
-    for size, point in sorted(found, key=lambda item: (item[1].seconds, item[0])):
+    # From the quickest on, only what takes fewer bytes than all quicker ones.
+    for size, point in sorted(points, key=lambda item: (item[1].seconds, item[0])):
         if not best or size < best[-1][0]:
             best.append((size, point))
     return spread([point for _, point in best], _MOST)
@@ -94,7 +97,7 @@ def _points(
     graph: OperationGraph, save_options: list[list[SaveOption]], run: SegmentRun, part: SegmentChain, solution: Solution
 ) -> list[tuple[float, ParetoPoint]]:
     """Solutions with the bytes that they take with all microbatches in flight."""
-    found: list[tuple[float, ParetoPoint]] = []
+    points: list[tuple[float, ParetoPoint]] = []
     for slots in spread(levels(solution), _LEVELS):
         decisions = solution.decisions(slots)
         kept = sum(map(part.kept_at, decisions))
@@ -108,9 +111,10 @@ def _points(
             )
             for decision in decisions
         ]
+        # One microbatch is at its peak while the others hold what they have saved.
         size = part.needed(decisions) + (run.in_flight - 1) * kept
-        found.append((size, ParetoPoint(max(seconds, 0.0), partial(remat_choice_of, graph, save_options, shifted))))
-    return found
+        points.append((size, ParetoPoint(max(seconds, 0.0), partial(remat_choice_of, graph, save_options, shifted))))
+    return points
 
 
 def together(choices: list[RematChoice]) -> RematChoice:

@@ -36,7 +36,7 @@ class LearnedSteps:
     """What steps of one model were made of.
 
     Args:
-        again: whether replanning is possible.
+        replans: whether replanning is possible.
 
     Attributes:
         stale: whether steps have shown something that the plans do not take into account.
@@ -46,13 +46,13 @@ class LearnedSteps:
         budget: as the user gave it, if it is known.
     """
 
-    def __init__(self, again: bool = True) -> None:
+    def __init__(self, replans: bool = True) -> None:
         self.stale = False
         self.parts = 0
         self.beside = 0
         self.budget: int | float | None = None
         self._seen = False
-        self._again = again
+        self._replans = replans
         self._steps: dict[tuple[object, ...], NotedStep] = {}
         self._planned: dict[str, _Planned] = {}
         self._footprints: dict[str, Footprint] = {}
@@ -65,7 +65,7 @@ class LearnedSteps:
     @property
     def expected_parts(self) -> int:
         """How many graphs the first step is known to have; 0 if it is not known, or once it has been seen."""
-        return self.parts if self._again and not self._seen else 0
+        return self.parts if self._replans and not self._seen else 0
 
     def plan(
         self,
@@ -116,7 +116,7 @@ class LearnedSteps:
             return
         if new and (over or first):
             self._steps[step.kind] = step
-            self.stale = self._again
+            self.stale = self._replans
         if outside or (over and not self._warned):
             self._warned |= over
             self._told_of_outside |= outside
@@ -131,7 +131,7 @@ class LearnedSteps:
         if self.beside and isinstance(self._asked, int):
             allowed += f" without the {self.beside} bytes ({bytes_text(self.beside)}) set aside to gather parameters"
         text = f"roundpipe_fx: {calls}; {held}, and {allowed}."
-        if peak > budget and self._again:
+        if peak > budget and self._replans:
             how = "as if all were like it" if first else "as if it were alone"
             text += f" Each was planned {how}. The next step is planned for all of them."
         elif peak > budget:
@@ -146,9 +146,11 @@ class LearnedSteps:
     def needs(self, graph: str) -> StepNeeds | None:
         """What is to be left for other calls where a graph is planned."""
         steps = tuple(step for step in self._steps.values() if any(call.graph == graph for call in step.calls))
-        if not steps or not self._again:
+        if not steps or not self._replans:
             return None
-        others: Mapping[str, Footprint] = {name: own for name, own in self._footprints.items() if name != graph}
+        others: Mapping[str, Footprint] = {
+            name: footprint for name, footprint in self._footprints.items() if name != graph
+        }
         return StepNeeds(graph, steps, others, limit=self._limit)
 
     def plan_together(self, share: float) -> None:
@@ -191,13 +193,13 @@ class LearnedSteps:
         ladders = {}
         for graph in graphs:
             planned = self._planned.get(graph)
-            if planned is None or planned.operations is None or not self._again:
+            if planned is None or planned.operations is None or not self._replans:
                 continue
-            own = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
+            steps_of_graph = tuple(step for step in steps if any(call.graph == graph for call in step.calls))
             others = {name: footprint for name, footprint in self._footprints.items() if name != graph}
-            needs = StepNeeds(graph, own, others, planned.footprint.gradients)
+            needs = StepNeeds(graph, steps_of_graph, others, planned.footprint.gradients)
             ladders[graph] = ladder_of(planned.operations(), needs)
-        fixed = {graph: own for graph, own in self._footprints.items() if graph not in ladders}
+        fixed = {graph: known_footprint for graph, known_footprint in self._footprints.items() if graph not in ladders}
         fitted = fit_graphs(ladders, steps, fixed, self._asked, share)
         if fitted.peak > fitted.limit:
             beside = self.beside if isinstance(self._asked, int) else 0

@@ -36,7 +36,7 @@ def least_bytes(graph: OperationGraph) -> LeastBytes:
         graph: the operations.
     """
     backward = [operation for block in graph.backward.values() for operation in block]
-    most = max([*graph.forward, *backward], key=lambda own: bytes_of_operation(graph, own), default=None)
+    most = max([*graph.forward, *backward], key=lambda needed: bytes_of_operation(graph, needed), default=None)
     if most is None:
         return LeastBytes(bytes=0, operation=None, live=())
     named = ((name_of(graph, storage), graph.sizes[storage]) for storage in _live(graph, most))

@@ -101,6 +101,7 @@ class _Block:
             )
             for event in events
         ]
+        # What allocates more than everything that it reads is never free, so it need not be tried after each event.
         self._can_be_free = [fact.makes <= fact.unread + sum(size for _, size in fact.reads) for fact in self._facts]
 
     def start(self) -> _Partial:
@@ -124,6 +125,7 @@ class _Block:
         for storage, size in reads:
             if left[storage] == 1:
                 freed += size
+        # A result is written over one operand at most: the first that dies here.
         written = 0
         for storage in candidates:
             if left[storage] == 1:
@@ -160,16 +162,17 @@ class _Block:
                 partial.ready.append(user)
 
     def _run_what_is_free(self, partial: _Partial) -> None:
-        found = True
-        while found:
-            found = False
+        ran = True
+        while ran:
+            ran = False
             for position in partial.ready:
                 if not self._can_be_free[position]:
                     continue
                 high, after = self.during(partial, position)
                 if after <= partial.live and high <= partial.peak:
+                    # ``ready`` has changed, and what was not free before may be now.
                     self._run(partial, position, high, after)
-                    found = True
+                    ran = True
                     break
 
 
@@ -212,6 +215,7 @@ def order_events(
         grown: dict[frozenset[int], _Partial] = {}
         for peak, after, position, partial in steps[: width * _LOOKED_AT]:
             child = block.then(partial, position, peak, after)
+            # Orders of the same events go on in the same ways, so only the one with the lower peak is kept.
             key = frozenset(child.order)
             if child.peak < below and (key not in grown or child.peak < grown[key].peak):
                 grown[key] = child

@@ -33,7 +33,7 @@ def recompute_per_use(
         the sequence; ``None`` if its peak would not be lower than the one that is known.
     """
     maker = {storage: position for position, step in enumerate(steps) if step.recipe for storage in step.makes}
-    expanded = [found for order in orders if (found := _expanded(steps, maker, order)) is not None]
+    expanded = [expansion for order in orders if (expansion := _expanded(steps, maker, order)) is not None]
     lowest, sequence = min(((peak(sequence), sequence) for sequence in expanded), default=(below, []))
     if lowest >= below:
         return None
@@ -49,45 +49,45 @@ def recompute_per_use(
 
 def _expanded(steps: Sequence[PlannedOp], maker: dict[int, int], readers: Sequence[int]) -> list[int] | None:
     """Every storage recomputed for each of its readers; ``None``: that takes too many steps."""
-    found: list[int] = []
+    sequence: list[int] = []
     for reader in readers:
-        found += (*_made_for(steps, maker, reader), reader)
-        if len(found) > _LONGEST:
+        sequence += (*_made_for(steps, maker, reader), reader)
+        if len(sequence) > _LONGEST:
             return None
-    return found
+    return sequence
 
 
 def _made_for(steps: Sequence[PlannedOp], maker: dict[int, int], reader: int) -> list[int]:
     """Positions of the recomputations for one reader, in order."""
-    found: list[int] = []
+    sequence: list[int] = []
     pending = [(reader, False)]
     while pending:
         place, ready = pending.pop()
-        if place in found:
+        if place in sequence:
             continue
         if ready:
-            found.append(place)
+            sequence.append(place)
             continue
         if place != reader:
             pending.append((place, True))
         pending += [(maker[storage], False) for storage in reversed(steps[place].reads) if storage in maker]
-    return found
+    return sequence
 
 
 def _at_most(sequence: Sequence[int], place: int, times: int) -> list[int]:
     """The sequence in which a step runs only the first few times."""
-    found: list[int] = []
+    kept_places: list[int] = []
     for other in sequence:
         if other != place or times > 0:
-            found.append(other)
+            kept_places.append(other)
         times -= other == place
-    return found
+    return kept_places
 
 
 def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence: Sequence[int]) -> list[int]:
     """The sequence without results that are not read before they are recomputed."""
     wanted: set[int] = set()
-    found = []
+    read = []
     for place in reversed(sequence):
         step = steps[place]
         if step.recipe is not None:
@@ -95,5 +95,5 @@ def _without_unread(steps: Sequence[PlannedOp], maker: dict[int, int], sequence:
                 continue
             wanted.difference_update(step.makes)
         wanted.update(storage for storage in step.reads if storage in maker)
-        found.append(place)
-    return found[::-1]
+        read.append(place)
+    return read[::-1]

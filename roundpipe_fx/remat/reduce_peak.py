@@ -62,10 +62,10 @@ class PeakReducer:
         """Equal for blocks that are alike but for the numbers of their storages."""
         events, sizes, _ = self._events(range(len(self._steps)))
         numbers: dict[int, int] = {}
-        own = set(self._before).union(*(event.makes for event in events))
+        local = set(self._before).union(*(event.makes for event in events))
 
         def number(storage: int) -> int:
-            return numbers.setdefault(storage, len(numbers)) if storage in own else -1
+            return numbers.setdefault(storage, len(numbers)) if storage in local else -1
 
         shape = tuple(
             (
@@ -79,34 +79,34 @@ class PeakReducer:
         )
         return shape, tuple(sorted((number(s), sizes[s], s in self._lasting) for s in self._before))
 
-    def arrangements(self, most: int) -> list[tuple[list[int], int]]:
+    def sequences(self, most: int) -> list[tuple[list[int], int]]:
         """Sequences with their peaks: the best order of the steps, then one for each level."""
         sequence = self._ordered(list(range(len(self._steps))))
-        found = [(sequence, self._peak(sequence))]
+        sequences = [(sequence, self._peak(sequence))]
         for _ in range(_TRIES):
-            next_level = self._next_level(sequence) if len(found) <= most else None
+            next_level = self._next_level(sequence) if len(sequences) <= most else None
             if next_level is None:
                 break
             # The order is not improved each time: planning has to be quick.
             sequence = next_level
             peak = self._peak(sequence)
-            if peak < found[-1][1]:
-                found.append((sequence, peak))
-        lowest = self._recompute_per_use(found[-1][1]) if most else None
-        return found if lowest is None else [*found, (lowest, self._peak(lowest))]
+            if peak < sequences[-1][1]:
+                sequences.append((sequence, peak))
+        lowest = self._recompute_per_use(sequences[-1][1]) if most else None
+        return sequences if lowest is None else [*sequences, (lowest, self._peak(lowest))]
 
     def _recompute_per_use(self, below: int) -> list[int] | None:
         """Everything recomputed per use, if that has a peak below one that is known."""
         steps = self._steps
         readers = [position for position, step in enumerate(steps) if step.recipe is None]
-        again = {storage for step in steps if step.recipe is not None for storage in step.makes}
+        recomputed = {storage for step in steps if step.recipe is not None for storage in step.makes}
         events, sizes, _ = self._events(readers)
         # A storage that is recomputed for a reader is alive only while the reader runs.
         events = [
             replace(
                 event,
-                workspace=sum(sizes[storage] for storage in steps[position].reads if storage in again),
-                reads=[storage for storage in steps[position].reads if storage not in again],
+                workspace=sum(sizes[storage] for storage in steps[position].reads if storage in recomputed),
+                reads=[storage for storage in steps[position].reads if storage not in recomputed],
             )
             for event, position in zip(events, readers, strict=True)
         ]
@@ -154,12 +154,14 @@ class PeakReducer:
         best: tuple[int, float, list[int]] | None = None
         for instance, _ in peak.live:
             later = [position for position in readers.get(instance, ()) if position > at]
+            # Only what was recomputed, is read later, and is not needed where the peak is can be dropped there.
             if instance not in copied or not later or instance in events[at].makes or at in readers[instance]:
                 continue
             position = later[0]
             remade = self._remade(copied[instance], position, copies, readers)
             if remade is None:
                 continue
+            # A peak that stays as it is counts too: several storages may have to go before it falls.
             tried = [*sequence[:position], *remade, *sequence[position:]]
             cost = sum(self._steps[p].seconds for p in remade)
             most = peak.bytes if best is None else best[0]
@@ -170,19 +172,19 @@ class PeakReducer:
 
     def _copies(self, sequence: Sequence[int], events: Sequence[Event]) -> dict[int, list[_Copy]]:
         """By storage, its recomputations in order."""
-        found: dict[int, list[_Copy]] = {}
+        copies: dict[int, list[_Copy]] = {}
         for place, position in enumerate(sequence):
             step = self._steps[position]
             if step.recipe is not None:
                 for storage, instance in zip(step.makes, events[place].makes, strict=True):
-                    found.setdefault(storage, []).append(_Copy(place, position, instance))
-        return found
+                    copies.setdefault(storage, []).append(_Copy(place, position, instance))
+        return copies
 
     def _remade(
         self, storage: int, place: int, copies: Mapping[int, Sequence[_Copy]], readers: Mapping[int, Sequence[int]]
     ) -> list[int] | None:
         """Steps that recompute a storage at a place, from storages alive there; ``None``: it takes too many."""
-        found: list[int] = []
+        sequence: list[int] = []
 
         def latest(wanted: int) -> _Copy | None:
             return next((copy for copy in reversed(copies.get(wanted, ())) if copy.place < place), None)
@@ -192,11 +194,12 @@ class PeakReducer:
                 made = latest(source)
                 if made is not None:
                     alive = readers.get(made.instance, [-1])[-1] >= place
-                    if not alive and made.step not in found:
+                    # Of its sources, those that are dead by then are recomputed first.
+                    if not alive and made.step not in sequence:
                         make(made.step)
-            found.append(step)
+            sequence.append(step)
 
         made = latest(storage)
         assert made is not None
         make(made.step)
-        return found if len(found) <= _LONGEST else None
+        return sequence if len(sequence) <= _LONGEST else None

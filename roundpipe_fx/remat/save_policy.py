@@ -108,8 +108,8 @@ def recompute_rest(joint: JointGraph, saved: Iterable[fx.Node]) -> RematSchedule
     blocks = []
     for stage in sorted(by_stage, reverse=True):
         needed = {source for node in by_stage[stage] for source in input_nodes(node)}
-        again = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
-        for segment, nodes in itertools.groupby(again, key=lambda node: node.meta[Mark.SEGMENT]):
+        recomputed = sorted(_closure(needed & position.keys(), kept, position), key=position.__getitem__)
+        for segment, nodes in itertools.groupby(recomputed, key=lambda node: node.meta[Mark.SEGMENT]):
             blocks.append(RematBlock(segment, stage, tuple(map(_recomputed, nodes))))
     for (stage, segment), nodes in itertools.groupby(backward, key=_place):
         blocks.append(RematBlock(segment, stage, tuple(map(BackwardOp, nodes))))
@@ -142,15 +142,15 @@ def _kept(joint: JointGraph, bases: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _closure(needed: Iterable[fx.Node], kept: set[fx.Node], forward: Mapping[fx.Node, int]) -> set[fx.Node]:
     """Forward nodes that must be recomputed to obtain ``needed`` from saved values and graph inputs."""
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     pending = [node for node in needed if node not in kept]
     while pending:
         node = pending.pop()
-        if node in found:
+        if node in closure:
             continue
         assert Mark.MUST_SAVE not in node.meta, f"{node} is hoisted and must not be recomputed"
-        found.add(node)
+        closure.add(node)
         picked = selection(node)
         reads = input_nodes(node) if picked is None else [picked[0]]
         pending += [source for source in reads if source in forward and source not in kept]
-    return found
+    return closure

@@ -109,6 +109,8 @@ def just_in_time(
     needed = _closure(graph, operations, available, wanted)
 
     def make(storage: int, reader: Operation | None) -> None:
+        # A stack, since recursion would be as deep as the model. Each storage is on it twice: for its sources, then for
+        # itself.
         pending = [(storage, reader, False)]
         while pending:
             current, asking, ready = pending.pop()
@@ -150,18 +152,18 @@ def _closure(
     graph: OperationGraph, operations: Sequence[Operation], available: Collection[int], wanted: Collection[int]
 ) -> set[int]:
     """Forward storages that the backward or a recomputation for it reads, except where only a mask is drawn."""
-    found: set[int] = set()
+    closure: set[int] = set()
     pending = list(wanted)
     for operation in operations:
         pending += operation.reads
     while pending:
         storage = pending.pop()
-        if storage in found or storage in available or not graph.is_forward(storage):
+        if storage in closure or storage in available or not graph.is_forward(storage):
             continue
-        found.add(storage)
+        closure.add(storage)
         if storage not in graph.mask_only:
             pending += graph.recipes[storage].reads
-    return found
+    return closure
 
 
 def simulate(graph: OperationGraph, schedule: PlannedSchedule, list_live: bool = False) -> Peak:
@@ -270,11 +272,11 @@ def _early_first(events: Sequence[Event]) -> list[Event]:
 def peaks_by_stage(graph: OperationGraph, schedule: PlannedSchedule) -> tuple[int, dict[int, int]]:
     """The most bytes that live at one time in one call; and for each stage while its backward runs."""
     course = _course(graph, schedule)
-    found: dict[int, int] = {}
+    peaks: dict[int, int] = {}
     levels = levels_of(course.events, course.sizes, course.lasting, course.arriving)
     for event, (during, _) in list(zip(course.events, levels, strict=True))[len(graph.forward) + 1 :]:
-        found[event.reuse_scope[0]] = max(found.get(event.reuse_scope[0], 0), during)
-    return max((during for during, _ in levels), default=0), found
+        peaks[event.reuse_scope[0]] = max(peaks.get(event.reuse_scope[0], 0), during)
+    return max((during for during, _ in levels), default=0), peaks
 
 
 def remat_schedule(graph: OperationGraph, schedule: PlannedSchedule) -> RematSchedule:

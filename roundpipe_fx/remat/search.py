@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from roundpipe_fx.analysis.operations import OperationGraph
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
 from roundpipe_fx.remat.chain import SegmentChain
 from roundpipe_fx.remat.schedule import Peak, PlannedSchedule, RematChoice, simulate
@@ -117,14 +117,14 @@ def search(blocks: Blocks, most: int = _LEVELS, kept: Candidate | None = None) -
         kept = most_kept(blocks, save_options)
     kept = kept or everything_kept(blocks)
     fine = _points(blocks.graph, save_options, solve_chain(chain, kept.peak.bytes, FINE_SLOTS, nested=False))
-    found = [kept]
-    found += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
-    low = min(item.peak.bytes for item in found)
+    candidates = [kept]
+    candidates += [work_out(blocks, point.choice()) for point in progress(spread(fine, most), "judging plans")]
+    low = min(item.peak.bytes for item in candidates)
     solution = solve_chain(chain, int(low * NESTED_SHARE), nested_slots(chain))
     nested = _points(blocks.graph, save_options, solution)
     judged = progress(spread(nested, most), "judging plans with nested recomputation")
-    found += [work_out(blocks, point.choice()) for point in judged]
-    return SearchResult(best_of(found), sorted([*fine, *nested], key=lambda point: point.seconds))
+    candidates += [work_out(blocks, point.choice()) for point in judged]
+    return SearchResult(best_of(candidates), sorted([*fine, *nested], key=lambda point: point.seconds))
 
 
 def nested_slots(chain: SegmentChain) -> int:
@@ -133,32 +133,32 @@ def nested_slots(chain: SegmentChain) -> int:
     return min(max(_NESTED_WORK // len(chain.stages), fewest), finest)
 
 
-def refine(blocks: Blocks, found: SearchResult, limit: int) -> list[Candidate]:
+def refine(blocks: Blocks, result: SearchResult, limit: int) -> list[Candidate]:
     """More candidates around a limit, by bisection between the two that it lies between.
 
     Only candidates between their neighbours in both peak and seconds are taken. So as limits fall, each refined on its
     own, peaks never rise and seconds never fall. Below the lowest peak, the solutions for the least memory are tried,
     the same ones for every limit.
     """
-    candidates = list(found.candidates)
+    candidates = list(result.candidates)
     if limit < candidates[-1].peak.bytes:
-        lower = [work_out(blocks, point.choice()) for point in found.points[-_LOWEST:]]
+        lower = [work_out(blocks, point.choice()) for point in result.points[-_LOWEST:]]
         return best_of([*candidates, *(item for item in lower if item.seconds >= candidates[-1].seconds)])
     at = next((i for i, item in enumerate(candidates) if item.peak.bytes <= limit), 0)
     if not at:
         return candidates
     over, within = candidates[at - 1], candidates[at]
-    between = found.points
-    taken = []
+    between = result.points
+    inserted = []
     for _ in range(_HALVINGS):
         between = [point for point in between if over.seconds < point.seconds < within.seconds]
         if not between:
             break
         item = work_out(blocks, between.pop(len(between) // 2).choice())
         if over.seconds < item.seconds < within.seconds and within.peak.bytes < item.peak.bytes < over.peak.bytes:
-            taken.append(item)
+            inserted.append(item)
             over, within = (over, item) if item.peak.bytes <= limit else (item, within)
-    return best_of([*candidates, *taken])
+    return best_of([*candidates, *inserted])
 
 
 def most_kept(blocks: Blocks, save_options: list[list[SaveOption]]) -> Candidate:

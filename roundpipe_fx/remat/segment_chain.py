@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roundpipe_fx.analysis.operations import Operation, OperationGraph
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.blocks import Blocks
 from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
 from roundpipe_fx.remat.frontier import Known, Saving, frontier
@@ -91,23 +91,24 @@ def chain_of(blocks: Blocks) -> tuple[SegmentChain, list[list[SaveOption]]]:
         needed = dict.fromkeys(storage for operation in graph.backward[segment] for storage in operation.reads)
         frontiers.append(frontier(graph, list(needed), available, known))
         available |= made[segment]
+    # Regions span segments, so all frontiers are needed before any is cut down.
     frontiers = within_regions(graph, frontiers)
     available = set(graph.always_live)
     for segment, savings in progress(enumerate(frontiers), "the backward of each segment", graph.segments):
         leaving = storages_live_across(graph, segment, segment + 1)
-        found: list[tuple[SaveOption, ChainStageOption]] = []
+        options: list[tuple[SaveOption, ChainStageOption]] = []
         for index, saving in enumerate(savings):
             # Levels matter where least is saved: there recomputed storages decide the peak.
             remat_level = MAX_REMAT_LEVEL if index == len(savings) - 1 else 0
-            found += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
-        found = _worthwhile(found)
+            options += _options(blocks, segment, available, saving.saved, leaving, forward[segment], remat_level)
+        options = _worthwhile(options)
         unsaved_options = _options(blocks, segment, available, frozenset(), leaving, forward[segment], MAX_REMAT_LEVEL)
-        save_options.append([save_option for save_option, _ in found])
+        save_options.append([save_option for save_option, _ in options])
         stages.append(
             ChainStage(
                 seconds=sum(step.seconds for step in just_in_time(graph, segment, available, leaving)),
                 forward=peak_of_forward(graph, forward[segment], leaving),
-                options=tuple(option for _, option in found),
+                options=tuple(option for _, option in options),
                 unsaved_options=tuple(option for _, option in unsaved_options),
                 resident=int(hoisted[segment]) + outputs + _bytes(graph, blocks.entering[segment]),
                 resident_forward=int(hoisted[segment]),
@@ -139,6 +140,7 @@ def _options(
 def _worthwhile(options: list[tuple[SaveOption, ChainStageOption]]) -> list[tuple[SaveOption, ChainStageOption]]:
     """Those that no other dominates in bytes held, peak and seconds; the first stays first."""
     best: list[tuple[SaveOption, ChainStageOption]] = []
+    # From the quickest on, each is dominated only by one before it.
     for save_option, option in sorted(options, key=lambda item: (item[1].seconds, item[1].held, item[1].backward)):
         if not any(o.held <= option.held and o.backward <= option.backward for _, o in best):
             best.append((save_option, option))

@@ -41,9 +41,9 @@ def _looked_at(blocks: Blocks) -> tuple[list[Candidate], list[ParetoPoint]]:
     graph = blocks.graph
     assert graph.step is not None
     alone = Blocks(dataclasses.replace(graph, step=None))
-    found = search(alone)
-    candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in found.candidates]
-    points = found.points
+    result = search(alone)
+    candidates = [Candidate(item.schedule, simulate(graph, item.schedule)) for item in result.candidates]
+    points = result.points
     alive = graph.step.alive_of_all
     if alive > 1:
         chain, save_options = chain_of(alone)

@@ -91,24 +91,24 @@ def fit_graphs(
     graphs = list(ladders)
 
     def footprints(levels: list[int]) -> dict[str, Footprint]:
-        own = {graph: ladders[graph][level].footprint for graph, level in zip(graphs, levels, strict=True)}
-        return {**fixed, **own}
+        chosen = {graph: ladders[graph][level].footprint for graph, level in zip(graphs, levels, strict=True)}
+        return {**fixed, **chosen}
 
     def peak(levels: list[int]) -> int:
         return max(peak_of_step(step, footprints(levels)) for step in steps)
 
     last = [len(ladders[graph]) - 1 for graph in graphs]
-    alike = [[round(level * own / _LEVELS) for own in last] for level in range(_LEVELS + 1)]
+    alike = [[round(level * level_of_graph / _LEVELS) for level_of_graph in last] for level in range(_LEVELS + 1)]
     lowest = min(reversed(alike), key=peak)
     for _ in range(_ROUNDS):
-        for place, own in enumerate(last):
-            tried = [[*lowest[:place], level, *lowest[place + 1 :]] for level in range(own + 1)]
+        for place, last_level in enumerate(last):
+            tried = [[*lowest[:place], level, *lowest[place + 1 :]] for level in range(last_level + 1)]
             lowest = min(tried, key=peak)
     limit = int(limit_of(budget, peak(lowest), max(peak(alike[0]), peak(lowest))) * share)
     if isinstance(budget, float):
         limit = max(limit, peak(lowest))
-    levels = next((own for own in alike if peak(own) <= limit), lowest)
+    levels = next((combination for combination in alike if peak(combination) <= limit), lowest)
     for place in sorted(range(len(graphs)), key=lambda place: -ladders[graphs[place]][levels[place]].seconds):
         tried = [[*levels[:place], level, *levels[place + 1 :]] for level in range(levels[place] + 1)]
-        levels = next((own for own in tried if peak(own) <= limit), levels)
+        levels = next((combination for combination in tried if peak(combination) <= limit), levels)
     return FittedGraphs(footprints(levels), limit, peak(levels))

@@ -11,19 +11,19 @@ et al., ICML 2023). On reaching a stage with some memory left, either
 Two tables hold the least seconds of recomputation for every amount of memory m:
 
 - ``first[i](m)``: of stages i to the last one, n - 1, when the first forward comes to i;
-- ``again[i, j](m)``: of stages i to j when a rerun of the forward reaches i, after which the backward of j follows.
+- ``rerun[i, j](m)``: of stages i to j when a rerun of the forward reaches i, after which the backward of j follows.
 
-With ``rest[k]`` for ``first[k]`` or ``again[k, j]``, whichever table is filled, and run(i, k) for the seconds of
+With ``rest[k]`` for ``first[k]`` or ``rerun[k, j]``, whichever table is filled, and run(i, k) for the seconds of
 running stages i to k - 1 (0 in the first forward, which is no recomputation)::
 
-    again[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
+    rerun[i, i](m) = min over unsaved options o of i     o.seconds                            if o.backward <= m
     rest[i](m)     = min of
         over options o of i      o.seconds + rest[i+1](m - o.held) + run(i, i+1)              if o's peaks <= m
-        over later stages k      again[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
+        over later stages k      rerun[i, k-1](m) + rest[k](m - live_across(i, k)) + run(i, k)   if running fits in m
 
         ──▶ i ──────────▶ k ──▶ … ──▶     run on; only x_i and what crosses into k is kept
             │             ◀──── … ───     backward of k and later: rest[k]
-            i ──▶ … ──▶ k-1               come back, run forward again from x_i: again[i, k-1]
+            i ──▶ … ──▶ k-1               come back, run forward again from x_i: rerun[i, k-1]
 
 So a forward may run any number of times. Where other microbatches are in flight meanwhile, it can pay to keep nothing
 at all of the last stages: to run on to the end and come back at once; and values saved in the first forward count for
@@ -42,7 +42,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roundpipe_fx.progress import progress
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.remat.chain import ChainStage, Decision, SegmentChain
 
 __all__ = ["Solution", "solve_chain"]
@@ -64,32 +64,35 @@ class Solution:
     slot: float
     seconds: NDArray[np.float64]
     _first: NDArray[np.float64]
-    _again: NDArray[np.float64] | None
+    _rerun: NDArray[np.float64] | None
     _places: int | None = _MOST_PLACES
 
     def decisions(self, slots: int) -> list[Decision]:
         """The decisions that reach ``seconds[slots]``."""
-        found: list[Decision] = []
-        tables = _Tables(self.chain, self.slot, len(self.seconds), self._again is not None, self._places)
-        tables.first, tables.again = self._first, self._again
+        decisions: list[Decision] = []
+        tables = _Tables(self.chain, self.slot, len(self.seconds), self._rerun is not None, self._places)
+        tables.first, tables.rerun = self._first, self._rerun
         pending: list[tuple[int, int | None, int]] = [(0, None, slots)]
         while pending:
             stage, last, memory = pending.pop()
             decision = tables.best(stage, last, memory)
-            found.append(decision)
+            decisions.append(decision)
             until = decision.until
+            # The last stage of a rerun: nothing is left to decide behind it.
             if decision.unsaved_option is not None:
                 continue
             if decision.option is not None:
                 if until <= (len(self.chain.stages) - 1 if last is None else last):
                     held = self.chain.stages[stage].options[decision.option].held
+                    # What is kept is gone from the memory of all that follows until its backward.
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
             else:
+                # Coming back, everything from ``until`` on is over, and its memory is free again.
                 pending.append((stage, until - 1, memory))
                 if until < len(self.chain.stages):
                     held = int(self.chain.live_across[stage, until])
                     pending.append((until, last, memory - tables.slots(held * tables.times(last))))
-        return found
+        return decisions
 
 
 def solve_chain(
@@ -112,7 +115,7 @@ def solve_chain(
         slot=tables.slot,
         seconds=tables.first[0].astype(np.float64),
         _first=tables.first,
-        _again=tables.again,
+        _rerun=tables.rerun,
         _places=places,
     )
 
@@ -128,7 +131,7 @@ class _Tables:
         self.most_places = places
         count = len(chain.stages)
         self.first = np.full((count + 1, width), np.inf)
-        self.again: NDArray[np.float64] | None = None
+        self.rerun: NDArray[np.float64] | None = None
         self._memory = np.arange(width)
         self._elapsed = np.concatenate([[0.0], np.cumsum([stage.seconds for stage in chain.stages])])
         self._run = self._running()
@@ -159,6 +162,7 @@ class _Tables:
         for first in range(count):
             live_across = np.concatenate([[0], self.chain.live_across[first, first + 1 : count]])
             inside = np.array([stage.forward for stage in stages[first:]], dtype=np.int64)
+            # At each stage on the way: what crosses into it, and what running it takes.
             run[first, first + 1 :] = np.maximum.accumulate(live_across + inside)
         return run
 
@@ -166,28 +170,29 @@ class _Tables:
         count = len(self.chain.stages)
         self.first[count] = 0.0
         if self.nested:
-            self.again = np.full((count, count, self.width), np.inf)
+            self.rerun = np.full((count, count, self.width), np.inf)
             repetitions = _repetitions(self.chain)
+            # Short ranges first: a range is built of shorter ones that begin in it.
             for length in progress(range(count), "nested recomputation"):
                 alike = list(range(count))  # by stage, the last one from which on as many stages are the same
                 for first in range(count - length - 1, -1, -1):
                     following, same = repetitions[first]
                     if same > length:
                         alike[first] = alike[following]
-                    self._solve_again(first, first + length, alike[first])
+                    self._solve_rerun(first, first + length, alike[first])
         for stage in range(count - 1, -1, -1):
             self._solve_first(stage)
 
-    def _solve_again(self, first: int, last: int, alike: int) -> None:
+    def _solve_rerun(self, first: int, last: int, alike: int) -> None:
         """Solve one range; ``alike``: where an equal one begins that was solved before, or ``first``."""
-        assert self.again is not None
+        assert self.rerun is not None
         # Bytes resident at the end of the range count everywhere in it, and are the only difference.
         end = alike + last - first
         more = min(self.slots(self.chain.stages[last].resident - self.chain.stages[end].resident), self.width)
         if alike == first or more < 0:
-            self.again[first, last] = self._seconds(first, last, self._memory).min(0)
+            self.rerun[first, last] = self._seconds(first, last, self._memory).min(0)
         else:
-            self.again[first, last, more:] = self.again[alike, end, : self.width - more]
+            self.rerun[first, last, more:] = self.rerun[alike, end, : self.width - more]
 
     def _solve_first(self, stage: int) -> None:
         self.first[stage] = self._seconds(stage, None, self._memory).min(0)
@@ -197,19 +202,21 @@ class _Tables:
     ) -> NDArray[np.float64]:
         """Tables, row by row, shifted by the slots that a decision takes."""
         where = memory[None, :] - held[:, None]
-        found = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
-        found[where < 0] = np.inf
-        return found
+        shifted = np.take_along_axis(tables, np.maximum(where, 0), axis=1)
+        # There is not enough memory for the decision at all.
+        shifted[where < 0] = np.inf
+        return shifted
 
     def _places(self, first: int, last: int | None) -> NDArray[np.int64]:
         """Stages to run on to from ``first``."""
         end = self._end(last)
         if last is None and not self.chain.alone:
             end += 1
-        if self.again is None or first == end:
+        if self.rerun is None or first == end:
             return np.empty(0, dtype=np.int64)
         if self.most_places is None or end - first <= self.most_places:
             return np.arange(first + 1, end + 1)
+        # The next stage is always among them: keeping only what enters a stage is the most common decision.
         return np.unique(np.r_[first + 1, np.linspace(first + 1, end, self.most_places).astype(np.int64)])
 
     def _seconds(self, first: int, last: int | None, memory: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -236,28 +243,29 @@ class _Tables:
         if last is None:
             seconds = seconds + self.chain.price * held
         if first == self._end(last):
-            found = seconds[:, None] + np.zeros(len(memory))
+            seconds_kept = seconds[:, None] + np.zeros(len(memory))
         else:
             after = np.broadcast_to(self._rest(last)[first + 1], (len(held), self.width))
+            # The first forward has to run anyway; a rerun is recomputation.
             running = 0.0 if last is None else stage.seconds
-            found = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
+            seconds_kept = self._shifted(after, self._held(held * times), memory) + seconds[:, None] + running
         needed = np.maximum(forward + others + self._resident(first, last), backward + others + stage.resident)
-        return self._possible(found, needed, memory)
+        return self._possible(seconds_kept, needed, memory)
 
     def _coming_back(
         self, first: int, last: int | None, places: NDArray[np.int64], memory: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         """Run on to each of some later stages, do the backward from there, and come back."""
-        assert self.again is not None
+        assert self.rerun is not None
         times = self.times(last)
         live_across = np.append(self.chain.live_across[first], 0)[places]
         beyond = self._shifted(self._rest(last)[places], self._held(live_across * times), memory)
-        found = beyond + self.again[first, places - 1][:, memory]
-        found += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
+        seconds_back = beyond + self.rerun[first, places - 1][:, memory]
+        seconds_back += ((self.chain.price if last is None else 0.0) * live_across)[:, None]
         if last is not None:
-            found += (self._elapsed[places] - self._elapsed[first])[:, None]
+            seconds_back += (self._elapsed[places] - self._elapsed[first])[:, None]
         needed = self._run[first, places] + live_across * (times - 1) + self._resident(first, last)
-        return self._possible(found, needed, memory)
+        return self._possible(seconds_back, needed, memory)
 
     def _end(self, last: int | None) -> int:
         """The last stage to be run."""
@@ -265,7 +273,7 @@ class _Tables:
 
     def _rest(self, last: int | None) -> NDArray[np.float64]:
         """By stage, what follows from it on."""
-        return self.first if last is None or self.again is None else self.again[:, last]
+        return self.first if last is None or self.rerun is None else self.rerun[:, last]
 
     def _resident(self, first: int, last: int | None) -> int:
         """Bytes that are allocated in any case while a stage's forward runs."""
@@ -315,12 +323,12 @@ def _repetitions(chain: SegmentChain) -> list[tuple[int, int]]:
     same = np.zeros((count + 1, count + 1), dtype=np.int64)  # [i, j]: stages from i and j on that are equal
     for i in range(count - 1, -1, -1):
         same[i, :count] = np.where(kind == kind[i], same[i + 1, 1:] + 1, 0)
-    found = []
+    repetitions = []
     for first in range(count - 1):
         following = first + 1 + int(same[first, first + 1 : count].argmax())
         length = int(same[first, following])
         here = chain.live_across[first : first + length, first : first + length]
         there = chain.live_across[following : following + length, following : following + length]
         _, different = np.nonzero(np.triu(here != there, 1))
-        found.append((following, int(different.min(initial=length))))
-    return [*found, (count - 1, 0)]
+        repetitions.append((following, int(different.min(initial=length))))
+    return [*repetitions, (count - 1, 0)]

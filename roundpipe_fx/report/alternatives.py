@@ -131,14 +131,14 @@ class Noted:
         forward = _pieces(levels[: len(graph.forward)], len(levels))
         backward = _pieces(levels[len(graph.forward) :], len(levels))
         steps = [step for _, block in schedule.backward for step in block if step.recipe is not None]
-        again = dict.fromkeys(storage for step in steps for storage in step.makes)
+        recomputed = dict.fromkeys(storage for step in steps for storage in step.makes)
         plan = Alternative(
             bytes=point[0],
             seconds=point[1],
             curve=(*forward, *backward),
             forward=len(forward),
             saved=self._indices(graph, sorted(schedule.choice.kept)),
-            recomputed=self._indices(graph, again),
+            recomputed=self._indices(graph, recomputed),
             tiles=tiles,
         )
         self._plans.append(plan)
@@ -152,7 +152,9 @@ class Noted:
         return Alternatives(values=tuple(self._values.values()), plans=tuple(self._plans), own=own)
 
     def _indices(self, graph: OperationGraph, storages: Iterable[int]) -> tuple[int, ...]:
-        nodes = {graph.values[own].name: own for own in storages if graph.sizes[own] and own in graph.values}
+        nodes = {
+            graph.values[number].name: number for number in storages if graph.sizes[number] and number in graph.values
+        }
         for name, storage in nodes.items():
             if name not in self._values:
                 self._values[name] = _value(graph, storage)
@@ -172,10 +174,10 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
     known: set[tuple[int, float]] = set()
 
     def renumbered(part: Alternatives, indices: Iterable[int]) -> tuple[int, ...]:
-        own = [part.values[index] for index in indices]
-        for value in own:
+        values_of_part = [part.values[index] for index in indices]
+        for value in values_of_part:
             values.setdefault(value.name, value)
-        return tuple(numbers.setdefault(value.name, len(numbers)) for value in own)
+        return tuple(numbers.setdefault(value.name, len(numbers)) for value in values_of_part)
 
     for place, part in enumerate(parts):
         for index, plan in enumerate(part.plans):
@@ -185,8 +187,8 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
                 saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
                 plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
     plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
-    own = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
-    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=own)
+    chosen = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
+    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=chosen)
 
 
 def alternatives_of(
@@ -201,34 +203,34 @@ def alternatives_of(
         own_bytes: predicted peak of the plan that was chosen.
         own_seconds: its modelled seconds of recomputation.
     """
-    found = _candidates(graph, points[0], limit)
+    candidates = _candidates(graph, points[0], limit)
     noted = Noted()
-    own: tuple[int, int] | None = None
+    chosen: tuple[int, int] | None = None
     count = 0
     for size, seconds in points:
-        candidate = found.get((size, seconds))
+        candidate = candidates.get((size, seconds))
         if candidate is None:
             continue
         alike = math.isclose(seconds, own_seconds, rel_tol=1e-6, abs_tol=1e-12)
-        if alike and (own is None or abs(size - own_bytes) < abs(own[1] - own_bytes)):
-            own = count, size
+        if alike and (chosen is None or abs(size - own_bytes) < abs(chosen[1] - own_bytes)):
+            chosen = count, size
         noted.note(graph, candidate, (size, seconds))
         count += 1
-    return noted.alternatives(own[0] if own is not None else None)
+    return noted.alternatives(chosen[0] if chosen is not None else None)
 
 
 def _candidates(graph: OperationGraph, highest: tuple[int, float], limit: int) -> dict[tuple[int, float], Candidate]:
     """By peak and seconds, the candidates that a planner with a limit looks at."""
     blocks = Blocks(graph)
     if graph.step is not None:
-        found = search_for_step(blocks)
+        result = search_for_step(blocks)
     else:
         kept = everything_kept(blocks)
         # The planner's may count equal values once, and the search is scaled by its peak.
         if highest[1] == 0:
             kept = Candidate(kept.schedule, dataclasses.replace(kept.peak, bytes=highest[0]))
-        found = search(blocks, kept=kept)
-    return {(item.peak.bytes, item.seconds): item for item in refine(blocks, found, limit)}
+        result = search(blocks, kept=kept)
+    return {(item.peak.bytes, item.seconds): item for item in refine(blocks, result, limit)}
 
 
 def _pieces(levels: np.ndarray, total: int) -> tuple[int, ...]:

@@ -29,9 +29,9 @@ def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
     return lines if len(shown) == len(ordered) else [*lines, f"  … {len(ordered) - len(shown)} more: plan.details()"]
 
 
-def _key(own: PlannedDivision) -> tuple[bool, bool, float, int, int]:
-    seconds = own.seconds if own.seconds is not None else 0.0
-    return not own.chosen, not own.fits, seconds, own.bytes, own.pipeline
+def _key(division: PlannedDivision) -> tuple[bool, bool, float, int, int]:
+    seconds = division.seconds if division.seconds is not None else 0.0
+    return not division.chosen, not division.fits, seconds, division.bytes, division.pipeline
 
 
 def _proof(ordered: list[PlannedDivision]) -> str:
@@ -43,10 +43,10 @@ def _proof(ordered: list[PlannedDivision]) -> str:
     return "the others take longer at the least (≥), or do not fit"
 
 
-def _row(own: PlannedDivision) -> str:
-    least = "" if own.planned else "≥ "
-    seconds = f"{least}{own.seconds * 1e3:.3f}" if own.seconds is not None else "does not fit"
-    size = f"{least}{bytes_text(own.bytes)}"
-    mesh = f"{own.replicas} x {own.pipeline}"
-    mark, share = "*" if own.chosen else " ", "sharded" if own.sharded else ""
-    return f"  {mark} {mesh:>18}  {share:<7}  {own.stages:>6}  {own.schedule:<12} {seconds:>13}  {size:>14}"
+def _row(division: PlannedDivision) -> str:
+    least = "" if division.planned else "≥ "
+    seconds = f"{least}{division.seconds * 1e3:.3f}" if division.seconds is not None else "does not fit"
+    size = f"{least}{bytes_text(division.bytes)}"
+    mesh = f"{division.replicas} x {division.pipeline}"
+    mark, share = "*" if division.chosen else " ", "sharded" if division.sharded else ""
+    return f"  {mark} {mesh:>18}  {share:<7}  {division.stages:>6}  {division.schedule:<12} {seconds:>13}  {size:>14}"

@@ -42,7 +42,7 @@ def emitted_lines(
         modules: the emitted stage modules.
         own_nodes: by name of a stage module and of its node, the node of the joint graph that it stands for.
     """
-    found: dict[str, list[EmittedLine]] = {}
+    by_module: dict[str, list[EmittedLine]] = {}
     first: dict[str, str] = {}
     lines: dict[str, list[tuple[str, EmittedLine]]] = {}
     every = list(modules)
@@ -54,8 +54,8 @@ def emitted_lines(
         for name, line in lines[file]:
             node = own_nodes[module.name].get(name)
             if node is not None:
-                found.setdefault(str(node.meta.get(Mark.ORIGIN, node.name)), []).append(line)
-    return {name: tuple(own) for name, own in found.items()}
+                by_module.setdefault(str(node.meta.get(Mark.ORIGIN, node.name)), []).append(line)
+    return {name: tuple(lines_of_name) for name, lines_of_name in by_module.items()}
 
 
 def _assigning(file: str, text: str, modules: int) -> Iterator[tuple[str, EmittedLine]]:

@@ -26,27 +26,27 @@ def explained(plan: Plan, name: str) -> str:
         ValueError: there is no such value or module; the message lists close matches.
     """
     fates = list(_fates(plan))
-    found = [fate for fate in fates if fate[2].name == name]
+    matching = [fate for fate in fates if fate[2].name == name]
     tiled = [tiles for tiles in plan.tiles if tiles.name == name]
-    if not found and not tiled:
-        found = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
-        tiled = [own for own in plan.tiles if own.module == name or own.module.startswith(f"{name}.")]
-    if not found and not tiled:
+    if not matching and not tiled:
+        matching = [fate for fate in fates if fate[2].module == name or fate[2].module.startswith(f"{name}.")]
+        tiled = [loop for loop in plan.tiles if loop.module == name or loop.module.startswith(f"{name}.")]
+    if not matching and not tiled:
         values: list[PlannedValue | PlannedTiles] = [*(fate[2] for fate in fates), *plan.tiles]
         names = {value.name for value in values} | {value.module for value in values}
         close = difflib.get_close_matches(name, sorted(names), n=3, cutoff=0.4)
         hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
         raise ValueError(f"no value and no module named {name!r} in this plan.{hint}")
-    texts = [value_explained(stage, fate, value) + _offloaded(plan, value.name) for stage, fate, value in found]
+    texts = [value_explained(stage, fate, value) + _offloaded(plan, value.name) for stage, fate, value in matching]
     return "\n".join([*texts, *map(tiles_explained, tiled)])
 
 
 def _offloaded(plan: Plan, name: str) -> str:
     """What is added to the explanation of a value that leaves its device."""
-    for own in plan.pipeline.offloaded if plan.pipeline is not None else ():
-        if own.name == name:
+    for value in plan.pipeline.offloaded if plan.pipeline is not None else ():
+        if value.name == name:
             count = plan.pipeline.microbatches if plan.pipeline is not None else 0
-            return f"; offloaded: it leaves for the host and comes back in {own.microbatches} of {count} microbatches"
+            return f"; offloaded: it leaves for the host and comes back in {value.microbatches} of {count} microbatches"
     return ""
 
 

@@ -6,11 +6,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.host_sync import why_host_sync
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.torch_private import TorchDispatchMode, tree_leaves
 
 __all__ = ["count_host_syncs"]
 

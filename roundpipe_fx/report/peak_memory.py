@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory
+from roundpipe_fx.torch_private import ProfiledMemory, TorchDispatchMode, profile_memory, tree_leaves
 
 __all__ = ["measure_peak"]
 

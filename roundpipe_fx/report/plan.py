@@ -55,8 +55,6 @@ class Plan:
         sizes: the largest inputs that it was made for and is used with, by input and dimension; empty where all sizes
             are fixed, or the budget is no number of bytes.
         training: whether there is a backward.
-        static: whether all incoming gradients have sizes that are known when compiling.
-        outputs: how many values the forward returns to its caller.
         modules: the emitted stage modules.
         programs: the programs that call them: forward, and backward when training.
         read_operations: gives what the plan was made from; ``None`` without a budget.
@@ -83,8 +81,6 @@ class Plan:
     assumed: Mapping[str, int]
     sizes: Mapping[str, int]
     training: bool
-    static: bool
-    outputs: int
     modules: tuple[StageModule, ...] = field(compare=False)
     programs: tuple[Program, ...] = field(compare=False)
     read_operations: Callable[[], OperationGraph] | None = field(compare=False, default=None)
@@ -115,7 +111,7 @@ class Plan:
                 "this plan has no timeline: compile with num_microbatches=, devices= or schedule=, and take the plan "
                 "of the compiled model."
             )
-        names = {own.number: own.name for own in self.pipeline.offloaded} if self.pipeline is not None else {}
+        names = {value.number: value.name for value in self.pipeline.offloaded} if self.pipeline is not None else {}
         return Timeline.of(self.timing, self.measured[-1] if self.measured else None, names)
 
     @property
@@ -244,8 +240,8 @@ class Plan:
         untiled = self._frontier_untiled
         if self._in_tiles is None:
             return untiled
-        own = self._own_alternatives.plans if self.tiles else ()
-        tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *own) if plan.tiles}
+        stored_plans = self._own_alternatives.plans if self.tiles else ()
+        tiled = {(plan.bytes, plan.seconds) for plan in (*self._in_tiles.plans.plans, *stored_plans) if plan.tiles}
         if self._in_tiles.anywhere:
             # What recomputes nothing is not given up for tiles, whatever these are modelled to take.
             return (untiled[0], *(point for point in _undominated([*untiled, *tiled]) if point != untiled[0]))
@@ -260,8 +256,8 @@ class Plan:
             return self.trade_off
         # All fitted as it was, so nothing else was looked at.
         (whole,) = self.trade_off
-        found = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
-        return (whole, *(point for point in found if point[0] < whole[0]))
+        points_untiled = [(item.peak.bytes, item.seconds) for item in search(Blocks(self.operations)).candidates]
+        return (whole, *(point for point in points_untiled if point[0] < whole[0]))
 
     @functools.cached_property
     def _in_tiles(self) -> PlansInTiles | None:
@@ -273,12 +269,12 @@ class Plan:
         if not self.trade_off or self.operations is None or self.pipeline is not None or self.budget is None:
             return Alternatives()
         points = self.trade_off if self.tiles else self._frontier_untiled
-        found = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
+        alternatives = alternatives_of(self.operations, points, self.budget, self.peak_bytes, self.recompute_seconds)
         if not self.tiles or self._in_tiles is None:
-            return found
+            return alternatives
         longer, tiles = self.operations.seconds - self._in_tiles.seconds, tiles_text(self.tiles)
-        plans = (dataclasses.replace(plan, seconds=plan.seconds + longer, tiles=tiles) for plan in found.plans)
-        return dataclasses.replace(found, plans=tuple(plans))
+        plans = (dataclasses.replace(plan, seconds=plan.seconds + longer, tiles=tiles) for plan in alternatives.plans)
+        return dataclasses.replace(alternatives, plans=tuple(plans))
 
     def look_into(self) -> PlanDetails:
         """What the page of :meth:`write_html` and :meth:`to_json` show beside the decisions: memory at each operation

@@ -71,20 +71,22 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
     strings: dict[str, int] = {}
     memory = lines = timeline = None
     if details.step is not None:
-        found = details.step.memory
+        held = details.step.memory
         memory = {
-            "moments": _columns(found.moments, Moment._fields, strings),
-            "values": _columns(found.values, Lifetime._fields, strings),
-            "forward": found.forward,
-            "source": found.source,
+            "moments": _columns(held.moments, Moment._fields, strings),
+            "values": _columns(held.values, Lifetime._fields, strings),
+            "forward": held.forward,
+            "source": held.source,
         }
-        rows = [_LineOfValue(name, *line) for name, own in details.step.lines.items() for line in own]
+        rows = [
+            _LineOfValue(name, *line) for name, lines_of_name in details.step.lines.items() for line in lines_of_name
+        ]
         lines = _columns(rows, _LineOfValue._fields, strings)
-    own = details.alternatives
+    in_reach = details.alternatives
     alternatives = {
-        "values": _columns(own.values, _fields(AlternativeValue), strings),
-        "plans": [dataclasses.asdict(plan) for plan in own.plans],
-        "own": own.own,
+        "values": _columns(in_reach.values, _fields(AlternativeValue), strings),
+        "plans": [dataclasses.asdict(plan) for plan in in_reach.plans],
+        "own": in_reach.own,
     }
     if details.timeline is not None:
         timeline = {
@@ -133,7 +135,7 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
                 forward=memory["forward"],
                 source=memory["source"],
             ),
-            lines={name: tuple(own) for name, own in lines.items()},
+            lines={name: tuple(lines_of_name) for name, lines_of_name in lines.items()},
         )
     if data["timeline"] is not None:
         bars = {
@@ -154,12 +156,14 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             for device, action, what, to_host, start, end, size, values in data["timeline"]["copies"]
         )
         timeline = Timeline(**bars, copies=copies)
-    found = data["alternatives"]
+    stored = data["alternatives"]
     names = _fields(AlternativeValue)
     alternatives = Alternatives(
-        values=tuple(AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(found["values"], strings)),
-        plans=tuple(map(_alternative, found["plans"])),
-        own=found["own"],
+        values=tuple(
+            AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(stored["values"], strings)
+        ),
+        plans=tuple(map(_alternative, stored["plans"])),
+        own=stored["own"],
     )
     frontier = tuple((int(size), float(seconds)) for size, seconds in data["frontier"])
     return PlanDetails(step=step, frontier=frontier, alternatives=alternatives, timeline=timeline)

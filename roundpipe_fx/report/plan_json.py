@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fields_of_json", "json_of_plan"]
 
-_FORMAT = "roundpipe_fx plan 9"
+_FORMAT = "roundpipe_fx plan 10"
 _LEFT_OUT = (
     "modules",
     "programs",
@@ -67,9 +67,9 @@ def fields_of_json(text: str) -> dict[str, Any]:
         ValueError: it is not a plan, or one of another format.
     """
     fields = json.loads(text)
-    found = fields.pop("format", None) if isinstance(fields, dict) else None
-    if found != _FORMAT:
-        raise ValueError(f"format {found!r} is not {_FORMAT!r}")
+    stored_format = fields.pop("format", None) if isinstance(fields, dict) else None
+    if stored_format != _FORMAT:
+        raise ValueError(f"format {stored_format!r} is not {_FORMAT!r}")
     live = tuple(LiveValue(**value) for value in fields["peak"].pop("live"))
     fields["peak"] = PeakMoment(**fields["peak"], live=live)
     fields["stages"] = tuple(_stage(stage) for stage in fields["stages"])
@@ -83,7 +83,7 @@ def fields_of_json(text: str) -> dict[str, Any]:
         mesh = fields["pipeline"].get("mesh")
         if mesh is not None:
             mesh |= {name: tuple(mesh[name]) for name in ("weight_bytes", "optimizer_bytes")}
-            mesh |= {"divisions": tuple(PlannedDivision(**own) for own in mesh.get("divisions", ()))}
+            mesh |= {"divisions": tuple(PlannedDivision(**division) for division in mesh.get("divisions", ()))}
             mesh = PlannedMesh(**mesh)
         lists |= {"offloaded": offloaded, "gathered": gathered, "mesh": mesh}
         fields["pipeline"] = PlannedPipeline(**(fields["pipeline"] | lists))

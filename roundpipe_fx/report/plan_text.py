@@ -112,10 +112,10 @@ def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
 
 def pipeline_lines(pipeline: PlannedPipeline) -> list[str]:
     """How a step is pipelined, and what that takes."""
-    again = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
+    checkpoint = f", checkpoint={pipeline.checkpoint!r}" if pipeline.checkpoint else ""
     return [
         f"pipelined: {pipeline.microbatches} microbatch{'' if pipeline.microbatches == 1 else 'es'} by schedule "
-        f"{pipeline.schedule!r} on {_counted(len(pipeline.devices), 'device')}{again}; "
+        f"{pipeline.schedule!r} on {_counted(len(pipeline.devices), 'device')}{checkpoint}; "
         f"{_REDUCTIONS[pipeline.loss_reduction]}",
         f"a step: {pipeline.makespan * 1e3:.3f} ms modelled, bubble {pipeline.bubble:.1%}; predicted peaks of the "
         f"devices: {_peaks_text(pipeline.peak_bytes)}",
@@ -218,17 +218,17 @@ def value_explained(stage: int, fate: str, value: PlannedValue) -> str:
         fate: name of the list of its stage that it is in.
         value: the value.
     """
-    again = f"{value.recompute_seconds * 1e3:.3f} ms"
+    seconds = f"{value.recompute_seconds * 1e3:.3f} ms"
     size = bytes_text(value.bytes)
     text = {
-        "saved": f"saved from forward to backward, {size}; recomputing it instead would take {again}",
+        "saved": f"saved from forward to backward, {size}; recomputing it instead would take {seconds}",
         "hoisted": f"saved from forward to backward, {size}, and never recomputed: {value.reason}",
         "recomputed": (
-            f"recomputed in the backward {_times(value.times)}, in {again}; saving it instead would hold {size}"
+            f"recomputed in the backward {_times(value.times)}, in {seconds}; saving it instead would hold {size}"
             f"{', but it must not be saved: ' if value.reason else ''}{value.reason}"
         ),
         "replayed": (
-            f"replayed in the backward {_times(value.times)} from its saved generator state, in {again}; saving it "
+            f"replayed in the backward {_times(value.times)} from its saved generator state, in {seconds}; saving it "
             f"instead would hold {size}"
         ),
         "passing": f"needed only by the forward, {size} while it is alive",

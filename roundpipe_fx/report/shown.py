@@ -10,7 +10,7 @@ import webbrowser
 from pathlib import Path
 from typing import Any
 
-from roundpipe_fx.notebook import is_notebook
+from roundpipe_fx.console.notebook import is_notebook
 
 __all__ = ["show_page"]
 

@@ -66,8 +66,8 @@ def _alive(plan: Plan, most: int) -> list[str]:
         (value for value in live if not value.gradient),
         lambda value: folded(value.module) or value.line or value.name,
     )
-    named |= {_module(own) or name: own for name, own in groups.items()}
-    rows = [(sum(value.bytes for value in own), f"{name}{_count(own)}") for name, own in named.items() if own]
+    named |= {_module(group) or name: group for name, group in groups.items()}
+    rows = [(sum(value.bytes for value in group), f"{name}{_count(group)}") for name, group in named.items() if group]
     total = sum(size for size, _ in rows)
     rows.sort(key=lambda row: -row[0])
     shown = [f"  {bytes_text(size):>10}  {text}" for size, text in rows[:most]]
@@ -108,11 +108,13 @@ def _decisions(stage: PlannedStage) -> str:
 def _recomputed(values: Sequence[PlannedValue], most: int) -> list[str]:
     groups = _grouped(values, lambda value: (folded(value.module), value.line))
     rows = []
-    for (_, line), own in groups.items():
-        seconds = sum(value.seconds * max(value.times, 1) for value in own)
-        where = ", ".join(part for part in (_module(own), line) if part) or own[0].name
-        held = bytes_text(sum(value.bytes for value in own))
-        rows.append((seconds, f"{where}{_count(own)}, saved, {'it' if len(own) == 1 else 'they'} would hold {held}"))
+    for (_, line), group in groups.items():
+        seconds = sum(value.seconds * max(value.times, 1) for value in group)
+        where = ", ".join(part for part in (_module(group), line) if part) or group[0].name
+        held = bytes_text(sum(value.bytes for value in group))
+        rows.append(
+            (seconds, f"{where}{_count(group)}, saved, {'it' if len(group) == 1 else 'they'} would hold {held}")
+        )
     rows.sort(key=lambda row: -row[0])
     if not rows:
         return []
@@ -126,9 +128,9 @@ def _hoisted(values: Sequence[PlannedValue]) -> list[str]:
     if not groups:
         return []
     rows = []
-    for (reason, _), own in groups.items():
-        where = _module(own) or own[0].line or own[0].name
-        rows.append(f"  {where}{_count(own)}, {bytes_text(sum(value.bytes for value in own))}: {reason}")
+    for (reason, _), group in groups.items():
+        where = _module(group) or group[0].line or group[0].name
+        rows.append(f"  {where}{_count(group)}, {bytes_text(sum(value.bytes for value in group))}: {reason}")
     return ["computed once a step, never repeated:", *rows[:_REASONS], *_rest(rows, "others", _REASONS)]
 
 

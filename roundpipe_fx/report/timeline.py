@@ -93,7 +93,11 @@ class Timeline:
                 Bar(device, action, float(start), float(end), int(size))
                 for action, start, end, size in zip(actions, *columns, strict=True)
             ]
-        measured = [Bar(device, span.action, *span.seconds()) for device, own in enumerate(spans or ()) for span in own]
+        measured = [
+            Bar(device, span.action, *span.seconds())
+            for device, of_device in enumerate(spans or ())
+            for span in of_device
+        ]
         return cls(tuple(predicted), tuple(measured), tuple(copies))
 
     def write(self, path: str | Path) -> Path:
@@ -212,18 +216,18 @@ def _copies(timing: Timing, orders: Sequence[Sequence[Action]], names: Mapping[i
             end=copy.end,
             bytes=copy.bytes,
         )
-    for own, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
-        maker, reader = orders[own.device][own.leaves - 1], orders[own.device][own.back]
+    for offload, (leaves, left, returns, back) in zip(timing.offloads, timing.offload_spans, strict=True):
+        maker, reader = orders[offload.device][offload.leaves - 1], orders[offload.device][offload.back]
         for action, to_host, start, end in ((maker, True, leaves, left), (reader, False, returns, back)):
             yield CopyBar(
-                device=own.device,
+                device=offload.device,
                 action=action,
                 what="values",
                 to_host=to_host,
                 start=start,
                 end=end,
-                bytes=own.bytes,
-                values=tuple(names[number] for number, _ in own.values),
+                bytes=offload.bytes,
+                values=tuple(names[number] for number, _ in offload.values),
             )
 
 

@@ -18,9 +18,10 @@ from roundpipe_fx.codegen.loop_text import loops_of
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING
 
-__all__ = ["opaque_loops"]
+__all__ = ["Boxed", "opaque_loops"]
 
 Boxed = Callable[[list[Any]], tuple[Any, ...]]
+"""Takes one list of arguments, which it clears."""
 
 _loops: weakref.WeakValueDictionary[int, TileLoop] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -76,7 +77,7 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
     totals = [node for node in inputs if node in added_to]
     place = {node: number for number, node in enumerate(totals)}
     sums = [(node.target, place[node.args[0]], len(node.args) - 1) for node in adding]
-    graph.output_node().args = ((*parts, *(given for node in adding for given in node.args[1:])),)
+    graph.output_node().args = ((*parts, *(operand for node in adding for operand in node.args[1:])),)
     for node in (*adding, *totals):
         graph.erase_node(node)
     graph.set_codegen(body.graph._codegen)
@@ -84,9 +85,9 @@ def _adding(body: fx.GraphModule, compiled: Callable[[fx.GraphModule], Boxed]) -
     count = len(inputs) - len(totals)
 
     def run(arguments: list[Any]) -> tuple[Any, ...]:
-        given, held = arguments[:count], arguments[count:]
+        values, held = arguments[:count], arguments[count:]
         arguments.clear()
-        made = list(call(given))
+        made = list(call(values))
         results, added = made[: len(parts)], iter(made[len(parts) :])
         del made
         for target, number, operands in sums:

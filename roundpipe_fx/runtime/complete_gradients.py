@@ -32,23 +32,23 @@ def updatable_in_step(programs: Sequence[PipelineProgram], primals: Sequence[Seq
         programs: program of each microbatch.
         primals: for each microbatch, the inputs of the forward.
     """
-    found: set[int] = set()
+    updatable: set[int] = set()
     outside: set[int] = set()
     tensors: dict[int, torch.Tensor] = {}
-    for program, own in zip(programs, primals, strict=True):
-        tensors.update({id(value): value for value in own if isinstance(value, torch.Tensor)})
+    for program, of_batch in zip(programs, primals, strict=True):
+        tensors.update({id(value): value for value in of_batch if isinstance(value, torch.Tensor)})
         for gradient in program.gradients:
             if gradient.source is not None:
-                (found if gradient.source.kind == "value" else outside).add(id(own[gradient.primal]))
-        outside.update(id(own[number]) for number in program.mutations.values())
+                (updatable if gradient.source.kind == "value" else outside).add(id(of_batch[gradient.primal]))
+        outside.update(id(of_batch[number]) for number in program.mutations.values())
         for source in program.outputs:
             if source is not None and source.kind == "primal":
-                outside.add(id(own[source.index]))
+                outside.add(id(of_batch[source.index]))
             elif source is not None and source.index in program.views:
-                outside.add(id(own[program.views[source.index]]))
+                outside.add(id(of_batch[program.views[source.index]]))
     sharing = Counter(value.untyped_storage()._cdata for value in tensors.values())
     outside.update(key for key, value in tensors.items() if sharing[value.untyped_storage()._cdata] > 1)
-    return found - outside
+    return updatable - outside
 
 
 class CompleteGradients:
@@ -74,15 +74,15 @@ class CompleteGradients:
         self._waits: dict[int, list[Callable[[], None]]] = {key: [] for key in updates.keys}
         self._devices: Counter[int] = Counter()
         self._last: list[list[tuple[int, int]]] = []
-        for own in instructions:
+        for of_device in instructions:
             last: dict[int, int] = {}
-            for place, instruction in enumerate(own):
+            for place, instruction in enumerate(of_device):
                 batch = instruction.action.microbatch
                 for key in _touched(instruction, programs[batch], primals[batch]):
                     if key in updates.keys:
                         last[key] = place
             self._devices.update(last.keys())
-            self._last.append(sorted(((place, key) for key, place in last.items()), key=lambda own: -own[0]))
+            self._last.append(sorted(((place, key) for key, place in last.items()), key=lambda item: -item[0]))
 
     def passed(
         self, device: int, place: int, take: Callable[[int], Parts], wait: Callable[[], Callable[[], None]]
@@ -110,7 +110,7 @@ class CompleteGradients:
                 if not self._devices[key]:
                     complete.append(key)
         if complete:
-            waits = {id(own): own for key in complete for own in self._waits[key]}
+            waits = {id(parts_waiting): parts_waiting for key in complete for parts_waiting in self._waits[key]}
             # In the order of the devices, as without an optimizer: sums have the same bits.
             gradients = {key: [part for parts in self._parts.pop(key) for part in parts] for key in complete}
             self._updates.submit(gradients, [*waits.values()])

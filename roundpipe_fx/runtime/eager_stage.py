@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.codegen.dying_values import dying_values
 from roundpipe_fx.torch_private import (
     draws_on_own_device,
     run_and_save_rng_state,
     run_with_rng_state,
+    tree_leaves,
     without_wrapper,
 )
 
@@ -142,6 +142,6 @@ class _Names:
 
 def _reads(value: Any) -> bool:
     """Whether an argument contains nodes."""
-    found: list[fx.Node] = []
-    fx.node.map_arg(value, found.append)
-    return bool(found)
+    reads: list[fx.Node] = []
+    fx.node.map_arg(value, reads.append)
+    return bool(reads)

@@ -20,39 +20,39 @@ class GradientAccumulator:
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self._own: set[int] = set()
+        self._owned: set[int] = set()
 
-    def add(self, owner: int, gradient: torch.Tensor, own: bool = False) -> None:
+    def add(self, owner: int, gradient: torch.Tensor, owned: bool = False) -> None:
         """Add a gradient.
 
         Args:
             owner: identity of the tensor that it is the gradient of.
             gradient: the gradient. It may be a view, or a value that others read too.
-            own: whether it is neither, so that it may be written to.
+            owned: whether it is neither, so that it may be written to.
         """
         if owner not in self.tensors:
-            self.give(owner, gradient, own)
-        elif owner in self._own:
+            self.give(owner, gradient, owned)
+        elif owner in self._owned:
             self.tensors[owner].add_(gradient)
         else:
             self.give(owner, self.tensors[owner] + gradient)
 
-    def give(self, owner: int, total: torch.Tensor, own: bool = True) -> None:
-        """Set an accumulated gradient; ``own``: whether it may be written to."""
+    def give(self, owner: int, total: torch.Tensor, owned: bool = True) -> None:
+        """Set an accumulated gradient; ``owned``: whether it may be written to."""
         self.tensors[owner] = total
-        if own:
-            self._own.add(owner)
+        if owned:
+            self._owned.add(owner)
 
     def take(self, owner: int) -> torch.Tensor | None:
         """Remove an accumulated gradient to be written to and given back; ``None`` if there is none yet."""
         total = self.tensors.pop(owner, None)
-        return total.clone() if total is not None and owner not in self._own else total
+        return total.clone() if total is not None and owner not in self._owned else total
 
     def release(self, owner: int) -> tuple[torch.Tensor, bool]:
         """Remove and return an accumulated gradient, and whether it may be written to."""
-        own = owner in self._own
-        self._own.discard(owner)
-        return self.tensors.pop(owner), own
+        is_owned = owner in self._owned
+        self._owned.discard(owner)
+        return self.tensors.pop(owner), is_owned
 
     def parts_of(self, owner: int) -> list[tuple[torch.Tensor, bool]]:
         """As :meth:`release`, in a list, which is empty if there is no gradient."""
@@ -60,9 +60,9 @@ class GradientAccumulator:
 
     def remove(self, owners: Collection[int]) -> dict[int, torch.Tensor]:
         """Remove and return the accumulated gradients of some owners."""
-        found = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
-        self._own -= found.keys()
-        return found
+        removed = {owner: self.tensors.pop(owner) for owner in [*self.tensors] if owner in owners}
+        self._owned -= removed.keys()
+        return removed
 
     def move(self, to: GradientAccumulator, to_caller: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Add all gradients to another accumulator, freeing each one before the next is copied.
@@ -75,4 +75,4 @@ class GradientAccumulator:
             owner, total = self.tensors.popitem()
             moved = to_caller(total)
             del total
-            to.add(owner, moved, owner in self._own)
+            to.add(owner, moved, owner in self._owned)

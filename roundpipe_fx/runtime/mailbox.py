@@ -79,9 +79,9 @@ class Mailboxes:
 
     def pack(self, device: int, instruction: Instruction, results: Sequence[Any]) -> list[Message]:
         """Start copying results to the devices that read them."""
-        own = self._all_device_streams[device]
+        device_streams = self._all_device_streams[device]
         return [
-            own.send(
+            device_streams.send(
                 tuple(number for _, number in places),
                 [results[place] for place, _ in places],
                 self._all_device_streams[peer],
@@ -102,7 +102,7 @@ class Mailboxes:
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Nothing to do: no worker waits any more."""
 
-    def settle(self, failure: BaseException | None) -> None:
+    def end_run(self, failure: BaseException | None) -> None:
         """Nothing to ask: all workers are in this process."""
 
     def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:

@@ -38,7 +38,7 @@ NO_OPTIMIZER = OptimizerMemory(0, 0)
 def sum_of(parts: Iterable[OptimizerMemory]) -> OptimizerMemory:
     """The host memory of several optimizers."""
     parts = [*parts]
-    return OptimizerMemory(sum(own.bytes for own in parts), sum(own.allocated for own in parts))
+    return OptimizerMemory(sum(part.bytes for part in parts), sum(part.allocated for part in parts))
 
 
 def optimizer_memory(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> OptimizerMemory:

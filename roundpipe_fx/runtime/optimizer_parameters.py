@@ -86,8 +86,8 @@ class OptimizerParameters:
         first: dict[nn.Parameter, str] = {}
         for name, parameter in list(self._model.named_parameters(remove_duplicate=remove_duplicate)):
             if parameter.requires_grad:
-                own = first.setdefault(parameter, name)
-                yield f"{prefix}.{name}" if prefix else name, self._copy(own, parameter)
+                first_name = first.setdefault(parameter, name)
+                yield f"{prefix}.{name}" if prefix else name, self._copy(first_name, parameter)
 
     def _copy(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if self.dtype is None:
@@ -104,8 +104,10 @@ class OptimizerParameters:
             RuntimeError: the optimizer has parameters of the model of which there are copies for it.
         """
         named = dict(self._model.named_parameters())
-        own = {id(copy): named[name] for name, copy in self._copies.items()}
-        pairs = [(own.get(id(one), one), one) for group in optimizer.param_groups for one in group["params"]]
+        names_of_copies = {id(copy): named[name] for name, copy in self._copies.items()}
+        pairs = [
+            (names_of_copies.get(id(one), one), one) for group in optimizer.param_groups for one in group["params"]
+        ]
         if self.dtype is not None:
             names = {id(parameter): name for name, parameter in named.items()}
             for parameter, target in pairs:

@@ -154,7 +154,7 @@ def instructions_of(
     known: dict[tuple[object, ...], dict[StageAction, Instruction]] = {}
     made: list[list[Instruction]] = []
     for device, order in enumerate(orders):
-        own = []
+        of_device = []
         for action in order:
             batch = action.microbatch
             places = tuple(where[batch].items())
@@ -163,8 +163,8 @@ def instructions_of(
                 known[key] = _of_microbatch(
                     device, batch, programs[batch], where[batch], sequences[device][batch], left
                 )
-            own.append(known[key][action.step])
-        made.append(own)
+            of_device.append(known[key][action.step])
+        made.append(of_device)
     return made
 
 
@@ -244,7 +244,7 @@ def _of_microbatch(
     for step in sequence:
         code = program.steps[step]
         made = list(enumerate(code.outputs))
-        own = [(i, place) for i, number in made for place in gradients.get(number, ())] if not left else []
+        gradients_here = [(i, place) for i, number in made for place in gradients.get(number, ())] if not left else []
         added = {source.index for source in code.inputs if source.kind == "sum"}
         arriving = [
             source
@@ -266,27 +266,27 @@ def _of_microbatch(
                 for peer in peers
             ),
             results=tuple((i, place) for i, number in made for place in outputs.get(number, ())),
-            gradients=tuple((i, place) for i, place in own if place not in added),
-            sums=tuple((i, place) for i, place in own if place in added),
+            gradients=tuple((i, place) for i, place in gradients_here if place not in added),
+            sums=tuple((i, place) for i, place in gradients_here if place in added),
         )
     return instructions
 
 
 def _places(sources: Sequence[Source | None]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
+    places: dict[int, list[int]] = {}
     for place, source in enumerate(sources):
         if source is not None and source.kind == "value":
-            found.setdefault(source.index, []).append(place)
-    return found
+            places.setdefault(source.index, []).append(place)
+    return places
 
 
 def last_uses(instructions: Sequence[Instruction], primals: Sequence[Sequence[Any]]) -> list[list[Any]]:
     """For each instruction of a device, the primals that no later one reads, whose copies can be freed after it."""
-    found: list[list[Any]] = []
+    last: list[list[Any]] = []
     seen: set[int] = set()
     for instruction in reversed(instructions):
-        own = primals[instruction.action.microbatch]
-        read = {id(own[s.index]): own[s.index] for s in instruction.code.inputs if s.kind == "primal"}
-        found.append([value for key, value in read.items() if key not in seen])
+        inputs = primals[instruction.action.microbatch]
+        read = {id(inputs[s.index]): inputs[s.index] for s in instruction.code.inputs if s.kind == "primal"}
+        last.append([value for key, value in read.items() if key not in seen])
         seen |= read.keys()
-    return found[::-1]
+    return last[::-1]

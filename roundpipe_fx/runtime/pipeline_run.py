@@ -92,7 +92,7 @@ def run_pipeline(
     primals: Sequence[Sequence[Any]],
     tangents: Sequence[Sequence[Any]],
     streams: Sequence[RandomStream],
-    given: Sequence[dict[int, Any]] = (),
+    inherited: Sequence[dict[int, Any]] = (),
     on_host: Collection[int] = (),
     transport: Transport | None = None,
     offloads: Sequence[Mapping[int, OffloadSteps]] = (),
@@ -108,8 +108,8 @@ def run_pipeline(
         primals: for each microbatch, the inputs of the forward.
         tangents: for each microbatch, the incoming gradients; empty if the backward is a later run.
         streams: stream of random numbers of each microbatch.
-        given: for each microbatch, the values that an earlier run has left, by number. Cleared, so that they are freed
-            once they have been read.
+        inherited: for each microbatch, the values that an earlier run has left, by number. Cleared, so that they
+            are freed once they have been read.
         on_host: identities of primals that stay on the host while the workers are on accelerators. Workers hold copies
             during residency windows, and gradients are copied to the host.
         transport: carries messages between devices; ``None``: the devices are these workers.
@@ -130,7 +130,7 @@ def run_pipeline(
         primals=primals,
         tangents=tangents,
         streams=streams,
-        given=given,
+        inherited=inherited,
         on_host=on_host,
         transport=transport or Mailboxes(workers.all_device_streams),
         offloads=offloads,
@@ -153,7 +153,7 @@ def run_pipeline(
             if on_host:
                 device_streams.synchronize_copies()
     try:
-        run.transport.settle(run.failure)
+        run.transport.end_run(run.failure)
         if run.failure is not None:
             raise run.failure
     finally:
@@ -176,7 +176,7 @@ class _PipelineRun:
         primals: Sequence[Sequence[Any]],
         tangents: Sequence[Sequence[Any]],
         streams: Sequence[RandomStream],
-        given: Sequence[dict[int, Any]],
+        inherited: Sequence[dict[int, Any]],
         on_host: Collection[int],
         transport: Transport,
         offloads: Sequence[Mapping[int, OffloadSteps]],
@@ -193,10 +193,10 @@ class _PipelineRun:
         # In the caller's thread, since tracing and compiling are not thread-safe.
         self._calls = [
             [
-                own.code.call
+                instruction.code.call
                 if device_streams.device == self.caller_device
-                else own.code.elsewhere(device_streams.device)
-                for own in instructions_of_device
+                else instruction.code.elsewhere(device_streams.device)
+                for instruction in instructions_of_device
             ]
             for device_streams, instructions_of_device in zip(workers.all_device_streams, instructions, strict=False)
         ]
@@ -206,15 +206,15 @@ class _PipelineRun:
         )
         self.transport = transport
         self._values: list[list[dict[int, Any]]] = [[{} for _ in programs] for _ in workers.all_device_streams]
-        self._inherits = bool(given)
-        self._left_gradients = _gradients_among(given, programs, primals)
-        if given:
-            self._hand_out(given)
+        self._inherits = bool(inherited)
+        self._left_gradients = _gradients_among(inherited, programs, primals)
+        if inherited:
+            self._hand_out(inherited)
         self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
         self._sums = [GradientAccumulator() for _ in workers.all_device_streams]
         self._on_host = on_host
         self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
-            prefetch_steps_of(own, primals, on_host) for own in instructions if on_host
+            prefetch_steps_of(of_device, primals, on_host) for of_device in instructions if on_host
         ]
         self._offloads = offloads
         self._at_host: list[dict[int, list[torch.Tensor]]] = [{} for _ in workers.all_device_streams]
@@ -227,14 +227,14 @@ class _PipelineRun:
         self._stopping = False
         self.failure: BaseException | None = None
 
-    def _hand_out(self, given: Sequence[dict[int, Any]]) -> None:
-        for own, instructions in zip(self._values, self._instructions, strict=False):
+    def _hand_out(self, inherited: Sequence[dict[int, Any]]) -> None:
+        for of_device, instructions in zip(self._values, self._instructions, strict=False):
             for instruction in instructions:
                 batch = instruction.action.microbatch
                 for source in instruction.code.inputs:
-                    if source.kind == "value" and source.index in given[batch]:
-                        own[batch][source.index] = _Left(given[batch][source.index])
-        for values in given:
+                    if source.kind == "value" and source.index in inherited[batch]:
+                        of_device[batch][source.index] = _Left(inherited[batch][source.index])
+        for values in inherited:
             values.clear()
 
     def wait(self) -> None:
@@ -290,19 +290,19 @@ class _PipelineRun:
             offloading.reload(place)
             self.transport.before(device, place)
             batch = instruction.action.microbatch
-            own = values[batch]
+            of_batch = values[batch]
             # Block until the results of other devices have been sent; on an accelerator they may still be on their way.
             for step in instruction.receives:
-                own.update(self.transport.receive(device, step, batch))
+                of_batch.update(self.transport.receive(device, step, batch))
             code = instruction.code
             if self._updates is not None:
                 self._updates.wait_for(id(self._primals[batch][number]) for number in code.reads)
             if self._inherits:
-                _inherit(device_streams, own, code.inputs)
+                _inherit(device_streams, of_batch, code.inputs)
             # A dying value leaves the dictionary, so that the argument list, which the stage clears, holds the last
             # reference and the value is freed inside the stage.
             arguments = [
-                (own.pop(source.index) if dies else own[source.index])
+                (of_batch.pop(source.index) if dies else of_batch[source.index])
                 if source.kind == "value"
                 else self._outside(source, batch, device, device_streams)
                 for source, dies in zip(code.inputs, instruction.dying, strict=True)
@@ -395,9 +395,9 @@ class _PipelineRun:
         total = GradientAccumulator()
         for device_streams, sums in zip(self._all_device_streams, self._sums, strict=True):
             sums.move(total, device_streams.to_caller)
-        for owner, parts in (found for at_host in self._at_host for found in at_host.items()):
+        for owner, parts in (owner_parts for at_host in self._at_host for owner_parts in at_host.items()):
             for part in parts:
-                total.add(owner, part, own=True)
+                total.add(owner, part, owned=True)
         gradients = total.tensors
         for key, value in self._left_gradients:
             value = value.cpu() if key in self._on_host else self._all_device_streams[0].to_caller(value)
@@ -426,22 +426,22 @@ class _PipelineRun:
 
 
 def _gradients_among(
-    given: Sequence[Mapping[int, Any]], programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]
+    inherited: Sequence[Mapping[int, Any]], programs: Sequence[PipelineProgram], primals: Sequence[Sequence[Any]]
 ) -> list[tuple[int, torch.Tensor]]:
     """Gradients that an earlier forward run has left, each keyed by the input it belongs to."""
     return [
-        (id(own[gradient.primal]), values[gradient.source.index])
-        for values, program, own in zip(given, programs, primals, strict=False)
+        (id(of_batch[gradient.primal]), values[gradient.source.index])
+        for values, program, of_batch in zip(inherited, programs, primals, strict=False)
         for gradient in program.gradients
         if gradient.source is not None and gradient.source.kind == "value" and gradient.source.index in values
     ]
 
 
-def _inherit(device_streams: DeviceStreams, own: dict[int, Any], sources: Sequence[Source]) -> None:
+def _inherit(device_streams: DeviceStreams, values: dict[int, Any], sources: Sequence[Source]) -> None:
     """Make the values that an earlier run has left, and that are read now, available on this device."""
-    read = {source.index: own[source.index] for source in sources if source.kind == "value"}
+    read = {source.index: values[source.index] for source in sources if source.kind == "value"}
     left = {number: value.value for number, value in read.items() if isinstance(value, _Left)}
-    own.update(zip(left, device_streams.inherit([*left.values()]), strict=True))
+    values.update(zip(left, device_streams.inherit([*left.values()]), strict=True))
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,15 +67,15 @@ def prefetch_steps_of(
     tensors: dict[int, torch.Tensor] = {}  # in the order in which they are read first
     reads: list[set[int]] = []
     for window in windows:
-        own: set[int] = set()
+        resident_keys: set[int] = set()
         for instruction in (instructions[place] for place in window):
             values = primals[instruction.action.microbatch]
             code = instruction.code
             for value in (values[number] for number in (*code.reads, *(code.views if views else ()))):
                 if id(value) in on_host:
                     tensors[id(value)] = value
-                    own.add(id(value))
-        reads.append(own)
+                    resident_keys.add(id(value))
+        reads.append(resident_keys)
     order = {key: place for place, key in enumerate(tensors)}
 
     def of(keys: Collection[int]) -> tuple[torch.Tensor, ...]:
@@ -84,7 +84,7 @@ def prefetch_steps_of(
     prefetch_steps: dict[int, PrefetchStep] = {}
     before: set[int] = set()
     for index, (window, there) in enumerate(zip(windows, resident(reads), strict=True)):
-        there.update(key for own in kept if own.start <= window.start < own.stop for key in own.keys & before)
+        there.update(key for stay in kept if stay.start <= window.start < stay.stop for key in stay.keys & before)
         new = there - before
         first = set() if index else reads[0]
         prefetch_steps[window.start] = PrefetchStep(of(before - there), of(first), of(new - first))

@@ -12,18 +12,15 @@ from torch import fx
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.codegen import StageModule
+from roundpipe_fx.console.progress import progress
 from roundpipe_fx.frontend.opaque_backward import calls_in
 from roundpipe_fx.ir.options import StageCompiler
-from roundpipe_fx.progress import progress
-from roundpipe_fx.runtime.compiled_loops import opaque_loops
+from roundpipe_fx.runtime.compiled_loops import Boxed, opaque_loops
 from roundpipe_fx.runtime.compiled_sums import from_zero, functional_sums
 from roundpipe_fx.runtime.eager_stage import eager_stage
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 
 __all__ = ["Boxed", "compile_stage", "compile_stages"]
-
-Boxed = Callable[[list[Any]], tuple[Any, ...]]
-"""Takes one list of arguments, which it clears."""
 
 
 def compile_stages(

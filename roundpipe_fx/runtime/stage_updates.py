@@ -100,12 +100,12 @@ class _Update:
         """Add up the parts, as they would be without an optimizer, in the parameter's layout."""
         if not self.parts:
             return
-        total, own = self.parts[0]
+        total, is_owned = self.parts[0]
         for part, _ in self.parts[1:]:
-            total, own = (total.add_(part) if own else total + part), True
+            total, is_owned = (total.add_(part) if is_owned else total + part), True
         if self.before is not None:
             self.before.add_(total)
-        elif own and total.stride() == self.memory.stride():
+        elif is_owned and total.stride() == self.memory.stride():
             self.before = total
         else:
             self.before = torch.empty_like(self.memory).copy_(total)
@@ -154,7 +154,7 @@ class StageUpdates:
 
     def submit(self, job: _Job) -> None:
         """Start a job, once the thread has time for it. The last one comes first: the next forward reads it first."""
-        keys = [id(own.parameter) for own in job.updates]
+        keys = [id(update.parameter) for update in job.updates]
         self.wait_for(keys)
         self._worker = self._worker or ThreadPoolExecutor(1, "roundpipe_fx optimizer")
         self._latest.update(dict.fromkeys(keys, job))
@@ -182,7 +182,7 @@ class StageUpdates:
                 if job.step.failure is not None:
                     raise job.step.failure
 
-    def settle(self, all_but: StepUpdates | None = None) -> BaseException | None:
+    def finish(self, all_but: StepUpdates | None = None) -> BaseException | None:
         """Wait for updates. Gradients that were not applied are in ``.grad`` again then.
 
         Args:
@@ -206,7 +206,7 @@ class StageUpdates:
         Raises:
             BaseException: raised by an update.
         """
-        failure = self.settle()
+        failure = self.finish()
         if failure is not None:
             raise failure
 
@@ -224,7 +224,7 @@ class StageUpdates:
             complete: whether all gradients were complete, so that those not applied are kept in ``.grad``.
         """
         step.stop(complete)
-        self.settle()
+        self.finish()
         self._failed_within = step.applied > 0
         if step.applied and error is not step.failure:
             rest = "the gradients of the others are in .grad" if complete else "the others have their old values"
@@ -261,7 +261,9 @@ class StepUpdates:
         self._updates = updates
         self._optimizer = optimizer
         self._settings = [settings_of_group(group) for group in optimizer.param_groups]
-        self._groups = {id(own): index for index, group in enumerate(optimizer.param_groups) for own in group["params"]}
+        self._groups = {
+            id(trained): index for index, group in enumerate(optimizer.param_groups) for trained in group["params"]
+        }
         self._targets = targets
         self._before = {key: parameter.grad for key, (parameter, _) in targets.items()}
         for parameter, _ in targets.values():
@@ -316,7 +318,7 @@ class StepUpdates:
         self._targets = {**self._targets, **others}
         self.submit({key: [] for key in [*self._before]})
         torch_private.note_optimizer_step(self._optimizer)
-        failure = self._updates.settle(all_but=self)
+        failure = self._updates.finish(all_but=self)
         if failure is not None:
             raise failure
 
@@ -330,9 +332,9 @@ class StepUpdates:
 
     def give_back(self) -> None:
         """Put gradients that were not applied into ``.grad``: those of before a step that was stopped, or all."""
-        for own in self._left:
-            own.sum()
-            _add(own.parameter, own.before)
+        for update in self._left:
+            update.sum()
+            _add(update.parameter, update.before)
         for key, gradient in self._before.items():
             _add(self._targets[key][0], gradient)
         self._left, self._before = [], {}
@@ -344,14 +346,14 @@ class StepUpdates:
             for wait in job.waits:
                 wait()
             if not self._keep:
-                for own in updates:
-                    own.parts = []
-            for own in updates:
-                own.sum()
+                for update in updates:
+                    update.parts = []
+            for update in updates:
+                update.sum()
             if self.failure is None and not self._stopped:
                 # Copies one by one, so that the gradient of only one exists beside that of its parameter.
-                themselves = [own for own in updates if own.target is own.parameter]
-                copied = [[own] for own in updates if own.target is not own.parameter]
+                themselves = [update for update in updates if update.target is update.parameter]
+                copied = [[update] for update in updates if update.target is not update.parameter]
                 for together in ([themselves] if themselves else []) + copied:
                     self._apply(together)
                     self.applied += len(together)
@@ -363,33 +365,33 @@ class StepUpdates:
     def _apply(self, updates: Sequence[_Update]) -> None:
         members: dict[int, list[nn.Parameter]] = {}
         shadows: list[tuple[_Update, nn.Parameter]] = []
-        for own in updates:
-            shadow = nn.Parameter(own.memory if own.target is own.parameter else own.target.detach())
-            if own.target is own.parameter:
-                shadow.grad = own.before
+        for update in updates:
+            shadow = nn.Parameter(update.memory if update.target is update.parameter else update.target.detach())
+            if update.target is update.parameter:
+                shadow.grad = update.before
             else:
-                shadow.grad = own.target.grad
-                if own.before is not None:
-                    moved = own.before.to(device=shadow.device, dtype=shadow.dtype)
+                shadow.grad = update.target.grad
+                if update.before is not None:
+                    moved = update.before.to(device=shadow.device, dtype=shadow.dtype)
                     shadow.grad = moved if shadow.grad is None else shadow.grad + moved
-            members.setdefault(own.group, []).append(shadow)
-            shadows.append((own, shadow))
+            members.setdefault(update.group, []).append(shadow)
+            shadows.append((update, shadow))
         groups = [{**self._settings[index], "params": params} for index, params in members.items()]
         part = type(self._optimizer)(groups)  # type: ignore[call-arg]
         state = self._optimizer.state
-        for own, shadow in shadows:
-            if own.target in state:
-                part.state[shadow] = state[own.target]
+        for update, shadow in shadows:
+            if update.target in state:
+                part.state[shadow] = state[update.target]
         part.step()
         # A parameter that had no state gets it only now, so that one whose update has failed begins without.
-        for own, shadow in shadows:
+        for update, shadow in shadows:
             if shadow in part.state:
-                state[own.target] = part.state[shadow]
-            own.before = None
-            if own.target is not own.parameter:
-                own.target.grad = None
+                state[update.target] = part.state[shadow]
+            update.before = None
+            if update.target is not update.parameter:
+                update.target.grad = None
                 with torch.no_grad():
-                    own.memory.copy_(shadow)
+                    update.memory.copy_(shadow)
 
 
 def settings_of_group(group: Mapping[str, Any]) -> dict[str, Any]:

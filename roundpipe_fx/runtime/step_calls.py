@@ -149,7 +149,7 @@ class StepCalls:
         number = len(self._calls)
         brought = 0
         if number:
-            known = {storage for own in self._calls for storage in (*own.inputs, *own.outputs)}
+            known = {storage for call in self._calls for storage in (*call.inputs, *call.outputs)}
             sizes = {
                 key: min(value.untyped_storage().nbytes(), value.nbytes)
                 for place, (key, value) in enumerate(zip(inputs, arguments, strict=True))

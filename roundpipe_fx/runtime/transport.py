@@ -50,7 +50,7 @@ class Transport(Protocol):
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Called by a worker that will not run its remaining instructions."""
 
-    def settle(self, failure: BaseException | None) -> None:
+    def end_run(self, failure: BaseException | None) -> None:
         """Called when all workers have ended, with what one of them raised.
 
         Raises:

@@ -48,9 +48,9 @@ def offload_steps_of(
         instructions: of each device; actions that a microbatch does not have are missing.
         offloads: what leaves.
     """
-    found: list[Mapping[int, OffloadSteps]] = []
-    for device, own in enumerate(instructions):
-        present = {str(instruction.action) for instruction in own}
+    steps_of_devices: list[Mapping[int, OffloadSteps]] = []
+    for device, of_device in enumerate(instructions):
+        present = {str(instruction.action) for instruction in of_device}
         places = [0, *accumulate(int(str(action) in present) for action in schedule.actions(device))]
         of_place: dict[int, dict[str, list[Offload]]] = {}
         for offload in offloads:
@@ -58,13 +58,13 @@ def offload_steps_of(
                 for name in OffloadSteps.__slots__:
                     place = places[getattr(offload, name)]
                     of_place.setdefault(place, {}).setdefault(name, []).append(offload)
-        found.append(
+        steps_of_devices.append(
             {
                 place: OffloadSteps(**{name: tuple(of) for name, of in steps.items()})
                 for place, steps in of_place.items()
             }
         )
-    return found
+    return steps_of_devices
 
 
 @dataclass(slots=True)
@@ -104,7 +104,14 @@ class ValueOffloading:
         self._copied: dict[Offload, Any] = {}
         """By offload, the marker of its latest copies."""
         if steps:
-            self._buffers.keep({size for own in steps.values() for offload in own.leaves for _, size in offload.values})
+            self._buffers.keep(
+                {
+                    size
+                    for steps_of_device in steps.values()
+                    for offload in steps_of_device.leaves
+                    for _, size in offload.values
+                }
+            )
 
     def leave(self, place: int) -> None:
         """Begin to copy what leaves before an instruction; called first."""

@@ -43,11 +43,11 @@ class Workers:
         started = threading.Barrier(len(devices) + 1)
         threads = []
         for index, (device_streams, jobs) in enumerate(zip(self.all_device_streams, self._jobs, strict=True)):
-            own = max(1, cores // sharing) if device_streams.device.type == "cpu" else None
+            threads_here = max(1, cores // sharing) if device_streams.device.type == "cpu" else None
             # The thread holds no reference to this object, so that it can be garbage-collected.
             thread = threading.Thread(
                 target=_work,
-                args=(index, device_streams, jobs, own, started),
+                args=(index, device_streams, jobs, threads_here, started),
                 name=f"roundpipe_fx {device_streams.device} worker {index}",
                 daemon=True,
             )

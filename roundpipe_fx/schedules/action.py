@@ -75,12 +75,12 @@ class Action:
         Raises:
             ValueError: ``text`` is not an action.
         """
-        found = _TEXT.match(text)
-        if found is None:
+        matched = _TEXT.match(text)
+        if matched is None:
             raise ValueError(
                 f"{text!r} is not an action: write one of F, R, B, I, W, a stage and a microbatch, such as F0.3."
             )
-        if found.group(1):
-            return cls(ActionKind(found.group(1)), int(found.group(2)), int(found.group(3)))
-        kind, of, stage, microbatch, _, peer = found.groups()[3:]
+        if matched.group(1):
+            return cls(ActionKind(matched.group(1)), int(matched.group(2)), int(matched.group(3)))
+        kind, of, stage, microbatch, _, peer = matched.groups()[3:]
         return cls(ActionKind(kind), int(stage), int(microbatch), ActionKind(of), int(peer))

@@ -66,38 +66,38 @@ def balance_offloaded_stages(
     """
     forward = list(forward_seconds)
     training = any(backward_seconds)
-    again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
-    bring = [weights.size(own) / weights.bandwidth for own in weights.reads]
+    recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward_seconds, strict=True)]
+    bring = [weights.size(numbers) / weights.bandwidth for numbers in weights.reads]
     ahead = [microbatches * f + b for f, b in zip(forward, bring, strict=True)]
-    back = [microbatches * a + 2 * b for a, b in zip(again, bring, strict=True)]
-    found = []
+    back = [microbatches * a + 2 * b for a, b in zip(recomputing, bring, strict=True)]
+    tried_divisions = []
     for index, tried in enumerate(_divisions(ahead, back if training else [], devices)):
-        slots = slot_seconds(tried, forward, list(backward_seconds), again)
+        slots = slot_seconds(tried, forward, list(backward_seconds), recomputing)
         size = residency_bytes(tried, devices, weights, training)
-        found.append(
+        tried_divisions.append(
             (_seconds(tried, slots, devices, microbatches, weights, training), size, tried.slots, index, tried)
         )
-    fitting = [own for own in found if limit is not None and own[1] <= limit]
+    fitting = [division for division in tried_divisions if limit is not None and division[1] <= limit]
     if fitting:
         return min(fitting)[-1]
-    return min(found, key=lambda own: (own[1], own[2], own[0]))[-1]
+    return min(tried_divisions, key=lambda division: (division[1], division[2], division[0]))[-1]
 
 
 def residency_bytes(rounds: RoundPipePartition, devices: int, weights: Weights, training: bool = True) -> int:
     """Peak bytes of weights and their gradients on a device, with slots assigned to devices in turn."""
     reads = _reads(rounds, weights)
     fused = len(rounds.forward)
-    gradients = [weights.size(own) if training and slot >= fused else 0 for slot, own in enumerate(reads)]
+    gradients = [weights.size(numbers) if training and slot >= fused else 0 for slot, numbers in enumerate(reads)]
     most = 0
-    for slot, own in enumerate(reads):
+    for slot, numbers in enumerate(reads):
         following: frozenset[int] = reads[slot + devices] if slot + devices < len(reads) else frozenset()
         before = gradients[slot - devices] if slot >= devices else 0
-        most = max(most, weights.size(own | following) + gradients[slot] + before)
+        most = max(most, weights.size(numbers | following) + gradients[slot] + before)
     return most
 
 
 def _reads(rounds: RoundPipePartition, weights: Weights) -> list[frozenset[int]]:
-    return [weights.of(*own) for own in (*rounds.forward, rounds.fused, *rounds.backward)]
+    return [weights.of(*run) for run in (*rounds.forward, rounds.fused, *rounds.backward)]
 
 
 def _seconds(
@@ -113,9 +113,9 @@ def _seconds(
     fused = len(rounds.forward)
     total = longest = 0.0
     nothing: frozenset[int] = frozenset()
-    for slot, (own, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):
-        comes = weights.size(following - own)
-        goes = weights.size(own) if training and slot >= fused else 0
+    for slot, (numbers, following) in enumerate(zip_longest(reads, reads[devices:], fillvalue=nothing)):
+        comes = weights.size(following - numbers)
+        goes = weights.size(numbers) if training and slot >= fused else 0
         total += max(microbatches * slots[slot], comes / weights.bandwidth, goes / weights.bandwidth)
         longest = max(longest, slots[slot])
     return weights.size(reads[0]) / weights.bandwidth + total / devices + (devices - 1) * longest
@@ -126,7 +126,7 @@ def _divisions(forward: list[float], backward: list[float], devices: int) -> Ite
     divide = divider(forward, backward)
     yield RoundPipePartition((), (0, count - 1), ())  # a single slot
     for first in range(count - 1, max(0, count - 1 - FUSED), -1):
-        counts = sorted({own for own in _COUNTS if own < first} | {first})
+        counts = sorted({fewer for fewer in _COUNTS if fewer < first} | {first})
         for slots in counts:
             for slots_back in counts if backward else [0]:
                 if slots + 1 + slots_back >= devices:

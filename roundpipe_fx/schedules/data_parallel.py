@@ -97,12 +97,12 @@ def buckets_of(steps: Sequence[StageAction], gradients: _Sizes, late: Collection
             if number not in late:
                 last[number], sizes[number] = place, size
                 stage[number] = min(stage.get(number, step[1]), step[1])
-    found: list[Bucket] = []
+    buckets: list[Bucket] = []
     for of_stage in sorted(set(stage.values()), reverse=True):
-        own = {number: size for number, size in sizes.items() if stage[number] == of_stage}
-        before = found[-1].place if found else 0
-        found.append(Bucket(max(before, *(last[number] for number in own)), own))
-    return found
+        of_bucket = {number: size for number, size in sizes.items() if stage[number] == of_stage}
+        before = buckets[-1].place if buckets else 0
+        buckets.append(Bucket(max(before, *(last[number] for number in of_bucket)), of_bucket))
+    return buckets
 
 
 class ReplicaLink:

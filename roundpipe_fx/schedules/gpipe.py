@@ -26,12 +26,12 @@ def gpipe(devices: int, stages: int, microbatches: int) -> Schedule:
     """
     orders = []
     for device in range(devices):
-        own = run_of(device, devices, stages)
+        stages_here = run_of(device, devices, stages)
         orders.append(
             np.concatenate(
                 [
-                    block_of(ActionKind.FORWARD, own, microbatches),
-                    block_of(ActionKind.BACKWARD, own[::-1], microbatches),
+                    block_of(ActionKind.FORWARD, stages_here, microbatches),
+                    block_of(ActionKind.BACKWARD, stages_here[::-1], microbatches),
                 ]
             )
         )

@@ -84,9 +84,9 @@ class HostLink:
         """
         self._windows, self._bandwidth = windows, bandwidth
         rows = [np.zeros((length, 4)) for length in lengths]
-        for own, table in zip(windows, rows, strict=True):
+        for of_device, table in zip(windows, rows, strict=True):
             left = 0
-            for window in own:
+            for window in of_device:
                 table[window.places.start] = [1, window.first, window.brought, left]
                 left = sum(window.gradients.values())
         self._table = np.concatenate([np.zeros((0, 4)), *rows])
@@ -94,13 +94,15 @@ class HostLink:
         self._ended = np.zeros((len(self._table), 3))
         """At the first action of each window, when copies end: of its tensors if it is the first one, of those of the
         next one, of the previous one's gradients."""
-        self._last = np.array([sum(own[-1].gradients.values()) / bandwidth if own else 0.0 for own in windows])
+        self._last = np.array(
+            [sum(of_device[-1].gradients.values()) / bandwidth if of_device else 0.0 for of_device in windows]
+        )
         count = len(lengths)
         self._incoming, self._outgoing = np.zeros(count), np.zeros(count)
         """By device, when the copies that were issued so far will have ended."""
         self._tensors, self._gradients = np.zeros(count), np.zeros(count)
         """By device, when the tensors and the gradients that were issued last will have been copied."""
-        self._seconds = [own.bytes / bandwidth for own in offloads]
+        self._seconds = [offload.bytes / bandwidth for offload in offloads]
         self._copied = [0.0] * len(offloads)
         """By offload, when its copy that was issued last will have ended."""
         self.spans = [[0.0, 0.0, 0.0, 0.0] for _ in offloads]
@@ -125,10 +127,13 @@ class HostLink:
         begins, first, following, left = self._table[places].T
         begins = begins > 0
         incoming, outgoing = self._incoming[devices], self._outgoing[devices]
+        # One copy at a time in each direction: a copy begins when the one before it has ended and it has been issued.
         incoming = np.where(first > 0, np.maximum(incoming, clock) + first, incoming)
         tensors = np.where(first > 0, incoming, self._tensors[devices])
+        # From here on the memory of gradients from before the last window counts as free, so they must have left.
         ready = np.where(begins, np.maximum(tensors, self._gradients[devices]), 0.0)
         first_ended = incoming
+        # The next window's tensors are brought while this one runs.
         incoming = np.where(begins, np.maximum(incoming, clock) + following, incoming)
         outgoing = np.where(begins & (left > 0), np.maximum(outgoing, clock) + left, outgoing)
         self._ended[places] = np.stack([first_ended, incoming, outgoing], axis=1)

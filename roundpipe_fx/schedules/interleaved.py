@@ -30,10 +30,10 @@ def interleaved(devices: int, stages: int, microbatches: int) -> Schedule:
     all_stages = -(-stages // devices) * devices
     orders = []
     for device in range(devices):
-        own = list(range(device, all_stages, devices))
-        forward = _grouped(ActionKind.FORWARD, own, devices, whole)
-        backward = _grouped(ActionKind.BACKWARD, own[::-1], devices, whole)
-        ahead = min(2 * (devices - 1 - device) + (len(own) - 1) * devices, len(forward))
+        stages_here = list(range(device, all_stages, devices))
+        forward = _grouped(ActionKind.FORWARD, stages_here, devices, whole)
+        backward = _grouped(ActionKind.BACKWARD, stages_here[::-1], devices, whole)
+        ahead = min(2 * (devices - 1 - device) + (len(stages_here) - 1) * devices, len(forward))
         steady = len(forward) - ahead
         order = np.concatenate([forward[:ahead], pairs(forward[ahead:], backward[:steady], 1), backward[steady:]])
         orders.append(order[(order[:, 1] < stages) & (order[:, 2] < microbatches)])

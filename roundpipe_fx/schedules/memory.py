@@ -93,8 +93,8 @@ def peaks_of(
     memory.enter_input_gradients()
     memory.enter_offloads(offloads)
     memory.enter_sharded(kept)
-    found = (memory.peak(device, own) for device, own in enumerate(windows))
-    return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in found]
+    peaks = (memory.peak(device, of_device) for device, of_device in enumerate(windows))
+    return [(costs.transport_bytes + peak, costs.transport_bytes + during) for peak, during in peaks]
 
 
 def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = False) -> list[int]:
@@ -116,7 +116,7 @@ def weights_of_devices(schedule: Schedule, costs: StepCosts, trained: bool = Fal
         sizes.append(
             {tensor: rows.get(tensor, size) for of_step in read for tensor, size in of_step if tensor in counted}
         )
-    return [sum(own.values()) for own in sizes]
+    return [sum(of_device.values()) for of_device in sizes]
 
 
 class _Memory:
@@ -147,11 +147,13 @@ class _Memory:
         )
         brought = self._table(lambda variant, step: variant.brought_bytes.get(step, 0))
         self._brought = [
-            int(brought[self._variant_of[order[:, 2]], own].sum())
-            for order, own in zip(schedule.orders, codes, strict=True)
+            int(brought[self._variant_of[order[:, 2]], codes_of_device].sum())
+            for order, codes_of_device in zip(schedule.orders, codes, strict=True)
         ]
         """By device, bytes of incoming gradients."""
-        self._changes = [np.zeros(len(own) + 2, dtype=np.int64) for own in codes]
+        # Entry p is what is added, or freed, before action p: levels are its running sum. What the last action makes is
+        # added behind it.
+        self._changes = [np.zeros(len(of_device) + 2, dtype=np.int64) for of_device in codes]
         self._callers = next((device for device in range(len(codes)) if device not in costs.away), -1)
         self._outputs = self._of_batches(lambda variant: sum(held.bytes for held in variant.held if held.lasts))
         self._outputs_made_there = 0
@@ -181,8 +183,10 @@ class _Memory:
                 readers = [self._number[reader] for reader in held.readers]
                 reading = {device for reader in readers for device in self.places.devices(reader)}
                 for device, at, batches in self.places.of(self._number[held.maker]):
-                    own = self._variant_of[batches] == which
-                    self._enter_value(held, readers, device, at[own], batches[own], reading - {device}, arrival)
+                    is_of_variant = self._variant_of[batches] == which
+                    self._enter_value(
+                        held, readers, device, at[is_of_variant], batches[is_of_variant], reading - {device}, arrival
+                    )
 
     def _enter_value(
         self,
@@ -200,10 +204,12 @@ class _Memory:
             until = np.full(len(at), len(self._codes[device]))
             self._outputs_made_there += held.bytes * len(at) if device == self._callers else 0
         here = until >= 0
+        # While its maker runs, a value is part of the maker's own peak; it is freed once its last reader has ended.
         self._enter(device, at[here] + 1, until[here] + 1, held.bytes)
         for other in others:
             until = self.places.last(other, readers, batches)
             there = until >= 0
+            # It may arrive any time after it was sent, but it is there when it is read.
             arrives = np.minimum(arrival(device, at[there], other), until[there])
             self._enter(other, arrives, until[there] + 1, held.bytes)
 
@@ -219,15 +225,15 @@ class _Memory:
             makers_of = self.variants[which].input_gradient_bytes
             for device, change in enumerate(self._changes):
                 for owner, size in by_owner.items():
-                    makers = [self._number[step] for step, own in makers_of.items() if owner in own]
+                    makers = [self._number[step] for step, numbers in makers_of.items() if owner in numbers]
                     at = self.places.first(device, makers, batches)
                     np.add.at(change, at[at >= 0] + 1, size)
 
     def enter_offloads(self, offloads: Sequence[Offload]) -> None:
         """Values that are on the host: absent from their device once they are freed, until they are reloaded."""
-        for own in offloads:
-            self._changes[own.device][own.freed] -= own.bytes
-            self._changes[own.device][own.reloads] += own.bytes
+        for offload in offloads:
+            self._changes[offload.device][offload.freed] -= offload.bytes
+            self._changes[offload.device][offload.reloads] += offload.bytes
 
     def enter_sharded(self, kept: Sequence[KeptGathered]) -> None:
         """Parameters that are whole for a while, and their gradients, of which only rows are left in the end.
@@ -240,24 +246,25 @@ class _Memory:
             return
         orders, gradients = device_orders(self._schedule), self._costs.base_bytes
         late = late_gradients(orders, gradients)
-        for own, change in zip(orders, self._changes, strict=True):
-            staying = [each for each in kept if each.device == own.device]
-            change += sharded_changes(own, sharded, gradients, late, staying)
+        for device_order, change in zip(orders, self._changes, strict=True):
+            staying = [each for each in kept if each.device == device_order.device]
+            change += sharded_changes(device_order, sharded, gradients, late, staying)
 
     def peak(self, device: int, windows: Sequence[ResidencyWindow]) -> tuple[int, np.ndarray]:
         """Peak bytes of a device, whose values and gradients of inputs have been entered; and those of its actions."""
-        change, own = self._changes[device], self._codes[device]
+        change, codes = self._changes[device], self._codes[device]
         first = self._enter_parameter_gradients(device, windows)
         _add_windows(change, windows)
         outside = self._enter_turn(device)
         change[0] += self._copies(device)
         levels = np.cumsum(change)
-        level = levels[: len(own)]
+        level = levels[: len(codes)]
         variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
-        needed = self._peak[variant_at, own]
-        needed[first] = self._first_peak[variant_at[first], own[first]]
+        needed = self._peak[variant_at, codes]
+        # The first to add to a gradient allocates it, the others add in place or to a sum: their peaks differ.
+        needed[first] = self._first_peak[variant_at[first], codes[first]]
         during = level + np.maximum(needed, 0)
-        left = int(levels[len(own)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last
+        left = int(levels[len(codes)]) if self._costs.sharded is not None else 0  # a bucket that was reduced last
         return max(outside, left, self._at_end(device, levels), int(during.max(initial=0))), during
 
     def _enter_parameter_gradients(self, device: int, windows: Sequence[ResidencyWindow]) -> np.ndarray:
@@ -268,11 +275,11 @@ class _Memory:
         Returns:
             the positions of the first actions of each stage action, which have peaks of their own, too.
         """
-        own, change = self._codes[device], self._changes[device]
+        codes, change = self._codes[device], self._changes[device]
         variant_at = self._variant_of[self._schedule.orders[device][:, 2]]
         firsts = []
-        for part in [window.places for window in windows] or [range(len(own))]:
-            present, first = np.unique(own[part.start : part.stop], return_index=True)
+        for part in [window.places for window in windows] or [range(len(codes))]:
+            present, first = np.unique(codes[part.start : part.stop], return_index=True)
             firsts.append(first + part.start)
             known: set[int] = set()
             for place, code in sorted(zip(firsts[-1].tolist(), present.tolist(), strict=True)):
@@ -331,11 +338,11 @@ class _Memory:
 
 def _by_owner(gradients: Mapping[StageAction, Mapping[int, int]]) -> dict[int, int]:
     """Bytes by number of the input, whose gradient several stage actions may contribute to."""
-    found: dict[int, int] = {}
+    bytes_by_owner: dict[int, int] = {}
     for of_step in gradients.values():
         for owner, size in of_step.items():
-            found[owner] = max(size, found.get(owner, 0))
-    return found
+            bytes_by_owner[owner] = max(size, bytes_by_owner.get(owner, 0))
+    return bytes_by_owner
 
 
 def _copies(order: np.ndarray, codes: np.ndarray, steps: Sequence[StageAction], costs: StepCosts) -> int:

@@ -26,11 +26,11 @@ def one_f_one_b(devices: int, stages: int, microbatches: int) -> Schedule:
     """
     orders = []
     for device in range(devices):
-        own = run_of(device, devices, stages)
+        stages_here = run_of(device, devices, stages)
         ahead = min(microbatches, devices - 1 - device)
-        forward = block_of(ActionKind.FORWARD, own, microbatches)
-        backward = block_of(ActionKind.BACKWARD, own[::-1], microbatches)
-        warm, width = ahead * len(own), len(own)
+        forward = block_of(ActionKind.FORWARD, stages_here, microbatches)
+        backward = block_of(ActionKind.BACKWARD, stages_here[::-1], microbatches)
+        warm, width = ahead * len(stages_here), len(stages_here)
         steady = len(forward) - warm
         orders.append(
             np.concatenate([forward[:warm], pairs(forward[warm:], backward[:steady], width), backward[steady:]])

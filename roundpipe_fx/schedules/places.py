@@ -17,20 +17,20 @@ class Places:
     def __init__(self, schedule: Schedule, codes: Sequence[np.ndarray]) -> None:
         self._at: list[dict[int, np.ndarray]] = []
         count = max(schedule.microbatches, 1)
-        for order, own in zip(schedule.orders, codes, strict=True):
-            found: dict[int, np.ndarray] = {}
-            self._at.append(found)
-            if not len(own):
+        for order, codes_of_device in zip(schedule.orders, codes, strict=True):
+            places_of_code: dict[int, np.ndarray] = {}
+            self._at.append(places_of_code)
+            if not len(codes_of_device):
                 continue
-            sorting = np.argsort(own, kind="stable")
-            values, starts = np.unique(own[sorting], return_index=True)
+            sorting = np.argsort(codes_of_device, kind="stable")
+            values, starts = np.unique(codes_of_device[sorting], return_index=True)
             for value, places in zip(values.tolist(), np.split(sorting, starts[1:]), strict=True):
                 at = np.full(count, -1, dtype=np.int64)
                 at[order[places, 2]] = places
-                found[value] = at
+                places_of_code[value] = at
         self._devices: dict[int, list[int]] = {}
-        for device, found in enumerate(self._at):
-            for step in found:
+        for device, places_of_code in enumerate(self._at):
+            for step in places_of_code:
                 self._devices.setdefault(step, []).append(device)
 
     def devices(self, step: int) -> list[int]:
@@ -39,12 +39,12 @@ class Places:
 
     def of(self, step: int) -> list[tuple[int, np.ndarray, np.ndarray]]:
         """For each device that runs a stage action: the device, the positions, and their microbatches."""
-        found = []
+        places = []
         for device in self.devices(step):
             at = self._at[device][step]
             batches = np.flatnonzero(at >= 0)
-            found.append((device, at[batches], batches))
-        return found
+            places.append((device, at[batches], batches))
+        return places
 
     def where(self, step: int, microbatch: int) -> tuple[int, int]:
         """The device and the position at which a stage action runs for a microbatch."""
@@ -69,6 +69,8 @@ class Places:
         for maker in makers:
             at = self._at[device].get(maker)
             if at is not None:
-                own = at[batches]
-                earliest = np.where((own >= 0) & ((earliest < 0) | (own < earliest)), own, earliest)
+                at_batches = at[batches]
+                earliest = np.where(
+                    (at_batches >= 0) & ((earliest < 0) | (at_batches < earliest)), at_batches, earliest
+                )
         return earliest

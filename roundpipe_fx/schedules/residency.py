@@ -39,7 +39,7 @@ def resident(reads: Sequence[AbstractSet[int]]) -> list[set[int]]:
         reads: numbers of the tensors that each window reads.
     """
     nothing: AbstractSet[int] = frozenset()
-    return [set(own) | following for own, following in zip_longest(reads, reads[1:], fillvalue=nothing)]
+    return [set(numbers) | following for numbers, following in zip_longest(reads, reads[1:], fillvalue=nothing)]
 
 
 @dataclass(frozen=True)
@@ -77,17 +77,17 @@ def residency_windows(
         gradients: for each stage action, bytes of the gradients that it adds to, by number of the parameter.
         turn: position of the first action of the backward half of a step, before which everything is freed.
     """
-    found: list[ResidencyWindow] = []
+    windows: list[ResidencyWindow] = []
     for start, end in ((0, turn), (turn, len(stages))):
-        places = [range(own.start + start, own.stop + start) for own in window_ranges(stages[start:end])]
-        steps = [np.unique(codes[own.start : own.stop]).tolist() for own in places]
-        sizes = {number: size for own in steps for code in own for number, size in reads[code].items()}
-        needed = [{number for code in own for number in reads[code]} for own in steps]
+        places = [range(ahead.start + start, ahead.stop + start) for ahead in window_ranges(stages[start:end])]
+        steps = [np.unique(codes[window.start : window.stop]).tolist() for window in places]
+        sizes = {number: size for of_window in steps for code in of_window for number, size in reads[code].items()}
+        needed = [{number for code in of_window for number in reads[code]} for of_window in steps]
         before: set[int] = set()
-        for own, codes_of, there in zip(places, steps, resident(needed), strict=True):
-            first = needed[0] if own is places[0] else set()
+        for window, codes_of, there in zip(places, steps, resident(needed), strict=True):
+            first = needed[0] if window is places[0] else set()
             left = {owner: size for code in codes_of for owner, size in gradients[code].items()}
             size = [sum(sizes[number] for number in part) for part in (there, first, there - before - first)]
-            found.append(ResidencyWindow(own, size[0], size[1], size[2], left))
+            windows.append(ResidencyWindow(window, size[0], size[1], size[2], left))
             before = there
-    return found
+    return windows

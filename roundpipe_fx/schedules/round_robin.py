@@ -71,7 +71,7 @@ def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups
         ready = [0.0] * (end - start)
         for slot, took in enumerate(seconds):
             first = ready[0]
-            order = sorted(range(devices), key=lambda own: (max(free[own], first), (own - turn) % devices))
+            order = sorted(range(devices), key=lambda device: (max(free[device], first), (device - turn) % devices))
             chosen = order[: min(workers_of[slot], end - start)]
             turn = (chosen[-1] + 1) % devices
             for index, arrival in enumerate(ready):

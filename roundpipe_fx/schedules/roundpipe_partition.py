@@ -65,21 +65,27 @@ def balance_roundpipe_stages(
         microbatches: number of microbatches.
     """
     forward, backward = list(forward_seconds), list(backward_seconds)
-    again = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
+    recomputing = [b + (f if recompute else 0.0) for f, b in zip(forward, backward, strict=True)]
     hopeful = sorted(
-        (_estimate(slot_seconds(tried, forward, backward, again), devices, microbatches), tried.slots, index, tried)
-        for index, tried in enumerate(_divisions(forward, again, devices))
-        if is_spread(tried, slot_seconds(tried, forward, backward, again), devices)
+        (
+            _estimate(slot_seconds(tried, forward, backward, recomputing), devices, microbatches),
+            tried.slots,
+            index,
+            tried,
+        )
+        for index, tried in enumerate(_divisions(forward, recomputing, devices))
+        if is_spread(tried, slot_seconds(tried, forward, backward, recomputing), devices)
     )
+    # Estimates leave out that workers wait, so the most promising partitions are dispatched for real.
     best = min(
-        (dispatch(devices, slot_seconds(tried, forward, backward, again), microbatches).makespan, place)
+        (dispatch(devices, slot_seconds(tried, forward, backward, recomputing), microbatches).makespan, place)
         for place, (*_, tried) in enumerate(hopeful[:_DISPATCHED])
     )
     return hopeful[best[1]][-1]
 
 
 def slot_seconds(
-    tried: RoundPipePartition, forward: Sequence[float], backward: Sequence[float], again: Sequence[float]
+    tried: RoundPipePartition, forward: Sequence[float], backward: Sequence[float], recomputing: Sequence[float]
 ) -> list[float]:
     """Seconds of each slot, for one microbatch.
 
@@ -87,13 +93,13 @@ def slot_seconds(
         tried: a partition.
         forward: seconds of each segment's forward.
         backward: seconds of its backward.
-        again: seconds of its backward with its recomputation.
+        recomputing: seconds of its backward with its recomputation.
     """
     first, last = tried.fused
     return [
         *(sum(forward[a : b + 1]) for a, b in tried.forward),
         sum(forward[first : last + 1]) + sum(backward[first : last + 1]),
-        *(sum(again[a : b + 1]) for a, b in tried.backward),
+        *(sum(recomputing[a : b + 1]) for a, b in tried.backward),
     ]
 
 
@@ -109,11 +115,12 @@ def is_spread(tried: RoundPipePartition, slots: list[float], devices: int) -> bo
     return tried.slots >= devices and slots[fused] <= max(others, default=0.0)
 
 
-def _divisions(forward: list[float], again: list[float], devices: int) -> Iterator[RoundPipePartition]:
+def _divisions(forward: list[float], recomputing: list[float], devices: int) -> Iterator[RoundPipePartition]:
     count = len(forward)
     most = _SLOTS_A_DEVICE * devices
-    divide = divider(forward, again)
+    divide = divider(forward, recomputing)
     for first in range(count - 1, max(-1, count - 1 - FUSED), -1):
+        # Everything is fused: one slot, without a forward or a backward of its own.
         if not first:
             yield RoundPipePartition((), (0, count - 1), ())
         for ahead_slots in range(1, min(first, most) + 1):

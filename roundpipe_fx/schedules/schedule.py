@@ -195,8 +195,8 @@ class Schedule:
         missing = [
             _code(kind, stage)
             for kind, other in (parts, parts[::-1])
-            for own, stage in graph.steps
-            if own is other and not graph.has(kind, stage)
+            for kind_of_step, stage in graph.steps
+            if kind_of_step is other and not graph.has(kind, stage)
         ]
         return self._where(lambda order: ~np.isin(_codes(order), missing))
 
@@ -208,7 +208,7 @@ class Schedule:
         return (
             isinstance(other, Schedule)
             and self.devices == other.devices
-            and all(np.array_equal(own, given) for own, given in zip(self.orders, other.orders, strict=True))
+            and all(np.array_equal(mine, theirs) for mine, theirs in zip(self.orders, other.orders, strict=True))
         )
 
     def __hash__(self) -> int:

@@ -65,7 +65,7 @@ class KeptGathered:
         parameters: their numbers.
         bytes: of them together.
         dropped: position in the device's order before which they would be dropped.
-        again: position before which they would be gathered again.
+        regathered: position before which they would be gathered again.
     """
 
     device: int
@@ -73,7 +73,7 @@ class KeptGathered:
     parameters: tuple[int, ...]
     bytes: int
     dropped: int
-    again: int
+    regathered: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,24 +95,25 @@ def _windows(order: DeviceOrder, costs: ShardedCosts) -> Iterator[list[tuple[ran
     """For each half of a step, its residency windows: positions, parameters that are read, and those that are there."""
     stages = np.array([stage for _, stage in order.steps], dtype=np.int64)
     for start, end in ((0, order.turn), (order.turn, len(stages))):
-        places = [range(own.start + start, own.stop + start) for own in window_ranges(stages[start:end])]
-        steps = [{order.steps[place] for place in own} for own in places]
-        reads = [{number for step in own for number in costs.reads.get(step, ())} for own in steps]
+        places = [range(part.start + start, part.stop + start) for part in window_ranges(stages[start:end])]
+        steps = [{order.steps[place] for place in window} for window in places]
+        reads = [{number for step in of_window for number in costs.reads.get(step, ())} for of_window in steps]
         yield list(zip(places, reads, resident(reads), strict=True))
 
 
 def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
     """All that may stay gathered on a device: what is dropped and gathered again within a half of a step."""
-    found: dict[tuple[int, int, int], list[int]] = {}
+    numbers_of_gap: dict[tuple[int, int, int], list[int]] = {}
     for windows in _windows(order, costs):
         left: dict[int, int] = {}
         for index, (places, reads, there) in enumerate(windows):
+            # What is prefetched for the next window is there one window before it is read.
             for number in sorted(there):
                 dropped = left.get(number, places.start)
                 if dropped < places.start:
                     reader = places if number in reads else windows[index + 1][0]
                     stage = order.steps[reader.start][1]
-                    found.setdefault((dropped, places.start, stage), []).append(number)
+                    numbers_of_gap.setdefault((dropped, places.start, stage), []).append(number)
                 left[number] = places.stop
     return [
         KeptGathered(
@@ -121,9 +122,9 @@ def gaps_of(order: DeviceOrder, costs: ShardedCosts) -> list[KeptGathered]:
             parameters=tuple(numbers),
             bytes=sum(costs.whole_bytes[number] for number in numbers),
             dropped=dropped,
-            again=again,
+            regathered=regathered,
         )
-        for (dropped, again, stage), numbers in found.items()
+        for (dropped, regathered, stage), numbers in numbers_of_gap.items()
     ]
 
 
@@ -137,12 +138,13 @@ def choose_kept(gaps: Sequence[KeptGathered], action_bytes: Sequence[np.ndarray]
     """
     left = [limit - during.astype(np.int64) for during in action_bytes]
     chosen = []
-    for own in sorted(gaps, key=lambda own: (own.again - own.dropped, -own.bytes, own.device, own.dropped)):
-        room = left[own.device][own.dropped : own.again]
-        if (room >= own.bytes).all():
-            room -= own.bytes
-            chosen.append(own)
-    return sorted(chosen, key=lambda own: (own.device, own.dropped, own.again, own.stage))
+    for gap in sorted(gaps, key=lambda gap: (gap.regathered - gap.dropped, -gap.bytes, gap.device, gap.dropped)):
+        # Short gaps first: each saves one gather however long it is, and takes memory for as long as it lasts.
+        spare = left[gap.device][gap.dropped : gap.regathered]
+        if (spare >= gap.bytes).all():
+            spare -= gap.bytes
+            chosen.append(gap)
+    return sorted(chosen, key=lambda gap: (gap.device, gap.dropped, gap.regathered, gap.stage))
 
 
 def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> list[Gather]:
@@ -154,20 +156,22 @@ def gathers_of(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathe
         kept: what stays gathered on it.
     """
     dropped: dict[int, list[KeptGathered]] = {}
-    for own in kept:
-        dropped.setdefault(own.dropped, []).append(own)
-    found: list[Gather] = []
+    for gap in kept:
+        dropped.setdefault(gap.dropped, []).append(gap)
+    gathers: list[Gather] = []
     for windows in _windows(order, costs):
         before: set[int] = set()
         staying: list[KeptGathered] = []
         for index, (places, reads, there) in enumerate(windows):
-            staying = [own for own in (*staying, *dropped.get(places.start, ())) if own.again > places.start]
-            there = there | {number for own in staying for number in own.parameters}
+            staying = [gap for gap in (*staying, *dropped.get(places.start, ())) if gap.regathered > places.start]
+            there = there | {number for gap in staying for number in gap.parameters}
             first = set() if index else reads
             parts = (sorted(first), sorted(there - before - first))
-            found.append(Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts)))
+            gathers.append(
+                Gather(places.start, *(tuple(costs.whole_bytes[number] for number in part) for part in parts))
+            )
             before = there
-    return found
+    return gathers
 
 
 def gathered_bytes(order: DeviceOrder, costs: ShardedCosts, kept: Sequence[KeptGathered]) -> int:
@@ -204,9 +208,9 @@ def sharded_changes(
             size = sum(costs.whole_bytes[number] for number in there)
             change[places.start] += size
             change[places.stop] -= size
-    for own in kept:
-        change[own.dropped] += own.bytes
-        change[own.again] -= own.bytes
+    for gap in kept:
+        change[gap.dropped] += gap.bytes
+        change[gap.regathered] -= gap.bytes
     shared = {
         step: {number: size for number, size in of_step.items() if number in costs.whole_bytes}
         for step, of_step in gradients.items()
@@ -233,5 +237,5 @@ def late_gradients(orders: Sequence[DeviceOrder], gradients: Mapping[StageAction
         for order in orders
         for number in {number for step in set(order.steps) for number in gradients.get(step, ())}
     )
-    early = {number for (kind, _), own in gradients.items() if kind is ActionKind.FORWARD for number in own}
+    early = {number for (kind, _), of_step in gradients.items() if kind is ActionKind.FORWARD for number in of_step}
     return early | {number for number, devices in adding.items() if devices > 1}

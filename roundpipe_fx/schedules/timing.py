@@ -130,24 +130,10 @@ def simulate_time(
         Deadlock: devices wait for each other, or for an action that is not in the schedule.
     """
     steps = list(graph.steps)
-    number = {step: index for index, step in enumerate(steps)}
-    code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
-    for (kind, stage), index in number.items():
-        code[KINDS.index(kind), stage] = index
-    width = max((len(reads) for reads in graph.reads.values()), default=0)
-    reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
-    travel = np.zeros(reads.shape)
-    for step, sources in graph.reads.items():
-        for place, source in enumerate(sources):
-            reads[number[step], place] = number[source]
-            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
-    carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
-    for step, sources in graph.carried.items():
-        carried[number[step], : len(sources)] = [number[source] for source in sources]
+    codes, reads, carried, travel = _as_arrays(schedule, graph, costs, steps)
     seconds = np.array([costs.seconds.get(step, 0.0) for step in steps])
-    codes = [code[order[:, 0], order[:, 1]] for order in schedule.orders]
     windows = costs.windows(schedule, codes, steps)
-    lengths = [len(own) for own in codes]
+    lengths = [len(of_device) for of_device in codes]
     link = HostLink(windows, lengths, costs.host_bandwidth, offloads) if costs.on_host is not None else None
     replicas = None
     if costs.data_parallel is not None:
@@ -156,15 +142,16 @@ def simulate_time(
     if costs.network is not None:
         travel = _travel(costs, codes, reads, steps)
     ends, waves = _run(schedule, codes, reads, carried, travel, seconds, steps, link or replicas)
-    starts = tuple(end - seconds[own] for end, own in zip(ends, codes, strict=True))
-    found = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
+    # Only ends are noted as it goes: a start follows from its end.
+    starts = tuple(end - seconds[codes_of_device] for end, codes_of_device in zip(ends, codes, strict=True))
+    peaks = peaks_of(schedule, codes, ends, waves, reads, steps, costs, others or {}, windows, offloads, kept)
     timing = Timing(
         schedule=schedule,
         graph=graph,
         starts=starts,
         ends=tuple(ends),
-        peak_bytes=tuple(peak for peak, _ in found),
-        action_bytes=tuple(during for _, during in found),
+        peak_bytes=tuple(peak for peak, _ in peaks),
+        action_bytes=tuple(during for _, during in peaks),
         gathered_bytes=_gathered(schedule, costs, kept),
         kept=tuple(kept),
     )
@@ -174,8 +161,8 @@ def simulate_time(
     if link is None:
         return timing
     left = link.all_left(clock)
-    brought = sum(window.first + window.brought for own in windows for window in own)
-    returned = tuple(size for own in windows for window in own for size in window.gradients.values())
+    brought = sum(window.first + window.brought for of_device in windows for window in of_device)
+    returned = tuple(size for of_device in windows for window in of_device for size in window.gradients.values())
     return dataclasses.replace(
         timing,
         brought_bytes=brought,
@@ -187,13 +174,41 @@ def simulate_time(
     )
 
 
+def _as_arrays(
+    schedule: Schedule, graph: StageGraph, costs: StepCosts, steps: Sequence[StageAction]
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+    """A schedule and its graph as numbers of stage actions.
+
+    Returns:
+        for each device, the stage action of each of its actions; for each stage action, those that it reads, those of
+        the previous microbatch that it reads, and the seconds that each result that it reads travels. Rows are padded
+        with -1.
+    """
+    number = {step: index for index, step in enumerate(steps)}
+    code = np.full((len(KINDS), 1 + max((stage for _, stage in steps), default=0)), -1, dtype=np.int32)
+    for (kind, stage), index in number.items():
+        code[KINDS.index(kind), stage] = index
+    width = max((len(reads) for reads in graph.reads.values()), default=0)
+    # A missing source is -1: the row of ``end_of`` that was over before the step began.
+    reads = np.full((len(steps), max(width, 1)), -1, dtype=np.int32)
+    travel = np.zeros(reads.shape)
+    for step, sources in graph.reads.items():
+        for place, source in enumerate(sources):
+            reads[number[step], place] = number[source]
+            travel[number[step], place] = costs.transfer_seconds.get((source, step), 0.0)
+    carried = np.full((len(steps), max(map(len, graph.carried.values()), default=0)), -1, dtype=np.int32)
+    for step, sources in graph.carried.items():
+        carried[number[step], : len(sources)] = [number[source] for source in sources]
+    return [code[order[:, 0], order[:, 1]] for order in schedule.orders], reads, carried, travel
+
+
 def _gathered(schedule: Schedule, costs: StepCosts, kept: Sequence[KeptGathered]) -> tuple[int, ...]:
     """Bytes that each device gathers."""
     if costs.sharded is None:
         return ()
     return tuple(
-        gathered_bytes(own, costs.sharded, [each for each in kept if each.device == own.device])
-        for own in device_orders(schedule)
+        gathered_bytes(order, costs.sharded, [each for each in kept if each.device == order.device])
+        for order in device_orders(schedule)
     )
 
 
@@ -203,7 +218,7 @@ def _travel(
     """Seconds of sending the results that stage actions read, by the nodes of the devices that run both."""
     network, replicas = costs.network, costs.data_parallel
     assert network is not None
-    device_of = {code: device for device, own in enumerate(codes) for code in np.unique(own).tolist()}
+    device_of = {code: device for device, of_device in enumerate(codes) for code in np.unique(of_device).tolist()}
     travel = np.zeros(reads.shape)
     for step, place in np.argwhere(reads >= 0).tolist():
         source = int(reads[step, place])
@@ -231,12 +246,13 @@ def _run(
     sources is then NaN exactly if it cannot start yet. If no action of a wave can start, the schedule deadlocks.
     """
     steps = len(names)
-    lengths = np.array([len(own) for own in codes])
+    lengths = np.array([len(of_device) for of_device in codes])
     offsets = np.concatenate([[0], np.cumsum(lengths)])[:-1]
     flat = np.concatenate([np.zeros(0, np.int32), *codes]).astype(np.intp)
     microbatch = np.concatenate([np.zeros(0, np.int32), *(order[:, 2] for order in schedule.orders)]).astype(np.intp)
     end_of = np.full((steps + 1, max(schedule.microbatches, 1)), np.nan)
     end_of[steps] = -np.inf  # the source of actions that read nothing
+    # Which device runs a stage action may differ from microbatch to microbatch, so it is noted as it runs.
     maker = np.full(end_of.shape, -1, dtype=np.int32)
     ends = np.empty(len(flat))
     waves = np.empty(len(flat), dtype=np.int32)
@@ -247,32 +263,33 @@ def _run(
     travels = bool(travel.any())
     while len(devices):
         place = offsets[devices] + at[devices]
-        own, batch = flat[place], microbatch[place]
-        sources = reads[own]
+        codes_now, batch = flat[place], microbatch[place]
+        sources = reads[codes_now]
         arrival = end_of[sources, batch[:, None]]
         if travels:
-            arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[own], 0.0)
+            arrival = arrival + np.where(maker[sources, batch[:, None]] != devices[:, None], travel[codes_now], 0.0)
         latest = arrival.max(axis=1)  # NaN if a source has not run yet
         # Buffers as updated by the previous microbatch; the first microbatch reads the caller's.
         if carried.size:
-            before = np.where(batch[:, None] > 0, carried[own], -1)
+            before = np.where(batch[:, None] > 0, carried[codes_now], -1)
             latest = np.maximum(latest, end_of[before, batch[:, None] - 1].max(axis=1))
         ready = ~np.isnan(latest)
         if not ready.any():
-            raise _deadlock(schedule, devices, at, end_of, reads, carried, own, batch, names)
-        runs, place, own, batch = devices[ready], place[ready], own[ready], batch[ready]
+            raise _deadlock(schedule, devices, at, end_of, reads, carried, codes_now, batch, names)
+        runs, place, codes_now, batch = devices[ready], place[ready], codes_now[ready], batch[ready]
         start = np.maximum(clock[runs], latest[ready])
         if link is not None:
             start = np.maximum(start, link.ready(runs, place, clock[runs]))
-        end = start + seconds[own]
+        end = start + seconds[codes_now]
         clock[runs] = end
         ends[place] = end
         waves[place] = wave
         wave += 1
-        end_of[own, batch] = end
+        end_of[codes_now, batch] = end
         if travels:
-            maker[own, batch] = runs
+            maker[codes_now, batch] = runs
         at[runs] += 1
+        # Devices that are done leave the arrays: at the end of a step most are, and waves get cheap.
         if (at[runs] == lengths[runs]).any():
             devices = devices[at[devices] < lengths[devices]]
     return np.split(ends, offsets[1:]), np.split(waves, offsets[1:])
@@ -285,15 +302,16 @@ def _deadlock(
     end_of: np.ndarray,
     reads: np.ndarray,
     carried: np.ndarray,
-    own: np.ndarray,
+    steps: np.ndarray,
     batch: np.ndarray,
     names: list[StageAction],
 ) -> Deadlock:
     waiting = []
-    for device, step, microbatch in zip(devices.tolist(), own.tolist(), batch.tolist(), strict=True):
+    for device, step, microbatch in zip(devices.tolist(), steps.tolist(), batch.tolist(), strict=True):
         kind, stage, _ = schedule.orders[device][at[device]].tolist()
         sources = [(source, microbatch) for source in reads[step].tolist()]
         sources += [(source, microbatch - 1) for source in carried[step].tolist() if microbatch]
+        # One is enough to name: the user sees where the circle is from any of its actions.
         missing, of = next((source, of) for source, of in sources if np.isnan(end_of[source, of]))
         awaited = Action(names[missing][0], names[missing][1], of)
         waiting.append((device, Action(KINDS[kind], stage, microbatch), awaited))

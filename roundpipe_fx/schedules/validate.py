@@ -90,4 +90,4 @@ def _steps_text(steps: Iterable[StageAction]) -> str:
     by_kind: dict[ActionKind, list[int]] = {}
     for kind, stage in steps:
         by_kind.setdefault(kind, []).append(stage)
-    return ", ".join(f"{kind}{min(found)} to {kind}{max(found)}" for kind, found in by_kind.items())
+    return ", ".join(f"{kind}{min(stages)} to {kind}{max(stages)}" for kind, stages in by_kind.items())

@@ -32,8 +32,11 @@ def vector_clocks(
         reads: for each stage action, the numbers of those that it reads; padded with -1.
         places: where stage actions run.
     """
-    clocks = [np.zeros((len(own), len(codes)), dtype=np.int64) for own in codes]
-    order = sorted((wave, device, at) for device, own in enumerate(waves) for at, wave in enumerate(own.tolist()))
+    clocks = [np.zeros((len(of_device), len(codes)), dtype=np.int64) for of_device in codes]
+    # By waves, whatever an action waits for has its clock already.
+    order = sorted(
+        (wave, device, at) for device, of_device in enumerate(waves) for at, wave in enumerate(of_device.tolist())
+    )
     for _, device, at in order:
         clock = clocks[device][at]
         if at:

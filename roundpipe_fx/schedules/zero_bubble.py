@@ -29,9 +29,9 @@ def zero_bubble(devices: int, stages: int, microbatches: int) -> Schedule:
     )
 
 
-def _order(own: list[int], device: int, devices: int, microbatches: int) -> list[Action]:
+def _order(stages: list[int], device: int, devices: int, microbatches: int) -> list[Action]:
     def act(kind: ActionKind, microbatch: int) -> list[Action]:
-        order = own if kind is ActionKind.FORWARD else own[::-1]
+        order = stages if kind is ActionKind.FORWARD else stages[::-1]
         return [Action(kind, stage, microbatch) for stage in order]
 
     ahead = min(microbatches, devices - 1 - device)

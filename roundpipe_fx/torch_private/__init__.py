@@ -75,6 +75,7 @@ from roundpipe_fx.torch_private.flags import dynamo_flags
 from roundpipe_fx.torch_private.fully_sharded import gathered_bytes, parts_sharded_alone
 from roundpipe_fx.torch_private.memory import ProfiledMemory, memory_is_profiled, profile_memory, profiler_runs
 from roundpipe_fx.torch_private.modes import (
+    TorchDispatchMode,
     active_dispatch_modes,
     dispatch_mode_flags,
     dispatch_modes,
@@ -82,7 +83,9 @@ from roundpipe_fx.torch_private.modes import (
     set_dispatch_mode_flags,
     without_modes,
 )
+from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
 from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
+from roundpipe_fx.torch_private.pipelining import is_replicate_spec
 from roundpipe_fx.torch_private.process_groups import default_store, group_timeout
 from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
@@ -105,13 +108,28 @@ from roundpipe_fx.torch_private.sizes import (
     size_binding,
     size_hint,
 )
+from roundpipe_fx.torch_private.trees import (
+    TreeSpec,
+    key_get,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from roundpipe_fx.torch_private.users_exceptions import keep_users_exceptions
 
 __all__ = [
+    "AnyBatchNorm",
     "InputSize",
     "OptimizedModule",
     "PassedThrough",
     "ProfiledMemory",
+    "RunningNorm",
+    "TorchDispatchMode",
+    "TreeSpec",
     "UserLine",
     "active_bucket_bytes",
     "active_dispatch_modes",
@@ -154,9 +172,12 @@ __all__ = [
     "input_sizes",
     "is_effect_token",
     "is_opaque",
+    "is_replicate_spec",
     "is_same_object",
     "is_traced",
     "keep_users_exceptions",
+    "key_get",
+    "keystr",
     "leave_unused_gradients_out",
     "line_of_break",
     "memory_is_profiled",
@@ -191,6 +212,12 @@ __all__ = [
     "traced_forward_call",
     "traces",
     "tracing_inside_checkpoint",
+    "tree_flatten",
+    "tree_flatten_with_path",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
     "try_again",
     "untraced_functions",
     "when_backward_ends",

@@ -76,6 +76,7 @@ USED: Mapping[str, str] = {
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback",
     "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.distributed.pipelining.microbatch": "_Replicate",
     "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
@@ -86,15 +87,20 @@ USED: Mapping[str, str] = {
         "StrictMinMaxConstraint"
     ),
     "torch.fx.graph": "_BoxedCodeGen",
+    "torch.nn.modules.batchnorm": "_BatchNorm _NormBase",
     "torch.nn.parallel.distributed": (
         "DistributedDataParallel._get_active_ddp_module DistributedDataParallel._post_forward "
         "DistributedDataParallel._pre_forward"
     ),
     "torch.utils._python_dispatch": (
-        "_disable_current_modes _get_current_dispatch_mode_stack _is_in_any_mode_without_ignore_compile_internals "
-        "_is_in_non_infra_torch_dispatch_mode _is_in_torch_dispatch_mode"
+        "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack "
+        "_is_in_any_mode_without_ignore_compile_internals _is_in_non_infra_torch_dispatch_mode "
+        "_is_in_torch_dispatch_mode"
     ),
-    "torch.utils._pytree": "SequenceKey tree_leaves tree_map",
+    "torch.utils._pytree": (
+        "SequenceKey TreeSpec key_get keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_map_only "
+        "tree_unflatten"
+    ),
 }
 """Names by module; those of classes with a member that is used."""
 

@@ -22,8 +22,12 @@ def as_data_parallel(model: nn.Module) -> DistributedDataParallel | None:
 def bucket_bytes(parallel: DistributedDataParallel) -> int:
     """Bytes of the buckets in which DDP averages gradients."""
     ignored = parallel.parameters_to_ignore
-    trained = (own for name, own in parallel.module.named_parameters() if own.requires_grad and name not in ignored)
-    return sum(own.nbytes for own in trained)
+    trained = (
+        parameter
+        for name, parameter in parallel.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    )
+    return sum(parameter.nbytes for parameter in trained)
 
 
 def active_bucket_bytes() -> int:

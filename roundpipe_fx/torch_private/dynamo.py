@@ -150,9 +150,9 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
     """
     from torch._dynamo.utils import get_compilation_metrics
 
-    found: list[UntracedFunction] = []
+    untraced: list[UntracedFunction] = []
     last = next(reversed(get_compilation_metrics()), None)
-    yield found
+    yield untraced
     for attempt in itertools.takewhile(lambda attempt: attempt is not last, reversed(get_compilation_metrics())):
         if was_retried(attempt.co_filename, attempt.co_firstlineno):
             continue
@@ -161,7 +161,7 @@ def untraced_functions() -> Iterator[list[UntracedFunction]]:
             known = UserLine(file or attempt.co_filename or "", number or 0, attempt.co_name or "")
             line = known if known.file else _UNKNOWN
             _given_up.extend(_codes_at(attempt.co_filename, attempt.co_firstlineno))
-            found.append(UntracedFunction(line, attempt.fail_reason or ""))
+            untraced.append(UntracedFunction(line, attempt.fail_reason or ""))
 
 
 @contextlib.contextmanager
@@ -169,10 +169,10 @@ def graph_breaks() -> Iterator[list[Any]]:
     """Dynamo's records of the graph breaks while entered, those before or after which there is no graph among them."""
     from torch._dynamo.utils import graph_break_reasons
 
-    found: list[Any] = []
+    breaks: list[Any] = []
     before = len(graph_break_reasons)
-    yield found
-    found.extend(reason for reason in graph_break_reasons[before:] if reason.graph_break)
+    yield breaks
+    breaks.extend(reason for reason in graph_break_reasons[before:] if reason.graph_break)
 
 
 def why_disabled(function: Any) -> str | None:
@@ -186,8 +186,8 @@ def _codes_at(file: str | None, line: int | None) -> list[weakref.ref[CodeType]]
     """The code of functions that Dynamo tried and that begin at a line."""
     from torch._dynamo.convert_frame import input_codes
 
-    found = [(reference, reference()) for reference in input_codes.seen]
-    return [reference for reference, code in found if code and (code.co_filename, code.co_firstlineno) == (file, line)]
+    codes = [(reference, reference()) for reference in input_codes.seen]
+    return [reference for reference, code in codes if code and (code.co_filename, code.co_firstlineno) == (file, line)]
 
 
 def try_again() -> None:
@@ -224,10 +224,10 @@ def input_path(placeholder: fx.Node) -> tuple[str, bool]:
     path = module_path_text(text)
     if path and ("_parameters[" in text or "_buffers[" in text):
         return path, True
-    found = re.match(r"L\['([^']+)'\](.*)$", text)
-    if found:
-        rest = re.sub(r"[^0-9A-Za-z]+", "_", found.group(2)).strip("_")
-        return found.group(1) + (f"_{rest}" if rest else ""), False
+    matched = re.match(r"L\['([^']+)'\](.*)$", text)
+    if matched:
+        rest = re.sub(r"[^0-9A-Za-z]+", "_", matched.group(2)).strip("_")
+        return matched.group(1) + (f"_{rest}" if rest else ""), False
     return str(placeholder.target), False
 
 
@@ -301,7 +301,7 @@ def forget_compiled(backends: Sequence[Any]) -> None:
     for code in [code for reference in input_codes.seen if (code := reference()) is not None]:
         entries = _debug_get_cache_entry_list(code)
         alive = [entry for entry in entries if not isinstance(entry.guard_manager, DeletedGuardManagerWrapper)]
-        unused = [entry for entry in alive if any(_given_backend(entry.backend) is own for own in backends)]
+        unused = [entry for entry in alive if any(_given_backend(entry.backend) is backend for backend in backends)]
         if not unused:
             continue
         used = len(alive) - len(unused)
@@ -346,12 +346,12 @@ def modules_being_compiled() -> list[torch.nn.Module]:
 
 def _owners(local: Mapping[str, Any]) -> list[torch.nn.Module]:
     """The modules among the local variables of a frame, and those whose methods are."""
-    found = []
+    owners = []
     for value in local.values():
         owner = getattr(value, "__self__", value)
         if isinstance(owner, torch.nn.Module):
-            found.append(owner)
-    return found
+            owners.append(owner)
+    return owners
 
 
 @dataclass(frozen=True)

@@ -91,13 +91,13 @@ def _is_ours() -> bool:
 
 def _logging_functions() -> set[Any]:
     """Logging functions to skip. Not cached: Hugging Face adds methods to loggers when it is imported."""
-    found: set[Any] = set()
+    functions: set[Any] = set()
     for owner in (logging.Logger, logging.LoggerAdapter):
         for name in _LOGGER_METHODS:
             method = getattr(owner, name, None)
             if method is not None:
-                found.add(method)
-    return found
+                functions.add(method)
+    return functions
 
 
 def _log_metrics_with_functions() -> None:

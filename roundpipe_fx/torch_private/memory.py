@@ -28,7 +28,7 @@ class ProfiledMemory:
     left: int
 
 
-_watching = threading.local()
+_profiling = threading.local()
 """The callbacks to call with the memory of the function that is being profiled in a thread, if one is."""
 
 
@@ -52,7 +52,7 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
     from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
-    others: list[Callable[[ProfiledMemory], None]] | None = getattr(_watching, "others", None)
+    others: list[Callable[[ProfiledMemory], None]] | None = getattr(_profiling, "others", None)
     if others is not None:
         others.append(seen)
         return run()
@@ -60,11 +60,11 @@ def profile_memory(run: Callable[[], _T], device_type: str, seen: Callable[[Prof
         raise RuntimeError("memory cannot be measured while a profiler runs on the same thread: stop one of the two.")
     config = ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
     _enable_profiler_legacy(config)
-    _watching.others = told = [seen]
+    _profiling.others = told = [seen]
     try:
         result = run()
     finally:
-        del _watching.others
+        del _profiling.others
         records = _disable_profiler_legacy()
     live = peak = 0
     for event in itertools.chain.from_iterable(records):
@@ -83,4 +83,4 @@ def memory_is_profiled() -> bool:
 
 def profiler_runs() -> bool:
     """Whether a profiler of the user is active on this thread."""
-    return getattr(_watching, "others", None) is None and memory_is_profiled()
+    return getattr(_profiling, "others", None) is None and memory_is_profiled()

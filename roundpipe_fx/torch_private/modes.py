@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "active_dispatch_modes",
     "dispatch_mode_flags",
     "dispatch_modes",

@@ -242,9 +242,9 @@ def _recur_backward(ctx: Any, gradients: Sequence[Tensor]) -> tuple[Any, ...]:
     _, data_needs, _, states_need, weights_need, *_ = ctx.needs_input_grad
     needs = [data_needs, *_each(states_need, len(states)), *_each(weights_need, len(weights))]
     made = iter(recur_backward(list(gradients), ctx.kind, data, batch_sizes, states, weights, *ctx.options, needs, []))
-    found = [next(made) if needed else None for needed in needs]
-    of_states, of_weights = found[1 : 1 + len(states)], found[1 + len(states) :]
-    return None, found[0], None, of_states, of_weights, None, None, None, None, None
+    selected = [next(made) if needed else None for needed in needs]
+    of_states, of_weights = selected[1 : 1 + len(states)], selected[1 + len(states) :]
+    return None, selected[0], None, of_states, of_weights, None, None, None, None, None
 
 
 def _each(need: Any, count: int) -> list[bool]:
@@ -289,11 +289,13 @@ def recur_backward(
     """
     with _autograd():
         wanted = iter(needs)
-        own = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
+        differentiated = [value.detach().requires_grad_(next(wanted)) for value in (data, *states, *weights)]
         count = 1 + len(states)
         options = (biases, layers, 0.0, training, bidirectional)
-        results = _run(kind, own[0], batch_sizes, own[1:count], own[count:], options, autocast)
-        leaves = [value for value in own if value.requires_grad]
+        results = _run(
+            kind, differentiated[0], batch_sizes, differentiated[1:count], differentiated[count:], options, autocast
+        )
+        leaves = [value for value in differentiated if value.requires_grad]
         totals = zip(leaves, sums or [None] * len(leaves), strict=True)
         begun = [(value.view_as(value), total) for value, total in totals if total is not None]
         results += [value for value, _ in begun]  # autograd starts with the last call

@@ -174,13 +174,13 @@ def forward(self: Any, input: Any, hx: Any = None) -> Any:
     for part, first in enumerate(zip(*firsts, strict=True)):
         if part and dropout > 0:
             data = torch.dropout(data, dropout, True)
-        own = weights[part * layers * each : (part + 1) * layers * each]
+        of_part = weights[part * layers * each : (part + 1) * layers * each]
         data, *last = recur(
             self.mode.lower(),
             data,
             batch_sizes,
             list(first),
-            own,
+            of_part,
             self.bias,
             layers,
             self.training,

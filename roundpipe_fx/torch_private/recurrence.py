@@ -17,7 +17,7 @@ __all__ = ["spell_out_lstm"]
 
 def spell_out_lstm(module: fx.GraphModule) -> None:
     """Make each LSTM in Dynamo's graph, and in the graphs that it calls, run without oneDNN."""
-    for graph in (own.graph for own in module.modules() if isinstance(own, fx.GraphModule)):
+    for graph in (part.graph for part in module.modules() if isinstance(part, fx.GraphModule)):
         for node in graph.nodes:
             if node.op == "call_function" and node.target in (torch.lstm, torch._VF.lstm):
                 node.target = lstm

@@ -235,7 +235,7 @@ class InputSize:
         node: an input that has the size.
         dim: the dimension.
         size: size of that dimension; may be an expression, such as a multiple of the symbol.
-        at_hand: value of the symbol in the current inputs.
+        current: value of the symbol in the current inputs.
         largest: upper bound of the symbol, if the user gave a range (``torch._dynamo.mark_dynamic``).
     """
 
@@ -243,7 +243,7 @@ class InputSize:
     node: fx.Node
     dim: int
     size: torch.SymInt
-    at_hand: int
+    current: int
     largest: int | None
 
     def keep_within(self, least: int, most: int) -> None:
@@ -259,7 +259,7 @@ class InputSize:
 
 def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
     """The symbolic sizes of a graph's inputs, each once."""
-    found: dict[str, InputSize] = {}
+    by_symbol: dict[str, InputSize] = {}
     for node in joint.graph.find_nodes(op="placeholder"):
         value = node.meta.get("val")
         for dim, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
@@ -274,20 +274,20 @@ def input_sizes(joint: fx.GraphModule) -> list[InputSize]:
             (symbol,) = symbols
             name = str(symbol)
             # Prefer a dimension whose size is the symbol itself.
-            if name not in found or (expression.is_Symbol and found[name].size.node.expr != symbol):
+            if name not in by_symbol or (expression.is_Symbol and by_symbol[name].size.node.expr != symbol):
                 largest = _upper_bound(shape_env, symbol) if symbol in _bounded_by_user(shape_env) else None
-                found[name] = InputSize(symbol=name, node=node, dim=dim, size=size, at_hand=hint, largest=largest)
-    return list(found.values())
+                by_symbol[name] = InputSize(symbol=name, node=node, dim=dim, size=size, current=hint, largest=largest)
+    return list(by_symbol.values())
 
 
 def _bounded_by_user(shape_env: Any) -> set[Any]:
     """Symbols with a range given by the user, which must not be narrowed."""
     from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 
-    found = set()
+    bounded = set()
     for tracked in shape_env.tracked_fakes or ():
         constraints = getattr(tracked.symbolic_context, "constraint_sizes", None) or ()
         for size, constraint in zip(getattr(tracked.fake, "shape", ()), constraints, strict=False):
             if isinstance(constraint, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
-                found |= shape_env.replace(size.node.expr).free_symbols
-    return found
+                bounded |= shape_env.replace(size.node.expr).free_symbols
+    return bounded

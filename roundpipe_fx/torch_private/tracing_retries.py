@@ -25,7 +25,7 @@ _FEWER = (
     {"capture_scalar_outputs": False},
     {"capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False},
 )
-_SIZES_AT_HAND = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
+_CURRENT_SIZES = ({"automatic_dynamic_shapes": False, "assume_static_by_default": True},)
 _retried: set[tuple[str, int]] = set()
 
 
@@ -47,7 +47,7 @@ def install_retries(active: Callable[[], bool]) -> None:
         except Exception as error:
             if not active():
                 raise
-            attempts = _FEWER if _wants_data(error) else _SIZES_AT_HAND if _wants_numbers(error) else ()
+            attempts = _FEWER if _wants_data(error) else _CURRENT_SIZES if _wants_numbers(error) else ()
             if not attempts:
                 raise
             failure = error
@@ -56,8 +56,8 @@ def install_retries(active: Callable[[], bool]) -> None:
                 with torch._dynamo.config.patch(flags):
                     made = trace(self, frame, *args, **kwargs)
             except Exception as again:
-                # A budget that the sizes at hand do not allow is what the user needs to know of.
-                if any(hasattr(found, "wants_sizes") for found in _causes(again)):
+                # A budget that the current sizes do not allow is what the user needs to know of.
+                if any(hasattr(cause, "wants_sizes") for cause in _causes(again)):
                     raise
                 continue
             _retried.add(_place(frame.f_code))
@@ -83,7 +83,7 @@ def _wants_data(error: BaseException) -> bool:
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
     kinds = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-    return any(isinstance(found, kinds) or "data-dependent expression" in str(found) for found in _causes(error))
+    return any(isinstance(cause, kinds) or "data-dependent expression" in str(cause) for cause in _causes(error))
 
 
 _WANTS_NUMBERS = (
@@ -97,15 +97,15 @@ fake kernel, which is run on real tensors to find its results' shapes."""
 
 def _wants_numbers(error: BaseException) -> bool:
     causes = list(_causes(error))
-    wanted = any(getattr(found, "wants_sizes", False) for found in causes)
-    return wanted or any(text in str(found) for found in causes for text in _WANTS_NUMBERS)
+    wanted = any(getattr(cause, "wants_sizes", False) for cause in causes)
+    return wanted or any(text in str(cause) for cause in causes for text in _WANTS_NUMBERS)
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    while found is not None:
-        yield found
-        inner = getattr(found, "inner_exception", None)
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        inner = getattr(cause, "inner_exception", None)
         if inner is not None:
             yield inner
-        found = found.__cause__ or found.__context__
+        cause = cause.__cause__ or cause.__context__

@@ -92,17 +92,22 @@ _OF_FAKES = "FakeTensor"
 def _replaced(modules: Collection[nn.Module], replacement: Callable[[Any], Any]) -> Iterator[None]:
     """Context manager in which attributes of modules are replaced; they are restored on exit."""
     kept = [
-        (own, dict(own)) for module in modules for own in (vars(module), *map(vars(module).get, _REGISTERED)) if own
+        (attributes, dict(attributes))
+        for module in modules
+        for attributes in (vars(module), *map(vars(module).get, _REGISTERED))
+        if attributes
     ]
     try:
-        for own, before in kept:
-            own.update({name: replacement(value) for name, value in before.items()})
+        for attributes, before in kept:
+            attributes.update({name: replacement(value) for name, value in before.items()})
         yield
     finally:
-        for own, before in kept:
-            if any(own.get(name) is not value for name, value in before.items()) or len(own) != len(before):
-                own.clear()
-                own.update(before)
+        for attributes, before in kept:
+            if any(attributes.get(name) is not value for name, value in before.items()) or len(attributes) != len(
+                before
+            ):
+                attributes.clear()
+                attributes.update(before)
 
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")

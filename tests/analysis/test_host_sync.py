@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import Mark
-from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
+from tests import listed
 from tests.capturing import capture_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 
@@ -46,7 +44,7 @@ def _data() -> torch.Tensor:
 
 def _said(run: Run) -> tuple[set[str], set[str], set[str]]:
     """Operators that the pass hoists, that the counter counts, and that a scope's backward does not run again."""
-    joint = hoist_host_syncs(annotate(capture_joint(run, _data()), DEVICES["cpu"]))
+    joint, _ = listed.annotated(capture_joint(run, _data()))
     hoisted = {str(node.target.overloadpacket) for node in joint.computed() if Mark.MUST_SAVE in node.meta}
     with roundpipe_fx.count_host_syncs() as counted:
         run(_data())

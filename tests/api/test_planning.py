@@ -61,7 +61,7 @@ def test_weights_that_do_not_fit_alone() -> None:
 
 
 @pytest.mark.long
-def test_a_model_that_stays_on_the_cpu_has_the_stage_at_hand_on_the_device() -> None:
+def test_a_model_that_stays_on_the_cpu_has_the_current_stage_on_the_device() -> None:
     model = _llama(layers=2, width=512)
     tokens = torch.empty(4, 256, dtype=torch.long, device="meta")
     given = {"input_ids": tokens, "labels": tokens, "device": "RTX 4090", "num_microbatches": 4, "memory_budget": 0.0}

@@ -14,7 +14,7 @@ from torch import nn
 
 import roundpipe_fx
 from benchmarks.lower_bound import lower_bound
-from roundpipe_fx.analysis.tiling import find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.compiler import lower, tiling
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.passes import pipeline
@@ -168,7 +168,7 @@ def test_no_other_tiles_make_a_shorter_step(budget: int, monkeypatch: pytest.Mon
 
     def by_exhaustion(joint: Any, option: str | None, budget: int, given: tiling.TilingSteps) -> Any:
         graph = given.summed(joint)
-        regions = find_tile_regions(graph)
+        regions = TileRegions(graph).as_wide_as(0)
         assert len(regions) == 4
         for numbers in itertools.product((1, 2, 4), repeat=len(regions)):
             tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]

@@ -11,7 +11,7 @@ from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.distributed import averaging
-from roundpipe_fx.distributed.averaging import Averaging, Bucket, buckets_of, known_at_end
+from roundpipe_fx.distributed.averaging import Averaging, GradientBucket, buckets_of, known_at_end
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Gradient, Source
 from roundpipe_fx.schedules import Action, ActionKind
@@ -57,7 +57,10 @@ def test_buckets_begin_with_the_last_stage_and_wait_for_the_last_microbatch() ->
     assert late == {id(parameters[3])}
     first, second, third, _ = map(id, parameters)
     # Replicas may run stages in another order, so none is reduced before those of later stages.
-    assert buckets_of(instructions, programs, primals, keys, late) == [Bucket(3, (third,)), Bucket(3, (first, second))]
+    assert buckets_of(instructions, programs, primals, keys, late) == [
+        GradientBucket(3, (third,)),
+        GradientBucket(3, (first, second)),
+    ]
     forwards = known_at_end(programs, primals, ran - {((BACKWARD, 2), 1)})
     assert forwards == {third, id(parameters[3])}  # one microbatch's is computed by an earlier run
 
@@ -71,12 +74,12 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: py
     expected = [value.clone() for value in given]
     sums = GradientAccumulator()
     for place, (key, value) in enumerate(zip(keys, given, strict=True)):
-        sums.give(key, value, own=place != 2)
+        sums.give(key, value, owned=place != 2)
     parameters[2].grad = torch.ones(2, 2)
     replicas: Any = _Alike()
     run = Averaging(
         replicas=replicas,
-        buckets=[Bucket(4, tuple(keys))],
+        buckets=[GradientBucket(4, tuple(keys))],
         parameters=dict(zip(keys, parameters, strict=True)),
         unsynchronized=frozenset(keys[2:]),
     )
@@ -104,7 +107,7 @@ def test_without_replicas_there_is_nothing_to_synchronize() -> None:
 def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3))
     replicas: Any = _Alike()
-    buckets = [Bucket(0, (id(parameter),))]
+    buckets = [GradientBucket(0, (id(parameter),))]
     run = Averaging(replicas=replicas, buckets=buckets, parameters={id(parameter): parameter})
     with pytest.raises(KeyError):
         run.after(0, GradientAccumulator())

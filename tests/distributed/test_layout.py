@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roundpipe_fx.distributed.layout import Layout, count, dense, numbers_of, received, strided
+from roundpipe_fx.distributed.layout import ValueLayout, count, dense, numbers_of, received, strided
 
 BASE = torch.arange(48.0).reshape(4, 6, 2)
 
@@ -44,9 +44,15 @@ def test_what_depends_on_data_travels_first() -> None:
 
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         rows = torch.nonzero(torch.ones(5))
-        layouts = [Layout.of(rows), Layout.of(rows.shape[0]), Layout.of(1.5), Layout.of(True), Layout.of(torch.ones(2))]
+        layouts = [
+            ValueLayout.of(rows),
+            ValueLayout.of(rows.shape[0]),
+            ValueLayout.of(1.5),
+            ValueLayout.of(True),
+            ValueLayout.of(torch.ones(2)),
+        ]
     assert [layout.numbers for layout in layouts] == [4, 1, 1, 1, 0]
     values = [torch.ones(3, 1, dtype=torch.int64), 3, 0.1, False, torch.ones(2)]
     assert received(layouts, numbers_of(values, layouts)) == [((3, 1), (1, 1)), 3, 0.1, False, ((2,), (1,))]
     with pytest.raises(TypeError, match="str cannot be sent"):
-        Layout.of("text")
+        ValueLayout.of("text")

@@ -27,7 +27,7 @@ def _train(folder: Path, *arguments: str) -> list[str]:
 
 @pytest.mark.long
 def test_a_rank_is_killed(tmp_path: Path) -> None:
-    """In the middle of the third step: the weights have the bits of a run that was not interrupted."""
+    """In the middle of the third step: the weights are bitwise equal to those of a run that was not interrupted."""
     assert _train(tmp_path / "through") == ["restarts 0, from step 0"] * 2
     assert _train(tmp_path / "killed", "2") == ["restarts 1, from step 2"] * 2
     for rank in range(2):

@@ -1,4 +1,4 @@
-"""Sharded parameters: steps have the bits of those with whole parameters on each replica, in a part of the memory."""
+"""Sharded parameters: steps are bitwise equal to those with whole parameters on each replica, in less memory."""
 
 from __future__ import annotations
 
@@ -293,8 +293,8 @@ def _accumulated(model: Any, batch: dict[str, Any], run: Any) -> list[tuple[torc
 
 
 def check_accumulation(_rank: int, folder: str) -> None:
-    """Gradients of several steps, with and without averaging each, have the bits of those without shards. A parameter
-    that is a single number is whole on each replica, and counts once in norms and checkpoints."""
+    """Gradients of several steps, with and without averaging each, are bitwise equal to those without shards. A
+    parameter that is a single number is whole on each replica, and counts once in norms and checkpoints."""
     meshes = _meshes()
     _check_equal("odd", meshes["dp"], num_microbatches=2, stages=3, memory_budget=0.5, frozen=("scale",))
     mesh, (model, batch) = meshes["dp, pp"], _made("odd")

@@ -43,7 +43,7 @@ def joint(
 """
 
 
-def test_as_text_the_count_is_at_hand_before_the_loss() -> None:
+def test_as_text_the_count_is_known_before_the_loss() -> None:
     expecttest.assert_expected_inline(
         after(split_mean_losses, CROSS_ENTROPY, CPU, name="mean_losses"),
         """\

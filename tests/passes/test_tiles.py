@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.cost import cost_model
-from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
+from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
 from roundpipe_fx.codegen.loop_text import loop_text, loops_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.text import joint_text
@@ -23,7 +23,7 @@ def tiled(text: str, tiles: int) -> str:
     """The graph after its regions became loops, and the loops."""
     joint = joint_of(text)
     before = snapshot(joint)
-    regions = find_tile_regions(joint)
+    regions = TileRegions(joint).as_wide_as(0)
     made: JointGraph = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
     verify(made, "tiles", before, {"tiles"})
     return "\n\n".join([joint_text(made), *map(loop_text, loops_of(made.graph))])
@@ -265,7 +265,7 @@ def test_regions_that_read_each_others_results(tiles: int) -> None:
     annotate(joint, cost_model("roofline", torch.device("cpu")))
     inputs = example_inputs(joint)
     expected = run_joint(joint, inputs)
-    regions = find_tile_regions(joint)
+    regions = TileRegions(joint).as_wide_as(0)
     assert len(regions) == 3
     made = tile_regions(joint, [(region, tiles) for region in regions], COSTS)
     assert len(loops_of(made.graph)) == 6

@@ -9,12 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.segments import cut_segments
 from roundpipe_fx.pipeline.same_segments import same_boundaries, segment_starts, starts_like
+from tests import listed
 from tests.capturing import capture_joint
 
 
@@ -52,7 +50,8 @@ def test_operations_that_are_not_there_are_said_to_be_missing() -> None:
 
 
 def _graph(model: nn.Module, rows: int) -> JointGraph:
-    return annotate(expand_masks(capture_joint(model, torch.randn(rows, 8))), DEVICES["cpu"])
+    joint, _ = listed.annotated(capture_joint(model, torch.randn(rows, 8)))
+    return joint
 
 
 def test_another_order_has_as_many_segments() -> None:

@@ -11,11 +11,7 @@ from roundpipe_fx.analysis.cost.roofline import DEVICES
 from roundpipe_fx.analysis.operations import OperationGraph
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
-from roundpipe_fx.passes.masks import expand_masks
-from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.passes.stages import cut_stages
+from tests import listed
 from tests.capturing import capture_joint
 
 CPU = DEVICES["cpu"]
@@ -23,11 +19,8 @@ CPU = DEVICES["cpu"]
 
 def staged(model: nn.Module, *inputs: Any, stages: int | str = "auto") -> tuple[JointGraph, int]:
     """A captured graph with segments and stages, and how many segments."""
-    joint = hoist_host_syncs(annotate(expand_masks(capture_joint(model, *inputs)), CPU))
-    joint, segments = cut_segments(joint)
-    count = min(stages, len(segments)) if isinstance(stages, int) else stages
-    joint, _ = cut_stages(joint, segments, count, lambda size: size * 1e-9)
-    return joint, len(segments)
+    joint, _ = listed.staged(capture_joint(model, *inputs), stages)
+    return joint, len(joint.segments)
 
 
 def operations_of(model: nn.Module, *inputs: Any) -> OperationGraph:

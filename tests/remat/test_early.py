@@ -44,7 +44,7 @@ def test_choices_grow_and_need_no_gradient(found: tuple[OperationGraph, PlannedS
         if step.early:
             assert step.rng_shape_source is None and available.issuperset(step.reads)
             available.update(step.makes)
-        elif step.recipe is not None:  # what is made again just in time is nothing that early steps read
+        elif step.recipe is not None:  # what is recomputed just in time is nothing that early steps read
             available.difference_update(step.makes)
 
 

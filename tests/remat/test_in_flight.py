@@ -97,7 +97,7 @@ def test_choices_of_parts_are_one_choice() -> None:
     ladders = [points_of_run(graph, chain, save_options, run) for run in runs]
     recomputing = work_out(blocks, together([ladders[0][-1].choice(), ladders[1][0].choice()]))
     assert all(graph.segment_of[step.operation.makes[0]] < middle for step in _again(recomputing.schedule)), (
-        "only one is lean"
+        "only one recomputes per use"
     )
     assert 0 < recomputing.seconds < work_out(blocks, together([own[-1].choice() for own in ladders])).seconds
 

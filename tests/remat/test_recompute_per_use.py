@@ -1,4 +1,4 @@
-"""Lean sequences: what several drops together gain, and no more recomputation than that takes."""
+"""Sequences that recompute per use: what several drops together gain, and no more recomputation than that takes."""
 
 from __future__ import annotations
 

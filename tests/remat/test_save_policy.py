@@ -12,26 +12,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost.roofline import DEVICES
-from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
+from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
+from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, input_nodes, node_outputs, saved_values
-from roundpipe_fx.passes.annotate import annotate
-from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
-from roundpipe_fx.passes.early_recompute import early_recompute
-from roundpipe_fx.passes.hoist_host_syncs import hoist_host_syncs
-from roundpipe_fx.passes.masks import expand_masks
-from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.rng import replay_rng
-from roundpipe_fx.passes.segments import cut_segments
-from roundpipe_fx.passes.stages import cut_stages
 from roundpipe_fx.remat.save_policy import recompute_rest, save_all, save_stage_inputs
 from roundpipe_fx.runtime.executor import load_program
 from roundpipe_fx.runtime.stage_compiler import compile_stages
+from tests import listed
 from tests.capturing import capture_joint, example_inputs, run_joint
 from tests.comparison import aot_eager_step, assert_bitwise, compiled_step
 from tests.golden_models import DropoutMLP, TiedTransformer
 
-CPU = DEVICES["cpu"]
 OPERATIONS = ("linear", "gelu", "dropout", "add", "norm", "split", "route", "scale")
 
 
@@ -88,15 +79,12 @@ def test_random_models_have_the_bits_of_aot_eager(chain: list, stages: int, reco
     assert_bitwise(step, aot_eager_step(model, batch, seed=seed))
 
 
-def _staged(model: nn.Module, *inputs: Any, stages: int = 2) -> JointGraph:
-    joint = hoist_host_syncs(annotate(expand_masks(capture_joint(model, *inputs)), CPU))
-    joint, segments = cut_segments(joint)
-    joint, _ = cut_stages(joint, segments, min(stages, len(segments)), lambda size: size * 1e-9)
-    return joint
+def _staged(model: nn.Module, *inputs: Any, stages: int = 2) -> tuple[JointGraph, Setting]:
+    return listed.staged(capture_joint(model, *inputs), stages)
 
 
-def _run_programs(joint: JointGraph, inputs: list[Any]) -> list[Any]:
-    modules = emit_stage_modules(joint, reinplace)
+def _run_programs(joint: JointGraph, setting: Setting, inputs: list[Any]) -> list[Any]:
+    modules = listed.stage_modules(joint, setting)
     primals, tangents = inputs[: len(joint.primals)], inputs[len(joint.primals) :]
     with torch.no_grad():
         forward = emit_forward_program(joint, modules)
@@ -114,17 +102,16 @@ def _run_programs(joint: JointGraph, inputs: list[Any]) -> list[Any]:
 @pytest.mark.long
 def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: list, stages: int) -> None:
     torch.manual_seed(0)
-    joint = _staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
+    joint, setting = _staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
     inputs = example_inputs(joint)
     torch.manual_seed(1)
     expected = run_joint(joint, copy.deepcopy(inputs))
     values = [output for node in joint.in_phase(Phase.FORWARD) for output in node_outputs(node)]
     keep = {value for value in values if data.draw(st.booleans())}
-    replay_rng(early_recompute(apply_remat_schedule(joint, recompute_rest(joint, keep), CPU)), CPU)
-    joint.graph.eliminate_dead_code()
+    joint = listed.planned(joint, setting, recompute_rest(joint, keep), early=True)
     joint.graph.lint()
     torch.manual_seed(1)
-    found = _run_programs(joint, inputs)
+    found = _run_programs(joint, setting, inputs)
     assert len(found) == len(expected)
     for left, right in zip(found, expected, strict=True):
         assert (left is None and right is None) or torch.equal(left, right)
@@ -132,10 +119,10 @@ def test_any_set_of_kept_values_gives_the_same_bits(data: st.DataObject, chain: 
 
 def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
     torch.manual_seed(0)
-    joint = _staged(RandomModel([("linear", 0), ("gelu", 0), ("route", 0)] * 3), torch.randn(5, 4), stages=3)
+    joint, setting = _staged(RandomModel([("linear", 0), ("gelu", 0), ("route", 0)] * 3), torch.randn(5, 4), stages=3)
     entering = save_stage_inputs(joint)
     names = {node.name for node in entering}
-    apply_remat_schedule(joint, recompute_rest(joint, entering), CPU)
+    joint = listed.planned(joint, setting, recompute_rest(joint, entering))
     saved = [node for node in saved_values(joint) if node.op != "placeholder"]
     for node in saved:
         maker = node.args[0] if node.name not in names and isinstance(node.args[0], torch.fx.Node) else node
@@ -146,14 +133,14 @@ def test_full_keeps_what_enters_a_stage_and_what_is_hoisted() -> None:
 
 
 def test_none_repeats_only_views() -> None:
-    joint = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    apply_remat_schedule(joint, recompute_rest(joint, save_all(joint)), CPU)
+    joint, setting = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
+    joint = listed.planned(joint, setting, recompute_rest(joint, save_all(joint)))
     assert all(node.meta[Mark.SECONDS] == 0 for node in joint.computed() if Mark.ORIGIN in node.meta)
 
 
 def test_phases_depend_on_each_other_in_order() -> None:
-    joint = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
-    early_recompute(apply_remat_schedule(joint, recompute_rest(joint, save_stage_inputs(joint)), CPU))
+    joint, setting = _staged(TiedTransformer(), torch.randint(16, (2, 4)), torch.randint(16, (2, 4)))
+    joint = listed.planned(joint, setting, recompute_rest(joint, save_stage_inputs(joint)), early=True)
     tangents = set(joint.tangents)
     for node in joint.in_phase(Phase.RECOMPUTE):
         for source in input_nodes(node):

@@ -12,17 +12,15 @@ from hypothesis import strategies as st
 from roundpipe_fx.analysis.program_events import course_of
 from roundpipe_fx.analysis.read_operations import read_operations
 from roundpipe_fx.analysis.simulator import peak_of_course
-from roundpipe_fx.codegen import emit_backward_program, emit_forward_program, emit_stage_modules
-from roundpipe_fx.passes.apply_remat_schedule import apply_remat_schedule
-from roundpipe_fx.passes.reinplace import reinplace
-from roundpipe_fx.passes.rng import replay_rng
+from roundpipe_fx.codegen import emit_backward_program, emit_forward_program
 from roundpipe_fx.remat.blocks import Blocks, make_schedule
 from roundpipe_fx.remat.early import early_at, early_choices, early_within
 from roundpipe_fx.remat.reduce_peak import MAX_REMAT_LEVEL
 from roundpipe_fx.remat.schedule import RematChoice, remat_schedule, simulate
 from roundpipe_fx.remat.search import search
-from tests.capturing import example_inputs, run_joint
-from tests.remat.graphs import CPU, mlp, operations_of, staged
+from tests import listed
+from tests.capturing import capture_joint, example_inputs, run_joint
+from tests.remat.graphs import mlp, operations_of
 from tests.remat.test_save_policy import RandomModel, _run_programs, operations, relaxed
 
 
@@ -33,7 +31,8 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     data: st.DataObject, chain: list, stages: int
 ) -> None:
     torch.manual_seed(0)
-    joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
+    joint, setting = listed.staged(capture_joint(RandomModel([("linear", 0), *chain]), torch.randn(5, 4)), stages)
+    segments = len(joint.segments)
     inputs = example_inputs(joint)
     torch.manual_seed(1)
     expected = run_joint(joint, copy.deepcopy(inputs))
@@ -51,15 +50,14 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
     level = {stage: data.draw(st.integers(0, len(own) - 1)) for stage, own in choices.items()}
     schedule = early_at(schedule, choices, level)
     planned = simulate(graph, schedule)
-    replay_rng(apply_remat_schedule(joint, remat_schedule(graph, schedule), CPU), CPU)
-    joint.graph.eliminate_dead_code()
+    joint = listed.planned(joint, setting, remat_schedule(graph, schedule))
     joint.graph.lint()
-    modules = emit_stage_modules(joint, reinplace)
+    modules = listed.stage_modules(joint, setting)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
     # What is held and read by nobody is dead code.
     assert peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes <= planned.bytes
     torch.manual_seed(1)
-    found = _run_programs(joint, inputs)
+    found = _run_programs(joint, setting, inputs)
     assert len(found) == len(expected)
     for left, right in zip(found, expected, strict=True):
         assert (left is None and right is None) or torch.equal(left, right)
@@ -71,14 +69,14 @@ def test_any_choice_gives_the_same_bits_within_the_simulated_bytes(
 @example([("split", 1), ("split", 1)], 1, 1.0)  # something is held that nobody reads
 def test_plans_that_are_found_are_simulated_to_the_byte(chain: list, stages: int, place: float) -> None:
     torch.manual_seed(0)
-    joint, segments = staged(RandomModel([("linear", 0), *chain]), torch.randn(5, 4), stages=stages)
+    joint, setting = listed.staged(capture_joint(RandomModel([("linear", 0), *chain]), torch.randn(5, 4)), stages)
+    segments = len(joint.segments)
     graph = read_operations(joint, segments)
     candidates = search(Blocks(graph)).candidates
     chosen = candidates[round(place * (len(candidates) - 1))]
     early = early_within(graph, chosen.schedule, range(stages))
-    replay_rng(apply_remat_schedule(joint, remat_schedule(graph, early), CPU), CPU)
-    joint.graph.eliminate_dead_code()
-    modules = emit_stage_modules(joint, reinplace)
+    joint = listed.planned(joint, setting, remat_schedule(graph, early))
+    modules = listed.stage_modules(joint, setting)
     forward, backward = emit_forward_program(joint, modules), emit_backward_program(joint, modules)
     peak = peak_of_course(course_of(forward, backward, joint.expected_tangents)).bytes
     assert peak == simulate(graph, early).bytes <= chosen.peak.bytes
@@ -100,7 +98,8 @@ def test_nested_recomputation_runs_a_segment_more_than_once() -> None:
 
 
 def test_a_dropouts_mask_is_drawn_without_its_input() -> None:
-    graph = operations_of(mlp(), torch.randn(8, 16))
+    joint, _ = listed.staged(capture_joint(mlp(), torch.randn(8, 16)), left_out=("dropout",))
+    graph = read_operations(joint, len(joint.segments))
     assert graph.mask_only
     schedule = make_schedule(Blocks(graph), RematChoice(frozenset(graph.live_across)))
     steps = [step for _, block in schedule.backward for step in block]

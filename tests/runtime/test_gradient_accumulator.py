@@ -28,7 +28,7 @@ def test_what_is_somebody_elses_is_not_written_over() -> None:
     sums.add(0, second)
     assert sums.tensors[0].tolist() == [5, 5] and first.tolist() == [1, 1] and second.tolist() == [2, 2]
     mine = torch.ones(2)
-    sums.add(1, mine, own=True)
+    sums.add(1, mine, owned=True)
     sums.add(1, second)
     assert sums.tensors[1] is mine and mine.tolist() == [3, 3]
     sums.add(2, first)

@@ -163,7 +163,9 @@ def test_what_stays_gathered_is_not_gathered_again() -> None:
     gaps = gaps_of(order, costs.sharded)
     assert gathers_of(order, costs.sharded, ()) == least
     kept = [least[0], least[1], least[2], Gather(4, (), ()), least[4]]
-    assert [(gap.dropped, gap.again) for gap in gaps] == [(1, 4)] and gathers_of(order, costs.sharded, gaps) == kept
+    assert [(gap.dropped, gap.regathered) for gap in gaps] == [(1, 4)] and gathers_of(
+        order, costs.sharded, gaps
+    ) == kept
     # 2 s a gather or reduction; F0 F1 F2 B2 B1 B0 take 9 s.
     dropped, stays = (simulate_time(schedule, chain(3), costs, kept=own) for own in ((), gaps))
     assert dropped.collective_seconds == (pytest.approx(7 * 2.0),)

@@ -54,15 +54,15 @@ def test_the_shortest_gaps_are_kept_first_and_a_limit_is_kept() -> None:
         assert timing.gathered_bytes[0] == gathered_bytes(order, costs.sharded, kept) <= before
         before = timing.gathered_bytes[0]
     assert before == all_kept.gathered_bytes[0]
-    shortest = min(gap.again - gap.dropped for gap in gaps)
+    shortest = min(gap.regathered - gap.dropped for gap in gaps)
     room = [np.full(len(order.steps), 0)]
     first = choose_kept(gaps, room, 100)
-    assert any(gap.again - gap.dropped == shortest for gap in first)
-    assert all(gap.again <= then.dropped for gap, then in itertools.pairwise(first))
+    assert any(gap.regathered - gap.dropped == shortest for gap in first)
+    assert all(gap.regathered <= then.dropped for gap, then in itertools.pairwise(first))
 
 
 def test_nothing_stays_between_the_halves_of_a_step() -> None:
     schedule, costs = gpipe(1, STAGES, 2).halves(), _costs()
     assert costs.sharded is not None
     (order,) = device_orders(schedule)
-    assert all(gap.again <= order.turn or gap.dropped >= order.turn for gap in gaps_of(order, costs.sharded))
+    assert all(gap.regathered <= order.turn or gap.dropped >= order.turn for gap in gaps_of(order, costs.sharded))

@@ -98,7 +98,7 @@ def test_sizes_that_are_needed_as_numbers(make: Any, options: dict[str, Any]) ->
     assert torch._dynamo.config.automatic_dynamic_shapes
 
 
-def test_a_budget_that_the_sizes_at_hand_do_not_allow() -> None:
+def test_a_budget_that_the_current_sizes_do_not_allow() -> None:
     model = _Quantized()
     budget = roundpipe_fx.compile(model, memory_budget=1.0).trace(torch.randn(64, 4)).peak_bytes
     torch._dynamo.reset()

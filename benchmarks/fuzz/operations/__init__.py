@@ -1,11 +1,19 @@
 """The pool: kinds of operations that programs are drawn from, a file a family."""
 
+# What a seed draws depends on the order of the kinds, so on the order of these imports.
+# isort: off
 from benchmarks.fuzz.operations import (
     bodies,
     buffers,
     in_place,
     indexing,
-    layers,
+    linear,
+    convolutions,
+    norms,
+    pooling,
+    attention,
+    recurrence,
+    embeddings,
     linear_algebra,
     losses,
     pointwise,
@@ -15,6 +23,7 @@ from benchmarks.fuzz.operations import (
     views,
 )
 from benchmarks.fuzz.operations.pool import BODIES, KINDS, WEIGHTS
+# isort: on
 
 __all__ = ["BODIES", "KINDS", "WEIGHTS"]
 
@@ -23,7 +32,13 @@ _ = (
     buffers,
     in_place,
     indexing,
-    layers,
+    linear,
+    convolutions,
+    norms,
+    pooling,
+    attention,
+    recurrence,
+    embeddings,
     linear_algebra,
     losses,
     pointwise,

@@ -22,7 +22,7 @@ def _body(b: Builder, inputs: list[Value]) -> tuple[str, Value]:
     ]
     lines: list[str] = []
     count = len(values)
-    # Inputs of the whole program are not at hand in here.
+    # Inputs of the whole program are not available here.
     writing._write(b.program, b.element.inside, values, lines, b.kinds)  # type: ignore[attr-defined]
     last = next((v for v in reversed(values[count:]) if v.dtype is b.program.dtype), None)
     if last is None:

@@ -22,7 +22,7 @@ def annotate_added(nodes: Iterable[fx.Node], costs: CostModel, device: torch.dev
     Args:
         nodes: in graph order.
         costs: of operations.
-        device: where they run; ``None``: that is not at hand.
+        device: where they run; ``None``: that device is not present.
         eager: whether they run as they are.
     """
     added = list(nodes)

@@ -20,9 +20,9 @@ __all__ = ["annotate_node", "note_bytes", "tensor_bytes"]
 def annotate_node(node: fx.Node, costs: CostModel) -> None:
     """Annotate a node with the bytes that it allocates, its flops and its seconds."""
     inherited = {storage for source in input_nodes(node) for storage in storages(source)}
-    own = storages(node)
+    results = storages(node)
     is_sum = node.target in SUMMING  # it writes over its first argument, which it reads as well
-    if not is_sum and (is_view(node) if node.target is operator.getitem else own and inherited.issuperset(own)):
+    if not is_sum and (is_view(node) if node.target is operator.getitem else results and inherited.issuperset(results)):
         new_bytes, flops, seconds = 0, 0, 0.0
     else:
         values = tensor_values(node)
@@ -31,7 +31,7 @@ def annotate_node(node: fx.Node, costs: CostModel) -> None:
         read = sum(tensor_bytes(tensor_values(source)) for source in input_nodes(node))
         dtype = values[0].dtype if values else torch.float32
         written = tensor_bytes(values) if is_sum else new_bytes
-        tuple_item = not values or (inherited.issuperset(own) and not is_sum)
+        tuple_item = not values or (inherited.issuperset(results) and not is_sum)
         seconds = 0.0 if tuple_item else costs.node_seconds(node, flops, read + written, dtype)
     if not new_bytes:
         node.meta.pop(Mark.WORKSPACE, None)  # copied together with another node's annotations

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from roundpipe_fx.analysis.cost.of_node import note_bytes, tensor_bytes
-from roundpipe_fx.analysis.cost.trial import Layout, try_apart
+from roundpipe_fx.analysis.cost.trial import TensorLayout, try_apart
 from roundpipe_fx.analysis.cost.workspace import is_measured
 from roundpipe_fx.ir.joint_graph import has_tag, is_seeded, is_view, tensor_values
-from roundpipe_fx.torch_private import number_hint, size_hint, without_modes
+from roundpipe_fx.torch_private import number_hint, size_hint, tree_leaves, tree_map, tree_map_only, without_modes
 
 __all__ = ["layout_of", "lies_plainly", "note_real_values", "note_sparse_bytes", "real_values", "small_values"]
 
@@ -37,9 +36,9 @@ _FOREIGN = 1009
 """From here on: strides in small tensors, of dimensions of size 1, that are unrelated to other strides."""
 
 
-def layout_of(value: torch.Tensor) -> Layout:
+def layout_of(value: torch.Tensor) -> TensorLayout:
     """Sizes and strides of a fake tensor as numbers."""
-    return Layout(tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride())))
+    return TensorLayout(tuple(map(size_hint, value.shape)), tuple(map(size_hint, value.stride())))
 
 
 def lies_plainly(value: torch.Tensor) -> bool:
@@ -72,7 +71,7 @@ def real_values(node: fx.Node, device: torch.device | None) -> list[torch.Tensor
             kept = zip(trial.layouts, trial.storages, strict=True)
             storages = iter([size for layout, size in kept if layout is not None])
 
-            def value(noted: torch.Tensor, layout: Layout) -> torch.Tensor | None:
+            def value(noted: torch.Tensor, layout: TensorLayout) -> torch.Tensor | None:
                 return _in_storage(_as_it_lies(noted, layout, operands), next(storages))
 
             return _values(node, trial.layouts, value)
@@ -90,8 +89,8 @@ def note_real_values(node: fx.Node, device: torch.device) -> None:
         return
     values = real_values(node, device)
     if values is not None:
-        found = iter(values)
-        node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(found), node.meta["val"])
+        remaining = iter(values)
+        node.meta["val"] = tree_map_only(torch.Tensor, lambda _: next(remaining), node.meta["val"])
 
 
 _PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
@@ -123,10 +122,10 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
     """
     scale = _Scale()
 
-    def argument(given: Any) -> Any:
-        if isinstance(given, list | tuple):
-            return tuple(map(argument, given))
-        value = value_of(given) if isinstance(given, fx.Node) else given
+    def argument(operand: Any) -> Any:
+        if isinstance(operand, list | tuple):
+            return tuple(map(argument, operand))
+        value = value_of(operand) if isinstance(operand, fx.Node) else operand
         if isinstance(value, torch.Tensor):
             return scale.small(value) if value.layout is torch.strided else None
         return number_hint(value)
@@ -141,14 +140,16 @@ def small_values(node: fx.Node, value_of: ValueOf = lambda node: node.meta.get("
 
 
 def _values(
-    node: fx.Node, layouts: Sequence[Layout | None], value: Callable[[torch.Tensor, Layout], torch.Tensor | None]
+    node: fx.Node,
+    layouts: Sequence[TensorLayout | None],
+    value: Callable[[torch.Tensor, TensorLayout], torch.Tensor | None],
 ) -> list[torch.Tensor] | None:
     noted = tensor_values(node)
-    found = [layout for layout in layouts if layout is not None]
-    if len(found) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
+    strided = [layout for layout in layouts if layout is not None]
+    if len(strided) != len(noted) or len(layouts) != len(tree_leaves(node.meta.get("val"))):
         return None
     values = []
-    for tensor, layout in zip(noted, found, strict=True):
+    for tensor, layout in zip(noted, strided, strict=True):
         if tensor.layout is not torch.strided or len(layout.sizes) != tensor.dim():
             return None
         made = value(tensor, layout)
@@ -161,7 +162,7 @@ def _values(
 class _Small(NamedTuple):
     """A small tensor with the order of dimensions of another one."""
 
-    layout: Layout
+    layout: TensorLayout
     dtype: torch.dtype
     device: str
 
@@ -170,14 +171,14 @@ class _Scale:
     """Maps tensors to small ones, and layouts of small results back. Keeps the strides of dimensions of size 1."""
 
     def __init__(self) -> None:
-        self._operands: list[tuple[Layout, torch.Tensor]] = []
+        self._operands: list[tuple[TensorLayout, torch.Tensor]] = []
         self._foreign: dict[int, int] = {}
 
     def small(self, value: torch.Tensor) -> _Small:
         """The small tensor of an operand."""
         sizes, strides = layout_of(value)
         small = tuple(min(size, _LARGEST_SMALL) for size in sizes)
-        found = [0] * len(sizes)
+        small_sizes = [0] * len(sizes)
         known = {0: 0}
         following, small_following = 1, 1
         for dim in _inner_first(sizes, strides):
@@ -185,21 +186,21 @@ class _Scale:
                 continue
             if strides[dim] > following:  # kernels ask whether a tensor has gaps
                 small_following *= 2
-            known[strides[dim]] = found[dim] = small_following
+            known[strides[dim]] = small_sizes[dim] = small_following
             following, small_following = strides[dim] * sizes[dim], small_following * small[dim]
             known.setdefault(following, small_following)
         known.setdefault(1, 1)
         for dim, size in enumerate(sizes):
             if size == 1:
-                found[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
-        layout = Layout(small, tuple(found))
+                small_sizes[dim] = known[strides[dim]] if strides[dim] in known else self._stand_in(strides[dim])
+        layout = TensorLayout(small, tuple(small_sizes))
         self._operands.append((layout, value))
         return _Small(layout, value.dtype, value.device.type)
 
     def _stand_in(self, stride: int) -> int:
         return self._foreign.setdefault(stride, _FOREIGN + len(self._foreign))
 
-    def large(self, noted: torch.Tensor, small: Layout) -> torch.Tensor | None:
+    def large(self, noted: torch.Tensor, small: TensorLayout) -> torch.Tensor | None:
         """The fake tensor ``noted`` with the layout of a small result; ``None`` if it cannot be determined."""
         if small.sizes != tuple(min(size_hint(size), _LARGEST_SMALL) for size in noted.shape):
             return None
@@ -232,7 +233,7 @@ def _inner_first(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> tuple[Layout | None, ...] | None:
+def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> tuple[TensorLayout | None, ...] | None:
     def real(value: Any) -> Any:
         if not isinstance(value, _Small):
             return value
@@ -252,12 +253,12 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
             log.info("the layout of what %s returns cannot be tried: %s", target, error)
             return None
     return tuple(
-        Layout(tuple(leaf.shape), tuple(leaf.stride())) if isinstance(leaf, torch.Tensor) else None
+        TensorLayout(tuple(leaf.shape), tuple(leaf.stride())) if isinstance(leaf, torch.Tensor) else None
         for leaf in tree_leaves(result)
     )
 
 
-def _as_it_lies(noted: torch.Tensor, layout: Layout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _as_it_lies(noted: torch.Tensor, layout: TensorLayout, operands: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The fake tensor ``noted`` with the layout of a real result; ``None`` if it cannot be determined."""
     known = layout_of(noted)
     if known == layout or known.sizes != layout.sizes:

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.ir.joint_graph import has_tag
 from roundpipe_fx.operators.gradient_sums import add_product_to
+from roundpipe_fx.torch_private import tree_leaves, tree_map
 
 __all__ = ["DEVICES", "Roofline", "flops_of", "flops_of_call", "numbers_drawn", "roofline_of"]
 

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_map
 
-from roundpipe_fx.torch_private import number_hint, size_hint
+from roundpipe_fx.torch_private import number_hint, size_hint, tree_map
 
 __all__ = ["made_up_arguments", "signature_of"]
 
@@ -65,7 +64,7 @@ def made_up_arguments(
             made = fill(torch.empty_strided(shape, stride, dtype=value.dtype, device=device))
             # Kernels that do not support the conjugate and negative bits copy such an operand first.
             made = made.conj() if value.is_conj() else made
-            return torch._neg_view(made) if value.is_neg() else made
+            return torch.ops.aten._neg_view.default(made) if value.is_neg() else made
         return number_hint(value)
 
     args, kwargs = tree_map(real, (node.args, node.kwargs))

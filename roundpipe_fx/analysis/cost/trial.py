@@ -15,14 +15,22 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.analysis.data_files import cache_folder, is_on, read_data, versions, write_data
 from roundpipe_fx.ir.joint_graph import has_tag, is_mask, tensor_values
-from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint
+from roundpipe_fx.torch_private import ProfiledMemory, profile_memory, save_rng_states, size_hint, tree_leaves
 
-__all__ = ["Layout", "Trial", "device_text", "kernel_settings", "run_apart", "try_alone", "try_apart", "write_trials"]
+__all__ = [
+    "TensorLayout",
+    "Trial",
+    "device_text",
+    "kernel_settings",
+    "run_apart",
+    "try_alone",
+    "try_apart",
+    "write_trials",
+]
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +39,7 @@ aten = torch.ops.aten
 T = TypeVar("T")
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """Sizes and strides of a tensor."""
 
     sizes: tuple[int, ...]
@@ -51,7 +59,7 @@ class Trial(NamedTuple):
 
     workspace: int
     left: int
-    layouts: tuple[Layout | None, ...]
+    layouts: tuple[TensorLayout | None, ...]
     storages: tuple[int, ...]
 
 
@@ -138,13 +146,13 @@ def _read_trials(device: torch.device) -> None:
         return
     _files_read.add(path)
     try:
-        found = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
+        trials = {_key_from(key): _trial_from(trial) for key, trial in read_data(path, _header(device))}
     except FileNotFoundError:
         return
     except (OSError, ValueError, TypeError) as error:
         log.info("the file of trials %s is ignored: %s", path, error)
         return
-    for key, trial in found.items():
+    for key, trial in trials.items():
         _tried.setdefault(key, trial)
 
 
@@ -171,7 +179,7 @@ def _trial_from(trial: Any) -> Trial:
     sizes = [workspace, left, *storages]
     if not all(type(size) is int and size >= 0 for size in sizes):
         raise ValueError(f"{sizes} are not bytes")
-    lies = [own and Layout(*map(tuple, own)) for own in layouts]
+    lies = [layout and TensorLayout(*map(tuple, layout)) for layout in layouts]
     return Trial(workspace, left, tuple(lies), tuple(storages))
 
 
@@ -268,10 +276,10 @@ def _run_on(
     )
 
 
-def _layout(value: Any) -> Layout | None:
+def _layout(value: Any) -> TensorLayout | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return Layout(tuple(value.shape), tuple(value.stride()))
+    return TensorLayout(tuple(value.shape), tuple(value.stride()))
 
 
 def _sparse_bytes(value: Any) -> int:

@@ -67,22 +67,22 @@ def workspaces_of(
     learned = learned or {}
     beyond_plan = learned.get(COMPILED_STAGES, 0) if fused else 0  # where in the step is not known
     asked: dict[str, list[fx.Node]] = {}
-    found: dict[fx.Node, int] = {}
+    workspaces: dict[fx.Node, int] = {}
     for node in nodes:
         if not _makes_something(node):
             continue
-        found[node] = beyond_plan
+        workspaces[node] = beyond_plan
         if is_functional_collective(node.target):
-            found[node] += copied_bytes(node)
+            workspaces[node] += copied_bytes(node)
         elif depends_on_data(node):
-            found[node] += learned.get(str(node.target), 0)
+            workspaces[node] += learned.get(str(node.target), 0)
         elif is_measured(node, device) and not (fused and _is_pointwise(node)):
             asked.setdefault(signature_of(node, _is_free_of_sizes(node)), []).append(node)
     measured = run_apart(lambda: {signature: _measure(same[0], device) for signature, same in asked.items()})
     for signature, same in asked.items():
         for node in same:
-            found[node] += measured[signature]
-    return {node: size for node, size in found.items() if size}
+            workspaces[node] += measured[signature]
+    return {node: size for node, size in workspaces.items() if size}
 
 
 def depends_on_data(node: fx.Node) -> bool:
@@ -115,7 +115,11 @@ def _is_free_of_sizes(node: fx.Node) -> bool:
     if node.target is torch.ops.aten._to_copy.default:
         return True
     (kind,) = kinds
-    compared = torch.bool if kind.is_floating_point and not any(isinstance(own, complex) for own in node.args) else kind
+    compared = (
+        torch.bool
+        if kind.is_floating_point and not any(isinstance(argument, complex) for argument in node.args)
+        else kind
+    )
     return all(value.dtype in (kind, compared) for value in tensor_values(node))
 
 
@@ -137,9 +141,9 @@ def is_measured(node: fx.Node, device: torch.device) -> bool:
     return not (_is_free_of_sizes(node) and not any(map(_is_number, node.args)))
 
 
-def _is_number(given: Any) -> bool:
+def _is_number(argument: Any) -> bool:
     """Whether an argument is a number or a symbolic one, which kernels convert to a tensor."""
-    value = given.meta.get("val") if isinstance(given, fx.Node) else given
+    value = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
     return isinstance(value, int | float | complex | torch.SymInt | torch.SymFloat)
 
 

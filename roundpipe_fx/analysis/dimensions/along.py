@@ -6,24 +6,26 @@ from collections.abc import Callable
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
 
 aten = torch.ops.aten
 
-Places = Callable[[Call, int], set[int]]
+DimsOfCall = Callable[[Call, int], set[int]]
 """Returns the dimensions along which a call works, given the rank of its tensors."""
 
 
-def _along(places: Places) -> Rule:
+def _along(worked: DimsOfCall) -> Rule:
     """All operands and results have one shape, in which some dimensions are mixed."""
 
-    def rule(call: Call, labels: Labels) -> Form:
+    def rule(call: Call, labels: Labels) -> CallDims:
         result = call.results[0]
-        dims = labels.of(result, mixed=places(call, len(result)))
-        operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+        dims = labels.of(result, mixed=worked(call, len(result)))
+        operands = {
+            name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()
+        }
         return operands, [labels.same(shape, dims) for shape in call.results]
 
     return rule
@@ -41,7 +43,7 @@ def _last_two(call: Call, rank: int) -> set[int]:
     return {rank - 1, rank - 2}
 
 
-def _topk(call: Call, labels: Labels) -> Form:
+def _topk(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("self"), call.results[0]
     if not shape:
         raise Unknown
@@ -51,14 +53,14 @@ def _topk(call: Call, labels: Labels) -> Form:
     return {"self": [dims]}, [picked, picked]
 
 
-def _glu(call: Call, labels: Labels) -> Form:
+def _glu(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     dims = labels.of(shape, mixed=[place := call.dim("dim", len(shape))])
     half = labels.new(call.results[0][place], mixed=True)
     return {"self": [dims]}, [[*dims[:place], half, *dims[place + 1 :]]]
 
 
-def _glu_backward(call: Call, labels: Labels) -> Form:
+def _glu_backward(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     dims = labels.of(shape, mixed=[place := call.dim("dim", len(shape))])
     half = labels.new(call.shape("grad_output")[place], mixed=True)

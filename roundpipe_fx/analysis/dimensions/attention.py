@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, same_size
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -68,7 +68,7 @@ class _Attention:
         return operands
 
 
-def _forward(call: Call, labels: Labels) -> Form:
+def _forward(call: Call, labels: Labels) -> CallDims:
     """What is returned beside the output and the log-sum-exp has no meaning without dropout."""
     attention = _Attention(call, labels)
     _, statistics, *others = call.results
@@ -76,19 +76,19 @@ def _forward(call: Call, labels: Labels) -> Form:
     return attention.operands(), [*results, *(labels.all_mixed(shape) for shape in others)]
 
 
-def _backward(call: Call, labels: Labels) -> Form:
+def _backward(call: Call, labels: Labels) -> CallDims:
     attention = _Attention(call, labels)
     gradients = [attention.query, attention.key, attention.value]
     return attention.operands(), gradients[: len(call.results)]
 
 
-def _efficient_forward(call: Call, labels: Labels) -> Form:
+def _efficient_forward(call: Call, labels: Labels) -> CallDims:
     if not call["compute_log_sumexp"]:
         raise Unknown
     return _forward(call, labels)
 
 
-def _efficient_backward(call: Call, labels: Labels) -> Form:
+def _efficient_backward(call: Call, labels: Labels) -> CallDims:
     if call["grad_input_mask"][3]:
         raise Unknown  # the gradient of a bias, which is broadcast
     return _backward(call, labels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -32,14 +32,14 @@ def _tensors(call: Call, labels: Labels, input_name: str, output: tuple[object, 
     }
 
 
-def _convolution(call: Call, labels: Labels) -> Form:
+def _convolution(call: Call, labels: Labels) -> CallDims:
     dims = _tensors(call, labels, "input", call.results[0])
     if "bias" in call.tensors:
         labels.mix([dims["input"][1]])  # each tile would add it
     return {name: [dims[name]] for name in call.tensors}, [dims["output"]]
 
 
-def _convolution_backward(call: Call, labels: Labels) -> Form:
+def _convolution_backward(call: Call, labels: Labels) -> CallDims:
     dims = _tensors(call, labels, "input", call.shape("grad_output"))
     asked = [name for name, is_asked in zip(("input", "weight", "bias"), call["output_mask"], strict=True) if is_asked]
     if "bias" in asked:
@@ -51,7 +51,7 @@ def _convolution_backward(call: Call, labels: Labels) -> Form:
 def _planes(spatial: int) -> Rule:
     """All tensors have the same leading dimensions; in the last ones places depend on each other."""
 
-    def rule(call: Call, labels: Labels) -> Form:
+    def rule(call: Call, labels: Labels) -> CallDims:
         result = call.results[0]
         leading = labels.of(result[: len(result) - spatial])
 
@@ -59,7 +59,9 @@ def _planes(spatial: int) -> Rule:
             kept = labels.same(shape[: len(shape) - spatial], leading)
             return [*kept, *labels.all_mixed(shape[len(shape) - spatial :])]
 
-        operands = {name: [dims_of(tuple(tensor.shape)) for tensor in found] for name, found in call.tensors.items()}
+        operands = {
+            name: [dims_of(tuple(tensor.shape)) for tensor in tensors] for name, tensors in call.tensors.items()
+        }
         return operands, [dims_of(shape) for shape in call.results]
 
     return rule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Form, Labels, Rule, same_size
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -12,11 +12,11 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-def _filled(call: Call, labels: Labels) -> Form:
+def _filled(call: Call, labels: Labels) -> CallDims:
     return {}, [labels.of(call.results[0])]
 
 
-def _like(call: Call, labels: Labels) -> Form:
+def _like(call: Call, labels: Labels) -> CallDims:
     """Of the operand no more than the kind is read; where it has the result's sizes, it can be divided with it."""
     shape, result = call.shape("self"), call.results[0]
     dims = labels.of(result)
@@ -26,7 +26,7 @@ def _like(call: Call, labels: Labels) -> Form:
     return {"self": [[dim if same_size(size, other) else labels.new(size, True) for size, other, dim in pairs]]}, [dims]
 
 
-def _counting(call: Call, labels: Labels) -> Form:
+def _counting(call: Call, labels: Labels) -> CallDims:
     return {}, [labels.all_mixed(call.results[0])]
 
 

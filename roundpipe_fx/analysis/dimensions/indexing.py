@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, is_one, same_size
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown, is_one, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -15,14 +15,14 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-def _embedding(call: Call, labels: Labels) -> Form:
+def _embedding(call: Call, labels: Labels) -> CallDims:
     rows, width = call.shape("weight")
     dims = labels.of(call.shape("indices"))
     column = labels.new(width)
     return {"weight": [(labels.new(rows, mixed=True), column)], "indices": [dims]}, [[*dims, column]]
 
 
-def _embedding_backward(call: Call, labels: Labels) -> Form:
+def _embedding_backward(call: Call, labels: Labels) -> CallDims:
     rows, width = call.results[0]
     dims = labels.of(call.shape("indices"))
     column = labels.new(width)
@@ -31,7 +31,7 @@ def _embedding_backward(call: Call, labels: Labels) -> Form:
     return {"grad_output": [(*dims, column)], "indices": [dims]}, [(labels.new(rows, mixed=True), column)]
 
 
-def _index_select(call: Call, labels: Labels) -> Form:
+def _index_select(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
     if not shape or not index:
         raise Unknown
@@ -54,13 +54,13 @@ def _beside(labels: Labels, shape: Sequence[Any], index: Sequence[Any], place: i
     return dims, others
 
 
-def _gather(call: Call, labels: Labels) -> Form:
+def _gather(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
     dims, picked = _beside(labels, shape, index, call.dim("dim", len(shape)))
     return {"self": [dims], "index": [picked]}, [picked]
 
 
-def _scatter(call: Call, labels: Labels) -> Form:
+def _scatter(call: Call, labels: Labels) -> CallDims:
     shape, index = call.shape("self"), call.shape("index")
     place = call.dim("dim", len(shape))
     dims, picked = _beside(labels, shape, index, place)
@@ -74,13 +74,13 @@ def _scatter(call: Call, labels: Labels) -> Form:
     return operands, [dims]
 
 
-def _index(call: Call, labels: Labels) -> Form:
+def _index(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.shape("self"))
     indexed, broadcast, indices = _indices(call, labels, dims)
     return {"self": [dims], "indices": indices}, [_where_indexed(dims, indexed, broadcast)]
 
 
-def _index_put(call: Call, labels: Labels) -> Form:
+def _index_put(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.shape("self"))
     indexed, broadcast, indices = _indices(call, labels, dims)
     labels.mix(broadcast)
@@ -94,12 +94,12 @@ def _indices(call: Call, labels: Labels, dims: Sequence[Dim]) -> tuple[list[int]
     Raises:
         Unknown: a mask is an index.
     """
-    given = {place: index for place, index in enumerate(call["indices"]) if index is not None}
-    if any(index.dtype in (torch.bool, torch.uint8) for index in given.values()):
+    indices = {place: index for place, index in enumerate(call["indices"]) if index is not None}
+    if any(index.dtype in (torch.bool, torch.uint8) for index in indices.values()):
         raise Unknown
-    labels.mix([dims[place] for place in given])
-    broadcast = labels.of(_broadcast([index.shape for index in given.values()]))
-    return [*given], broadcast, [labels.same(index.shape, broadcast) for index in given.values()]
+    labels.mix([dims[place] for place in indices])
+    broadcast = labels.of(_broadcast([index.shape for index in indices.values()]))
+    return [*indices], broadcast, [labels.same(index.shape, broadcast) for index in indices.values()]
 
 
 def _broadcast(shapes: Sequence[Sequence[Any]]) -> list[Any]:

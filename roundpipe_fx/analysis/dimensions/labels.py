@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from roundpipe_fx.analysis.dimensions.operands import Call
 
-__all__ = ["Dim", "Dimensions", "Dims", "Form", "Labels", "Rule", "Unknown", "is_one", "same_size"]
+__all__ = ["CallDims", "Dim", "Dimensions", "Dims", "Labels", "Rule", "Unknown", "is_one", "same_size"]
 
 Dim = tuple[int, ...]
 """Labels that a dimension is the row-major product of; ``()``: a dimension of size 1."""
@@ -110,10 +110,10 @@ class Labels:
         return dim
 
 
-Form = tuple[Mapping[str, Any], Sequence[Sequence[Dim]]]
+CallDims = tuple[Mapping[str, Any], Sequence[Sequence[Dim]]]
 """What a rule finds: for each tensor argument a list of the dimensions of its tensors, and those of the results."""
 
-Rule = Callable[[Call, Labels], Form]
+Rule = Callable[[Call, Labels], CallDims]
 """Describes a call of an operator; raises ``Unknown`` where it cannot."""
 
 

@@ -7,7 +7,7 @@ from enum import IntEnum
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -34,7 +34,7 @@ def _scores(call: Call, labels: Labels) -> tuple[list[Dim], list[Dim]]:
     return dims, rows if classes else [()] * len(call.shape("target"))
 
 
-def _nll_loss(call: Call, labels: Labels) -> Form:
+def _nll_loss(call: Call, labels: Labels) -> CallDims:
     """The total weight is summed too; without a reduction it is 0."""
     dims, rows = _scores(call, labels)
     reduction = call["reduction"]
@@ -49,7 +49,7 @@ def _classes(dims: Sequence[Dim]) -> Dim:
     return dims[1] if len(dims) > 1 else dims[0]
 
 
-def _nll_loss_backward(call: Call, labels: Labels) -> Form:
+def _nll_loss_backward(call: Call, labels: Labels) -> CallDims:
     """A mean divides by the total weight, which is an operand, so rows are independent."""
     dims, rows = _scores(call, labels)
     grad = rows if call["reduction"] == Reduction.NONE and len(dims) > 1 else [()] * len(call.shape("grad_output"))
@@ -63,22 +63,22 @@ def _nll_loss_backward(call: Call, labels: Labels) -> Form:
     return operands, [dims]
 
 
-def _elementwise(call: Call, labels: Labels) -> Form:
+def _elementwise(call: Call, labels: Labels) -> CallDims:
     """A loss of pairs of elements; everything is broadcast to the larger operand."""
     shape = max((call.shape("self"), call.shape("target")), key=len)
     dims = labels.of(call.results[0] if call["reduction"] == Reduction.NONE else shape)
     if call["reduction"] == Reduction.MEAN:
         labels.mix(dims)
-    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}
     return operands, [dims if call["reduction"] == Reduction.NONE else []]
 
 
-def _elementwise_backward(call: Call, labels: Labels) -> Form:
+def _elementwise_backward(call: Call, labels: Labels) -> CallDims:
     """A mean divides by the number of elements that it is given, so nothing is divided."""
     dims = labels.of(call.results[0])
     if call["reduction"] == Reduction.MEAN:
         labels.mix(dims)
-    operands = {name: [labels.same(tensor.shape, dims) for tensor in found] for name, found in call.tensors.items()}
+    operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}
     return operands, [dims]
 
 

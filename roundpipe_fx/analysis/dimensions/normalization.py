@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -39,7 +39,7 @@ KINDS = {
 """What the operands of normalizations are like."""
 
 
-def _form(call: Call, kinds: Mapping[str, Sequence[Dim]], results: Sequence[str]) -> Form:
+def _form(call: Call, kinds: Mapping[str, Sequence[Dim]], results: Sequence[str]) -> CallDims:
     operands = {name: [kinds[KINDS[name]]] for name in call.tensors}
     return operands, [kinds[kind] for kind in results]
 
@@ -49,19 +49,19 @@ def _asked(call: Call, kinds: Sequence[str]) -> list[str]:
     return [kind for kind, asked in zip(kinds, call["output_mask"], strict=True) if asked]
 
 
-def _layer_norm(call: Call, labels: Labels) -> Form:
+def _layer_norm(call: Call, labels: Labels) -> CallDims:
     return _form(call, _rows(call, labels), ["input", "statistics", "statistics"])
 
 
-def _layer_norm_backward(call: Call, labels: Labels) -> Form:
+def _layer_norm_backward(call: Call, labels: Labels) -> CallDims:
     return _form(call, _rows(call, labels), _asked(call, ["input", "weight", "weight"]))
 
 
-def _rms_norm(call: Call, labels: Labels) -> Form:
+def _rms_norm(call: Call, labels: Labels) -> CallDims:
     return _form(call, _rows(call, labels), ["input", "statistics"])
 
 
-def _rms_norm_backward(call: Call, labels: Labels) -> Form:
+def _rms_norm_backward(call: Call, labels: Labels) -> CallDims:
     return _form(call, _rows(call, labels), _asked(call, ["input", "weight"]))
 
 
@@ -71,11 +71,11 @@ def _groups(call: Call, labels: Labels) -> dict[str, Sequence[Dim]]:
     return {"input": dims, "statistics": [dims[0], labels.new(call["group"], mixed=True)], "weight": [dims[1]]}
 
 
-def _group_norm(call: Call, labels: Labels) -> Form:
+def _group_norm(call: Call, labels: Labels) -> CallDims:
     return _form(call, _groups(call, labels), ["input", "statistics", "statistics"])
 
 
-def _group_norm_backward(call: Call, labels: Labels) -> Form:
+def _group_norm_backward(call: Call, labels: Labels) -> CallDims:
     return _form(call, _groups(call, labels), _asked(call, ["input", "weight", "weight"]))
 
 
@@ -88,11 +88,11 @@ def _channels(call: Call, labels: Labels) -> dict[str, Sequence[Dim]]:
     return {"input": dims, "weight": [dims[1]]}
 
 
-def _batch_norm(call: Call, labels: Labels) -> Form:
+def _batch_norm(call: Call, labels: Labels) -> CallDims:
     return _form(call, _channels(call, labels), ["input", *["weight"] * (len(call.results) - 1)])
 
 
-def _batch_norm_backward(call: Call, labels: Labels) -> Form:
+def _batch_norm_backward(call: Call, labels: Labels) -> CallDims:
     return _form(call, _channels(call, labels), _asked(call, ["input", "weight", "weight"]))
 
 

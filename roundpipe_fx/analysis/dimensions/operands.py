@@ -29,8 +29,8 @@ def tensor_arguments(node: fx.Node) -> list[tuple[str, list[fx.Node]]]:
     """Like :func:`operand_nodes`, by argument: the name of each argument that holds tensors, and the tensors."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return []
-    found = ((name, _tensors(value)) for name, value in arguments(node).items())
-    return [(name, operands) for name, operands in found if operands]
+    by_name = ((name, _tensors(value)) for name, value in arguments(node).items())
+    return [(name, operands) for name, operands in by_name if operands]
 
 
 def _tensors(value: Any) -> list[fx.Node]:
@@ -41,13 +41,13 @@ def _tensors(value: Any) -> list[fx.Node]:
 def arguments(node: fx.Node) -> dict[str, Any]:
     """All arguments of a call by name, in the order of the schema, with the defaults of those that are not given."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    found = {}
+    by_name = {}
     for place, argument in enumerate(node.target._schema.arguments):
         if place < len(node.args) and not argument.kwarg_only:
-            found[argument.name] = node.args[place]
+            by_name[argument.name] = node.args[place]
         else:
-            found[argument.name] = node.kwargs.get(argument.name, argument.default_value)
-    return found
+            by_name[argument.name] = node.kwargs.get(argument.name, argument.default_value)
+    return by_name
 
 
 class Call:
@@ -86,10 +86,10 @@ class Call:
 
     def dims(self, name: str, rank: int) -> set[int]:
         """An argument that names several dimensions; all, if it names none."""
-        given = self[name]
-        if isinstance(given, int):
-            given = [given]
-        return {counted(dim, rank) for dim in given} if given else set(range(rank))
+        named = self[name]
+        if isinstance(named, int):
+            named = [named]
+        return {counted(dim, rank) for dim in named} if named else set(range(rank))
 
 
 def counted(dim: int, rank: int) -> int:

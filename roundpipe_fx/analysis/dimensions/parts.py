@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, same_size
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES", "replaced"]
@@ -36,7 +36,7 @@ def replaced(labels: Labels, dims: Sequence[Dim], shape: Sequence[Any], places: 
     ]
 
 
-def _slice(call: Call, labels: Labels) -> Form:
+def _slice(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("self"), call.results[0]
     dims, place = labels.of(shape), call.dim("dim", len(shape))
     if _is_whole(call, shape[place], result[place]):
@@ -48,7 +48,7 @@ def _is_whole(call: Call, whole: Any, part: Any) -> bool:
     return bool(same_size(whole, part) and same_size(call["step"], 1))
 
 
-def _slice_backward(call: Call, labels: Labels) -> Form:
+def _slice_backward(call: Call, labels: Labels) -> CallDims:
     shape, result = call.shape("grad_output"), call.results[0]
     dims, place = labels.of(shape), call.dim("dim", len(shape))
     if _is_whole(call, result[place], shape[place]):
@@ -56,7 +56,7 @@ def _slice_backward(call: Call, labels: Labels) -> Form:
     return {"grad_output": [dims]}, [replaced(labels, dims, result, [place])]
 
 
-def _slice_scatter(call: Call, labels: Labels) -> Form:
+def _slice_scatter(call: Call, labels: Labels) -> CallDims:
     shape, part = call.shape("self"), call.shape("src")
     dims, place = labels.of(shape), call.dim("dim", len(shape))
     if _is_whole(call, shape[place], part[place]):
@@ -68,42 +68,42 @@ def _without(dims: Sequence[Dim], place: int) -> list[Dim]:
     return [*dims[:place], *dims[place + 1 :]]
 
 
-def _select(call: Call, labels: Labels) -> Form:
+def _select(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     place = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[place])
     return {"self": [dims]}, [_without(dims, place)]
 
 
-def _select_backward(call: Call, labels: Labels) -> Form:
+def _select_backward(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
     place = call.dim("dim", len(result))
     dims = labels.of(result, mixed=[place])
     return {"grad_output": [_without(dims, place)]}, [dims]
 
 
-def _select_scatter(call: Call, labels: Labels) -> Form:
+def _select_scatter(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     place = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[place])
     return {"self": [dims], "src": [_without(dims, place)]}, [dims]
 
 
-def _split(call: Call, labels: Labels) -> Form:
+def _split(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     place = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[place])
     return {"self": [dims]}, [replaced(labels, dims, result, [place]) for result in call.results]
 
 
-def _unbind(call: Call, labels: Labels) -> Form:
+def _unbind(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     place = call.dim("dim", len(shape))
     dims = labels.of(shape, mixed=[place])
     return {"self": [dims]}, [_without(dims, place) for _ in call.results]
 
 
-def _cat(call: Call, labels: Labels) -> Form:
+def _cat(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
     place = call.dim("dim", len(result))
     dims = labels.of(result, mixed=[place])
@@ -111,14 +111,14 @@ def _cat(call: Call, labels: Labels) -> Form:
     return {"tensors": operands}, [dims]
 
 
-def _stack(call: Call, labels: Labels) -> Form:
+def _stack(call: Call, labels: Labels) -> CallDims:
     result = call.results[0]
     place = call.dim("dim", len(result))
     dims = labels.of(result, mixed=[place])
     return {"tensors": [_without(dims, place) for _ in call.tensors["tensors"]]}, [dims]
 
 
-def _pad(call: Call, labels: Labels) -> Form:
+def _pad(call: Call, labels: Labels) -> CallDims:
     shape, pad = call.shape("self"), call["pad"]
     dims = labels.of(shape)
     pairs = zip(pad[::2], pad[1::2], strict=True)
@@ -126,7 +126,7 @@ def _pad(call: Call, labels: Labels) -> Form:
     return {"self": [dims]}, [replaced(labels, dims, call.results[0], padded)]
 
 
-def _diagonal(call: Call, labels: Labels) -> Form:
+def _diagonal(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     picked = {call.dim("dim1", len(shape)), call.dim("dim2", len(shape))}
     dims = labels.of(shape, mixed=picked)

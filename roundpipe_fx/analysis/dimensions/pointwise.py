@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Form, Labels, Rule
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
 from roundpipe_fx.ir.joint_graph import has_tag
 
@@ -18,7 +18,7 @@ def is_pointwise(target: torch._ops.OpOverload) -> bool:
     return target.namespace in ("aten", "prims") and has_tag(target, torch.Tag.pointwise)
 
 
-def pointwise(call: Call, labels: Labels) -> Form:
+def pointwise(call: Call, labels: Labels) -> CallDims:
     """All dimensions of the result; operands are broadcast to it."""
     dims = labels.of(call.results[0])
     operands = {name: [labels.same(tensor.shape, dims) for tensor in tensors] for name, tensors in call.tensors.items()}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES", "product"]
@@ -26,7 +26,7 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
     left, result = equation.replace(" ", "").split("->")
     terms = left.split(",")
 
-    def rule(call: Call, labels: Labels) -> Form:
+    def rule(call: Call, labels: Labels) -> CallDims:
         by_letter: dict[str, Dim] = {}
         for name, term in zip(names, terms, strict=True):
             for letter, size in zip(term, call.shape(name), strict=True):
@@ -44,7 +44,7 @@ def product(equation: str, names: Sequence[str], added: str = "") -> Rule:
     return rule
 
 
-def _linear(call: Call, labels: Labels) -> Form:
+def _linear(call: Call, labels: Labels) -> CallDims:
     rows, (out, inner) = call.shape("input")[:-1], call.shape("weight")
     dims, summed = labels.of((*rows, out)), labels.new(inner)
     operands = {"input": [(*dims[:-1], summed)], "weight": [(dims[-1], summed)]}
@@ -54,7 +54,7 @@ def _linear(call: Call, labels: Labels) -> Form:
     return operands, [dims]
 
 
-def _dot(call: Call, labels: Labels) -> Form:
+def _dot(call: Call, labels: Labels) -> CallDims:
     if call["self"].is_complex():
         raise Unknown
     return product("i, i ->", [*call.tensors])(call, labels)

@@ -6,7 +6,7 @@ from collections.abc import Set as AbstractSet
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Form, Labels, Rule
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
 
 __all__ = ["RULES"]
@@ -19,7 +19,7 @@ def _reduced(call: Call, rank: int) -> set[int]:
     return call.dims("dim", rank) if call.has("dim") and call["dim"] is not None else set(range(rank))
 
 
-def _reduce(call: Call, labels: Labels, mixed: bool) -> Form:
+def _reduce(call: Call, labels: Labels, mixed: bool) -> CallDims:
     shape = call.shape("self")
     if not shape:
         return {"self": [()]}, [() for _ in call.results]
@@ -31,11 +31,11 @@ def _reduce(call: Call, labels: Labels, mixed: bool) -> Form:
     return {"self": [dims]}, [kept for _ in call.results]
 
 
-def _sum(call: Call, labels: Labels) -> Form:
+def _sum(call: Call, labels: Labels) -> CallDims:
     return _reduce(call, labels, mixed=False)
 
 
-def _other(call: Call, labels: Labels) -> Form:
+def _other(call: Call, labels: Labels) -> CallDims:
     return _reduce(call, labels, mixed=True)
 
 

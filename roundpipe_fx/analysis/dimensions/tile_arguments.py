@@ -60,8 +60,8 @@ def arguments_on_tile(
         Tensors are the node's; the caller replaces them by tiles.
     """
     changed = _changed(node, dimensions, sizes)
-    given = arguments(node)
-    changed = {name: value for name, value in changed.items() if value is not None and value != given[name]}
+    whole = arguments(node)
+    changed = {name: value for name, value in changed.items() if value is not None and value != whole[name]}
     assert isinstance(node.target, torch._ops.OpOverload)
     places = [argument.name for argument in node.target._schema.arguments]
     args = tuple(changed.get(name, value) for name, value in zip(places, node.args, strict=False))
@@ -71,22 +71,22 @@ def arguments_on_tile(
 
 def _changed(node: fx.Node, dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
     """Arguments on a tile that are sizes, by name."""
-    given = arguments(node)
+    whole = arguments(node)
     name = SHAPE_ARGUMENTS.get(node.target)
     if name is not None:
-        return {name: _shape(given[name], dimensions.results[0], dimensions, sizes)}
+        return {name: _shape(whole[name], dimensions.results[0], dimensions, sizes)}
     special = SPECIAL.get(node.target)
-    return special(node, given, dimensions, sizes) if special is not None else {}
+    return special(node, whole, dimensions, sizes) if special is not None else {}
 
 
-def _shape(given: Sequence[Any], dims: Sequence[Dim], dimensions: Dimensions, sizes: Sizes) -> list[Any]:
-    return [_size(size, dim, dimensions, sizes) for size, dim in zip(given, dims, strict=True)]
+def _shape(shape: Sequence[Any], dims: Sequence[Dim], dimensions: Dimensions, sizes: Sizes) -> list[Any]:
+    return [_size(size, dim, dimensions, sizes) for size, dim in zip(shape, dims, strict=True)]
 
 
-def _size(given: Any, dim: Dim, dimensions: Dimensions, sizes: Sizes) -> Any:
+def _size(size: Any, dim: Dim, dimensions: Dimensions, sizes: Sizes) -> Any:
     """The size of a dimension on a tile; as given where it is not divided."""
     if not any(label in sizes for label in dim):
-        return given
+        return size
     return functools.reduce(_product, (sizes.get(label, dimensions.sizes[label]) for label in dim))
 
 
@@ -107,21 +107,21 @@ def _of(node: fx.Node, name: str, dimensions: Dimensions) -> Sequence[Dim]:
     return dimensions.operands[operand_nodes(node).index(arguments(node)[name])]
 
 
-def _repeats(node: fx.Node, given: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
-    own = {label for dim in _of(node, "self", dimensions) for label in dim}
-    times = [tuple(label for label in dim if label not in own) for dim in dimensions.results[0]]
-    return {"repeats": _shape(given["repeats"], times, dimensions, sizes)}
+def _repeats(node: fx.Node, arguments: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
+    labels = {label for dim in _of(node, "self", dimensions) for label in dim}
+    times = [tuple(label for label in dim if label not in labels) for dim in dimensions.results[0]]
+    return {"repeats": _shape(arguments["repeats"], times, dimensions, sizes)}
 
 
-def _batch(node: fx.Node, given: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
-    return {"N": _size(given["N"], _of(node, "input", dimensions)[0], dimensions, sizes)}
+def _batch(node: fx.Node, arguments: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
+    return {"N": _size(arguments["N"], _of(node, "input", dimensions)[0], dimensions, sizes)}
 
 
-def _bias_sizes(node: fx.Node, given: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
-    if given["bias_sizes"] is None:
+def _bias_sizes(node: fx.Node, arguments: Mapping[str, Any], dimensions: Dimensions, sizes: Sizes) -> dict[str, Any]:
+    if arguments["bias_sizes"] is None:
         return {}
     channels = _of(node, "grad_output", dimensions)[1]
-    return {"bias_sizes": _shape(given["bias_sizes"], [channels], dimensions, sizes)}
+    return {"bias_sizes": _shape(arguments["bias_sizes"], [channels], dimensions, sizes)}
 
 
 Special = Callable[[fx.Node, Mapping[str, Any], Dimensions, Sizes], dict[str, Any]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.analysis.dimensions.labels import Dim, Form, Labels, Rule, Unknown, is_one, same_size
+from roundpipe_fx.analysis.dimensions.labels import CallDims, Dim, Labels, Rule, Unknown, is_one, same_size
 from roundpipe_fx.analysis.dimensions.operands import Call, counted
 from roundpipe_fx.torch_private import size_hint
 
@@ -17,13 +17,13 @@ __all__ = ["RULES"]
 aten = torch.ops.aten
 
 
-def _view(call: Call, labels: Labels) -> Form:
+def _view(call: Call, labels: Labels) -> CallDims:
     """Dimensions of both shapes as products of their common factors; what has none is mixed."""
     source, result = call.shape("self"), call.results[0]
     dims: tuple[list[Dim], list[Dim]] = ([()] * len(source), [()] * len(result))
     for mine, others in _groups(source, result):
-        found = _factors([source[i] for i in mine], [result[j] for j in others], labels)
-        for places, made, into in zip((mine, others), found, dims, strict=True):
+        factors = _factors([source[i] for i in mine], [result[j] for j in others], labels)
+        for places, made, into in zip((mine, others), factors, dims, strict=True):
             for place, dim in zip(places, made, strict=True):
                 into[place] = dim
     return {"self": [dims[0]]}, [dims[1]]
@@ -93,12 +93,12 @@ def _common_factors(source: list[int], result: list[int], labels: Labels) -> tup
     return dims
 
 
-def _expand(call: Call, labels: Labels) -> Form:
+def _expand(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.results[0])
     return {"self": [labels.same(call.shape("self"), dims)]}, [dims]
 
 
-def _repeat(call: Call, labels: Labels) -> Form:
+def _repeat(call: Call, labels: Labels) -> CallDims:
     """A dimension of n positions that is repeated r times is the product of r and n; the operand has n only."""
     dims, repeats = labels.of(call.shape("self")), call["repeats"]
     new = len(repeats) - len(dims)
@@ -106,21 +106,21 @@ def _repeat(call: Call, labels: Labels) -> Form:
     return {"self": [dims]}, [result]
 
 
-def _permuted(call: Call, labels: Labels, order: Sequence[int]) -> Form:
+def _permuted(call: Call, labels: Labels, order: Sequence[int]) -> CallDims:
     dims = labels.of(call.shape("self"))
     return {"self": [dims]}, [[dims[place] for place in order]]
 
 
-def _permute(call: Call, labels: Labels) -> Form:
+def _permute(call: Call, labels: Labels) -> CallDims:
     rank = len(call.results[0])
     return _permuted(call, labels, [counted(dim, rank) for dim in call["dims"]])
 
 
-def _t(call: Call, labels: Labels) -> Form:
+def _t(call: Call, labels: Labels) -> CallDims:
     return _permuted(call, labels, [*reversed(range(len(call.results[0])))])
 
 
-def _transpose(call: Call, labels: Labels) -> Form:
+def _transpose(call: Call, labels: Labels) -> CallDims:
     order = list(range(rank := len(call.results[0])))
     if order:
         one, other = call.dim("dim0", rank), call.dim("dim1", rank)
@@ -128,7 +128,7 @@ def _transpose(call: Call, labels: Labels) -> Form:
     return _permuted(call, labels, order)
 
 
-def _squeeze(call: Call, labels: Labels) -> Form:
+def _squeeze(call: Call, labels: Labels) -> CallDims:
     shape = call.shape("self")
     picked = call.dims("dim", len(shape)) if call.has("dim") else set(range(len(shape)))
     # A tile of one position would be squeezed too, so what may be squeezed is not divided.
@@ -139,13 +139,13 @@ def _squeeze(call: Call, labels: Labels) -> Form:
     return {"self": [dims]}, [kept]
 
 
-def _unsqueeze(call: Call, labels: Labels) -> Form:
+def _unsqueeze(call: Call, labels: Labels) -> CallDims:
     dims = labels.of(call.shape("self"))
     place = call.dim("dim", len(dims) + 1)
     return {"self": [dims]}, [[*dims[:place], (), *dims[place:]]]
 
 
-def _with_parts(call: Call, labels: Labels) -> Form:
+def _with_parts(call: Call, labels: Labels) -> CallDims:
     """A complex tensor and its real and imaginary parts, side by side in a last dimension."""
     real, other = (call.shape("self"), call.results[0])
     longer = max(real, other, key=len)

@@ -85,7 +85,7 @@ class BodyCosts:
 
     Attributes:
         model: of operations.
-        device: to measure workspaces on; ``None``: it is not at hand.
+        device: to measure workspaces on; ``None``: it is not present.
         granularity: bytes that the device's allocator rounds sizes up to.
         eager: whether operations run as they are.
         rewrite: applied to each body.
@@ -102,13 +102,16 @@ def divide(
     region: TileRegion, nodes: Iterable[fx.Node], results: Iterable[fx.Node], instead: Mapping[fx.Node, fx.Node]
 ) -> Divided:
     """What a loop over these operations reads, with what others read of it."""
-    own = tuple(nodes)
-    inside = set(own)
-    operands = dict.fromkeys(instead.get(source, source) for source in sources_of(own) if source not in inside)
-    where = {**region.where, **{given: region.where[read] for read, given in instead.items() if read in region.where}}
+    members = tuple(nodes)
+    inside = set(members)
+    operands = dict.fromkeys(instead.get(source, source) for source in sources_of(members) if source not in inside)
+    where = {
+        **region.where,
+        **{replacement: region.where[read] for read, replacement in instead.items() if read in region.where},
+    }
     return Divided(
         region=dataclasses.replace(region, where=where),
-        nodes=own,
+        nodes=members,
         operands=tuple(operands),
         results=tuple(results),
         instead=instead,
@@ -155,9 +158,9 @@ class Loops:
         key = fingerprint(divided.nodes, divided.results, divided.operands), tiles, tuple(where)
         if key not in self._made:
             numbered = (name if not number else f"{name}_{number + 1}" for number in itertools.count())
-            own = next(one for one in numbered if one not in self._names)
-            self._made[key] = loop_of(divided, tiles, own, self.costs)
-            self._names.add(own)
+            unused = next(one for one in numbered if one not in self._names)
+            self._made[key] = loop_of(divided, tiles, unused, self.costs)
+            self._names.add(unused)
         return self._made[key]
 
 
@@ -207,8 +210,8 @@ def loop_of(divided: Divided, tiles: int, name: str, costs: BodyCosts) -> tuple[
     if any(result.made_in is not result.dtype for result in results):
         # Sums exist in both types when all tiles are done, and in one before.
         wider = sum(result.bytes(result.made_in) for result in results if result.made_in is not result.dtype)
-        own = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
-        workspace = max(wider, wider - own + workspace)
+        totals = sum(result.bytes(result.dtype) for result in results if result.made_in is not result.dtype)
+        workspace = max(wider, wider - totals + workspace)
     return loop, LoopCost(seconds=seconds, flops=flops, workspace=workspace)
 
 
@@ -263,7 +266,7 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
         if operand in region.where and len(region.where[operand]) > 1:
             shape = _unflat(operand, region, rows)
             values[operand] = call(operand, aten.view.default, values[operand], shape)
-    values.update({read: values[given] for read, given in divided.instead.items() if given in values})
+    values.update({read: values[replacement] for read, replacement in divided.instead.items() if replacement in values})
     for node in divided.nodes:
         is_plain = node not in sums or totals[node].meta["val"].dtype is node.meta["val"].dtype
         if node in sums and is_plain and node.target is aten.mm.default:

@@ -153,19 +153,19 @@ class Growth:
 
     def _trace_back(self) -> None:
         """Take in the way from one scalar incoming gradient to the region: its scaling, and spreading over rows."""
-        found = True
-        while found:
-            found = False
+        joined = True
+        while joined:
+            joined = False
             backward = [node for node in self.members if node.meta[Mark.PHASE] is Phase.BACKWARD]
             for source in [source for node in backward for source in node.all_input_nodes]:
                 if source in self.members or source not in self.tangential or source.op == "placeholder":
                     continue
                 if source in self.where:
-                    found |= self._elements(source) == self.rows and self._join(source)
+                    joined |= self._elements(source) == self.rows and self._join(source)
                 elif _is_scaling(source):
                     self.members.add(source)
                     self.whole.add(source)
-                    found = True
+                    joined = True
 
     def _neighbours(self, value: fx.Node) -> Iterator[fx.Node]:
         maker = value.args[0] if value.target is operator.getitem else value
@@ -213,12 +213,12 @@ class Growth:
         limit = _NARROW * self._elements(self.widest)
         floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
         # What the caller is given exists in any case.
-        given = {v for v in floats if v in returned or v.op == "placeholder"}
-        if any(v not in given for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
+        known = {v for v in floats if v in returned or v.op == "placeholder"}
+        if any(v not in known for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0
             return
-        self.saved = float(sum(size for node, size in wide.items() if node not in given)) - sum(
-            v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in given
+        self.saved = float(sum(size for node, size in wide.items() if node not in known)) - sum(
+            v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in known
         )
 
 
@@ -248,14 +248,14 @@ def _between(members: Iterable[fx.Node], order: Mapping[fx.Node, int]) -> list[f
         order: the nodes of the graph, with their positions. Only those between the first member and the last are
             looked at: a model has many regions, and each of them is a small part of it.
     """
-    own = sorted(members, key=order.__getitem__)
-    if not own:
+    ordered = sorted(members, key=order.__getitem__)
+    if not ordered:
         return []
-    phase = own[0].meta[Mark.PHASE]
-    inside = set(own)
+    phase = ordered[0].meta[Mark.PHASE]
+    inside = set(ordered)
     after: set[fx.Node] = set()
-    nodes = [own[0]]
-    while nodes[-1] is not own[-1]:
+    nodes = [ordered[0]]
+    while nodes[-1] is not ordered[-1]:
         nodes.append(nodes[-1].next)
     nodes = [node for node in nodes if node.meta.get(Mark.PHASE) is phase]
     for node in nodes:

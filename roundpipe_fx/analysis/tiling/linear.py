@@ -85,22 +85,22 @@ def proportional(nodes: Iterable[fx.Node], to: Collection[fx.Node]) -> frozenset
     Returns:
         those that are; the others do not depend on it. ``None`` if one depends on it in another way, or nobody knows.
     """
-    found: dict[fx.Node, bool] = dict.fromkeys(to, True)
+    linear: dict[fx.Node, bool] = dict.fromkeys(to, True)
     for node in nodes:
-        if node in found:
+        if node in linear:
             continue
-        kind = _kind(node, found)
+        kind = _kind(node, linear)
         if kind is None:
             return None
-        found[node] = kind
-    return frozenset(node for node, kind in found.items() if kind)
+        linear[node] = kind
+    return frozenset(node for node, kind in linear.items() if kind)
 
 
-def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
+def _kind(node: fx.Node, proportional: Mapping[fx.Node, bool]) -> bool | None:
     """Whether a value is proportional; ``None``: neither that nor free of the scalar."""
 
-    def is_proportional(given: Any) -> bool:
-        return isinstance(given, fx.Node) and found.get(given, False)
+    def is_proportional(value: Any) -> bool:
+        return isinstance(value, fx.Node) and proportional.get(value, False)
 
     count = sum(is_proportional(source) for source in input_nodes(node))
     if not count:
@@ -115,10 +115,10 @@ def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
             fits = fits and isinstance(node.args[2], (int, float)) and node.args[2] == 0
         return True if fits else None
     if packet in _PRODUCTS:
-        return True if sum(is_proportional(given) for given in node.args[:2]) == 1 else None
+        return True if sum(is_proportional(operand) for operand in node.args[:2]) == 1 else None
     if packet in _SUMS:
-        given = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
-        return True if all(is_proportional(one) for one in given) else None  # type: ignore[union-attr]
+        operands = node.args[0] if packet in (aten.cat, aten.stack) else node.args[:2]
+        return True if all(is_proportional(one) for one in operands) else None  # type: ignore[union-attr]
     if packet in _CHOICES:
         return True if all(is_proportional(one) or _is_zero(one) for one in node.args[1:]) else None
     if packet in _SCATTERS:
@@ -128,12 +128,12 @@ def _kind(node: fx.Node, found: Mapping[fx.Node, bool]) -> bool | None:
     return None
 
 
-def _is_zero(given: Any) -> bool:
+def _is_zero(value: Any) -> bool:
     """Whether a value is known to be zero."""
-    if isinstance(given, fx.Node):
-        packet = getattr(given.target, "overloadpacket", None)
-        fill = given.args[1] if packet in (aten.full, aten.full_like) else given.args[0] if given.args else None
+    if isinstance(value, fx.Node):
+        packet = getattr(value.target, "overloadpacket", None)
+        fill = value.args[1] if packet in (aten.full, aten.full_like) else value.args[0] if value.args else None
         zeros = packet in (aten.zeros, aten.zeros_like, aten.new_zeros)
         filled = packet in (aten.full, aten.full_like, aten.scalar_tensor)
         return zeros or (filled and isinstance(fill, (int, float)) and fill == 0)
-    return isinstance(given, (int, float)) and given == 0
+    return isinstance(value, (int, float)) and value == 0

@@ -34,7 +34,7 @@ from roundpipe_fx.ir.joint_graph import (
     is_view,
 )
 
-__all__ = ["TileRegion", "TileRegions", "find_tile_regions"]
+__all__ = ["TileRegion", "TileRegions"]
 
 aten = torch.ops.aten
 
@@ -126,15 +126,6 @@ class TileRegion:
         )
 
 
-def find_tile_regions(joint: JointGraph) -> list[TileRegion]:
-    """Regions that do not overlap, those with the widest values first.
-
-    Args:
-        joint: an annotated graph; not changed.
-    """
-    return TileRegions(joint).as_wide_as(0)
-
-
 class TileRegions:
     """The regions of a graph, found as far as they are asked for.
 
@@ -186,10 +177,12 @@ class TileRegions:
         ]
         # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
         best = max(
-            (own for own in grown if own.grow(self._returned)), key=lambda own: (not own.sums, own.saved), default=None
+            (candidate for candidate in grown if candidate.grow(self._returned)),
+            key=lambda candidate: (not candidate.sums, candidate.saved),
+            default=None,
         )
         # From another value that is as wide, and that was reached, the same would be found.
-        reached = {node for own in grown for node in own.members}
+        reached = {node for candidate in grown for node in candidate.members}
         self._seen.update(node for node in reached if self._sizes[node] == self._sizes[widest])
         if best is None:
             return
@@ -214,8 +207,8 @@ def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
             loops[node] = place, None if region.scalar is not None else node.meta[Mark.PHASE]
     sorter: graphlib.TopologicalSorter[Any] = graphlib.TopologicalSorter()
     for node in joint.graph.nodes:
-        own = loops.get(node, node)
-        sorter.add(own, *(other for source in node.all_input_nodes if (other := loops.get(source, source)) != own))
+        head = loops.get(node, node)
+        sorter.add(head, *(other for source in node.all_input_nodes if (other := loops.get(source, source)) != head))
     try:
         sorter.prepare()
     except graphlib.CycleError:
@@ -226,8 +219,8 @@ def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:
 def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Node]) -> fx.Node | None:
     """The one scalar incoming gradient that a region's backward is proportional to."""
     forward, backward = region.in_phase(Phase.FORWARD), region.in_phase(Phase.BACKWARD)
-    own = set(region.members)
-    outside = {source for node in backward for source in node.all_input_nodes if source not in own}
+    inside = set(region.members)
+    outside = {source for node in backward for source in node.all_input_nodes if source not in inside}
     waiting = [node for node in outside if node in tangential]
     if len(waiting) != 1 or waiting[0] in region.where or elements(waiting[0]) != 1:
         return None
@@ -238,9 +231,9 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     later = _descendants(joint, forward)
     if any(node in later for node in outside) or any(_is_sum(region, source) for source in _read(backward, forward)):
         return None
-    found = proportional(backward, waiting)
-    results = [node for node in backward if node not in region.whole and any(user not in own for user in node.users)]
-    return waiting[0] if found is not None and results and all(node in found for node in results) else None
+    linear = proportional(backward, waiting)
+    results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
+    return waiting[0] if linear is not None and results and all(node in linear for node in results) else None
 
 
 def _is_sum(region: TileRegion, node: fx.Node) -> bool:
@@ -253,12 +246,12 @@ def _read(nodes: Iterable[fx.Node], of: Iterable[fx.Node]) -> set[fx.Node]:
 
 def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """Everything that depends on some nodes."""
-    own = set(nodes)
-    found: set[fx.Node] = set()
+    origins = set(nodes)
+    descendants: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        if node.op != "output" and any(source in own or source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found | {node for node in own if node.op == "placeholder"}
+        if node.op != "output" and any(source in origins or source in descendants for source in node.all_input_nodes):
+            descendants.add(node)
+    return descendants | {node for node in origins if node.op == "placeholder"}
 
 
 def _may_be_widest(node: fx.Node) -> bool:

@@ -76,9 +76,9 @@ class RowSlice:
         """The dimension of a value that is to be sliced, as it divides: its place, and what is before and behind."""
         rows = self.where[value]
         shape = value.meta["val"].shape
-        found = _axis_in([shape[place] for place in rows], self.axis)
-        assert found is not None
-        number, before, behind = found
+        parts = _axis_in([shape[place] for place in rows], self.axis)
+        assert parts is not None
+        number, before, behind = parts
         return rows[number], before, behind
 
     def arguments(self, member: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -88,9 +88,9 @@ class RowSlice:
         dimensions = dimensions_of(member)
         assert dimensions is not None
         labels = labels_of_rows(member, dimensions, self.where)
-        found = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
-        assert found is not None
-        number, before, behind = found
+        axis = _axis_in([dimensions.sizes[label] for label in labels], self.axis)
+        assert axis is not None
+        number, before, behind = axis
         return arguments_on_tile(member, dimensions, {labels[number]: before * self.kept * behind})
 
 
@@ -106,9 +106,11 @@ def row_slice_of(joint: JointGraph, node: fx.Node) -> RowSlice | None:
     known: dict[fx.Node, Described | None] = {}
     dim = _dim_of(node)
     assert isinstance(node.args[0], fx.Node)
-    searches = (_Search(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim))
-    found = next((found for search in searches if (found := search.run()) is not None), None)
-    return found if found is not None and _is_kept_in_order(node) else None
+    searches = (
+        _SliceSearch(joint, node, dim, rows, known) for rows in _candidates(node.args[0].meta["val"].dim(), dim)
+    )
+    row_slice = next((row_slice for search in searches if (row_slice := search.run()) is not None), None)
+    return row_slice if row_slice is not None and _is_kept_in_order(node) else None
 
 
 def _is_slice(node: fx.Node) -> bool:
@@ -180,7 +182,7 @@ def _axis_in(sizes: list[Any], axis: tuple[int, int, int]) -> tuple[int, int, in
     return None
 
 
-class _Search:
+class _SliceSearch:
     """What can leave out rows with one slice, given where rows are.
 
     Args:
@@ -218,8 +220,8 @@ class _Search:
             return None
         ordered = [node for node in self.joint.graph.nodes if node in self.members]
         backward = [node for node in ordered if node.meta[Mark.PHASE] is Phase.BACKWARD]
-        found = proportional(backward, self.gradients)
-        if found is None or not all(node in found for node in backward):
+        linear = proportional(backward, self.gradients)
+        if linear is None or not all(node in linear for node in backward):
             return None
         return RowSlice(
             node=self.node,
@@ -238,11 +240,11 @@ class _Search:
         if other.target is not aten.slice_backward.default or len(other.args) != 6:
             return False
         _, sizes, dim, *place = other.args
-        given = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
+        arguments = [self.node.args[i] if i < len(self.node.args) else default for i, default in _DEFAULTS]
         return (
             list(sizes) == list(self.source.meta["val"].shape)  # type: ignore[arg-type]
             and dim % len(sizes) == self.dim  # type: ignore[operator,arg-type]
-            and place == given
+            and place == arguments
             and self.node.meta.get("seq_nr") == other.meta.get("seq_nr")
         )
 
@@ -284,10 +286,10 @@ class _Search:
             return False
         if node not in self.known:
             self.known[node] = described(node)
-        own = self.known[node]
-        if own is None:
+        labels_of_node = self.known[node]
+        if labels_of_node is None:
             return False
-        mixed, pairs = own
+        mixed, pairs = labels_of_node
         wanted = labels_where(pairs, self.where)
         dimensions = dimensions_of(node)
         if not wanted or set(wanted) & mixed or dimensions is None:
@@ -322,7 +324,7 @@ class _Search:
 
     def _is_closed(self) -> bool:
         """Whether nobody else reads what leaves out rows, and wide values that are read leave them out."""
-        given = {self.node, *self.members}
+        inside = {self.node, *self.members}
         if not self.padded.keys().isdisjoint(self.narrow) or not self.members.isdisjoint(self.narrow):
             return False
         for member in self.members:
@@ -330,7 +332,7 @@ class _Search:
                 if source in self.where and source not in (*self.members, *self.gradients, *self.narrow):
                     return False
             sums = is_tensor(member) and member not in self.where
-            if member not in self.padded and not sums and not all(user in given for user in member.users):
+            if member not in self.padded and not sums and not all(user in inside for user in member.users):
                 return False
         places = {value: [value.meta["val"].shape[dim] for dim in self.where[value]] for value in self.padded}
         return all(_axis_in(sizes, self.axis) is not None for sizes in places.values()) and not any(

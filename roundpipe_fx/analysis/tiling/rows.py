@@ -66,9 +66,9 @@ def _results(node: fx.Node, dimensions: Dimensions) -> list[fx.Node | None]:
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     value = node.meta["val"]
     places = [place for place, item in enumerate(value) if isinstance(item, torch.Tensor)]
-    found = [items.get(place) for place in places]
+    nodes_of_places = [items.get(place) for place in places]
     # What is nested deeper is not told apart.
-    return found if len(found) == len(dimensions.results) else [None] * len(dimensions.results)
+    return nodes_of_places if len(nodes_of_places) == len(dimensions.results) else [None] * len(dimensions.results)
 
 
 def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ def _of_rows(labels: _Labels, rows: Rows) -> tuple[int, ...]:
 
 def rows_among(labels: _Labels, wanted: tuple[int, ...]) -> Rows | bool | None:
     """The dimensions that are the product of ``wanted``; ``False``: it has none of these; ``None``: not so."""
-    touched = [dim for dim, own in enumerate(labels) if set(own) & set(wanted)]
+    touched = [dim for dim, labels_of_dim in enumerate(labels) if set(labels_of_dim) & set(wanted)]
     if not touched:
         return False
     rows = tuple(dim for dim in range(touched[0], touched[-1] + 1) if dim in touched or not labels[dim])

@@ -20,10 +20,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from roundpipe_fx.compat.checkpointing.layer_pass import current_pass
 from roundpipe_fx.ir.recompute_marks import save_in_graph
+from roundpipe_fx.torch_private import tree_leaves
 
 __all__ = ["doing_recompute", "get_recompute_data", "save_for_recompute"]
 

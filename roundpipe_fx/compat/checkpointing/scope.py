@@ -27,12 +27,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.compat.checkpointing.persistent_hooks import PersistentHooks
 from roundpipe_fx.compat.checkpointing.tape import Tape, View
 from roundpipe_fx.ir.recompute_marks import annotated_scope
+from roundpipe_fx.torch_private import TorchDispatchMode
 
 __all__ = ["gradient_checkpoint_scope"]
 
@@ -41,7 +41,7 @@ class _Local(threading.local):
     def __init__(self) -> None:
         self.scopes: list[gradient_checkpoint_scope] = []
         """Scopes that are entered, or that have ended while some of their tensors are alive; oldest first."""
-        self.making_again = False
+        self.recomputing = False
 
 
 _local = _Local()
@@ -151,9 +151,9 @@ class gradient_checkpoint_scope:
 
 def _when_dead(scope: weakref.ref[gradient_checkpoint_scope]) -> Callable[[], None]:
     def leave() -> None:
-        found = scope()
-        if found is not None:
-            found._leave_if_over()
+        alive_scope = scope()
+        if alive_scope is not None:
+            alive_scope._leave_if_over()
 
     return leave
 
@@ -190,7 +190,7 @@ class _Recorder(TorchDispatchMode):
             torch_private.set_dispatch_mode_flags(_Recorder._meanwhile if _Recorder._active else _Recorder._before)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _local.making_again:
+        if _local.recomputing:
             return func(*args, **(kwargs or {}))
         return self._tape.run(func, args, kwargs or {})
 
@@ -216,19 +216,19 @@ class _Handle:
         with self._lock:
             value = self.value
             self.value = None
-        return self._make_again() if value is None else value
+        return self._recompute() if value is None else value
 
-    def _make_again(self) -> torch.Tensor:
+    def _recompute(self) -> torch.Tensor:
         """Recompute the tensors of all handles of the scope; those of other handles are held until the backward
         ends."""
         handles = [handle for handle in self._others if handle.value is None and handle is not self]
         if not torch_private.when_backward_ends(lambda: _drop(handles)):
             handles = []  # a saved tensor is accessed outside of a backward
-        outer, _local.making_again = _local.making_again, True
+        outer, _local.recomputing = _local.recomputing, True
         try:
-            storages = self._tape.make_again({handle.view.number for handle in (self, *handles)})
+            storages = self._tape.recompute({handle.view.number for handle in (self, *handles)})
         finally:
-            _local.making_again = outer
+            _local.recomputing = outer
         for handle in handles:
             handle.value = handle.view.of(storages[handle.view.number])
         return self.view.of(storages[self.view.number])

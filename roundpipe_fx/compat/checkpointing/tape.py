@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.analysis.host_sync import why_host_sync
 from roundpipe_fx.analysis.sync_ops import registered_sync_ops
+from roundpipe_fx.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 __all__ = ["Tape", "View", "storage_key", "view_of"]
 
@@ -143,8 +143,8 @@ class Tape:
             places = []
             views = tuple(self._view(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
             for tensor in results:
-                own = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
-                fresh = own and made.get(storage_key(tensor), 0) is None
+                plain = isinstance(tensor, torch.Tensor) and _is_plain(tensor)
+                fresh = plain and made.get(storage_key(tensor), 0) is None
                 places.append(self._number(tensor) if fresh else None)
                 if fresh:
                     made[storage_key(tensor)] = places[-1]
@@ -217,15 +217,15 @@ class Tape:
 
     def _leading_to(self, wanted: Collection[int]) -> list[_TapeEntry]:
         needed = set(wanted)
-        found = []
+        entries = []
         for step in reversed(self._steps):
             if needed.isdisjoint(step.writes) and needed.isdisjoint(step.makes):
                 continue
-            found.append(step)
+            entries.append(step)
             needed |= step.reads
-        return found[::-1]
+        return entries[::-1]
 
-    def make_again(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
+    def recompute(self, wanted: Collection[int]) -> dict[int, torch.UntypedStorage]:
         """Run what leads to these storages, and nothing else.
 
         Raises:
@@ -238,12 +238,12 @@ class Tape:
         live: dict[int, torch.UntypedStorage] = {}
         with _as_recorded({view.device.type for step in steps for view in step.leaves if isinstance(view, View)}):
             for position, step in enumerate(steps):
-                self._run_again(step, live)
+                self._rerun(step, live)
                 for done in [n for n in live if last.get(n, -1) <= position and n not in wanted]:
                     del live[done]
         return {number: live[number] for number in wanted}
 
-    def _run_again(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
+    def _rerun(self, step: _TapeEntry, live: dict[int, torch.UntypedStorage]) -> None:
         for number in step.reads - live.keys():
             live[number] = self._input_storage(number)
         leaves = [leaf.of(live[leaf.number]) if isinstance(leaf, View) else leaf for leaf in step.leaves]
@@ -269,9 +269,9 @@ class Tape:
 
 
 def _forget(tape: weakref.ref[Tape], key: int, number: int) -> None:
-    found = tape()
-    if found is not None:
-        found.forget(key, number)
+    alive_tape = tape()
+    if alive_tape is not None:
+        alive_tape.forget(key, number)
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -307,25 +307,25 @@ _UNDECLARED = ("running_mean", "running_var")
 
 def _written(operator: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Tensors that an operator updates in place."""
-    found: list[Any] = []
+    written: list[Any] = []
     for position, argument in enumerate(operator._schema.arguments):
         declared = argument.alias_info is not None and argument.alias_info.is_write
         if declared or argument.name in _UNDECLARED:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += tree_leaves(value)
-    return [value for value in found if isinstance(value, torch.Tensor)]
+            written += tree_leaves(value)
+    return [value for value in written if isinstance(value, torch.Tensor)]
 
 
 def _generator_states(operator: Any, leaves: Sequence[Any]) -> tuple[tuple[torch.Generator, torch.Tensor], ...]:
     """The generators that an operator may draw from, with their states."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return ()
-    given = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-    if not given:
+    generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
+    if not generators:
         devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
         devices |= {torch.device(leaf) for leaf in leaves if isinstance(leaf, torch.device)}
-        given = [_default_generator(device) for device in sorted(devices, key=str)] or [torch.default_generator]
-    return tuple((generator, generator.get_state()) for generator in given)
+        generators = [_default_generator(device) for device in sorted(devices, key=str)] or [torch.default_generator]
+    return tuple((generator, generator.get_state()) for generator in generators)
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

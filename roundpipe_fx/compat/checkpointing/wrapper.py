@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.nn.modules.batchnorm import _NormBase
 
 from roundpipe_fx.compat.checkpointing.checkpoint import checkpoint, is_recomputing
+from roundpipe_fx.torch_private import RunningNorm
 
 __all__ = ["checkpoint_wrapper"]
 
@@ -91,7 +91,7 @@ def _new(base: Any, offload_to_cpu: bool, *arguments: Any) -> nn.Module:
 @contextlib.contextmanager
 def _running_statistics_kept(module: nn.Module) -> Iterator[None]:
     """Context manager in which batch norms in training update copies of their running statistics."""
-    norms = [own for own in module.modules() if isinstance(own, _NormBase) and own.training]
+    norms = [own for own in module.modules() if isinstance(own, RunningNorm) and own.training]
     kept = [(own._buffers, dict(own._buffers)) for own in norms]
     for buffers, before in kept:
         buffers.update({name: value.clone() for name, value in before.items() if value is not None})

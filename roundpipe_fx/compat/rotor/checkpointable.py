@@ -166,7 +166,7 @@ class Checkpointable(nn.Module):
         if algo not in ALGORITHMS:
             raise ValueError(f"algo={algo!r}: valid values are {', '.join(map(repr, ALGORITHMS))}.")
         limits = (custom_mem_limit_bytes, self.mem_limit)
-        limit = next((given for given in limits if given is not None), None)
+        limit = next((value for value in limits if value is not None), None)
         limit = available_memory(self._device) if limit is None else limit
         slots = self.mem_slots if mem_slots is None else mem_slots
         chain = self.build_chain(limit)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from roundpipe_fx import torch_private
 from roundpipe_fx.remat.sequences.chain import Chain
 from roundpipe_fx.report.peak_memory import measure_peak
+from roundpipe_fx.torch_private import tree_leaves, tree_map
 
 __all__ = ["measure_layers"]
 
@@ -83,7 +83,7 @@ _TIMES = 3
 def _seconds(call: Callable[[], Any], device: torch.device) -> float:
     """Median of some calls, after one to warm up."""
     call()
-    found = []
+    seconds = []
     for _ in range(_TIMES):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -91,8 +91,8 @@ def _seconds(call: Callable[[], Any], device: torch.device) -> float:
         call()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        found.append(time.perf_counter() - begun)
-    return statistics.median(found)
+        seconds.append(time.perf_counter() - begun)
+    return statistics.median(seconds)
 
 
 def _floats(value: Any) -> list[torch.Tensor]:

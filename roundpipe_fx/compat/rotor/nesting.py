@@ -53,13 +53,13 @@ def nest(sequence: Sequence, length: int) -> tuple[Kept | Rerun, ...]:
     Raises:
         ValueError: the sequence does not belong to this chain, or is not persistent; the message names the operation.
     """
-    reader = _Reader(sequence, length)
-    found = reader.read(0, length)
+    reader = _SequenceReader(sequence, length)
+    nested = reader.read(0, length)
     reader.end()
-    return found
+    return nested
 
 
-class _Reader:
+class _SequenceReader:
     """Reads a sequence operation by operation; recursion is as deep as checkpoints are nested."""
 
     def __init__(self, sequence: Sequence, loss: int) -> None:
@@ -84,7 +84,7 @@ class _Reader:
 
     def read(self, first: int, last: int) -> tuple[Kept | Rerun, ...]:
         """Layers ``first`` to ``last``, including their backwards; the loss is the layer after the last one."""
-        found: list[Kept | Rerun] = []
+        items: list[Kept | Rerun] = []
         at = first
         while at <= last:
             if at == self._loss:
@@ -92,7 +92,7 @@ class _Reader:
                 break
             if self._next() == ForwardEnable(at):
                 self._take(ForwardEnable(at))
-                found.append(Kept(at))
+                items.append(Kept(at))
                 at += 1
                 continue
             self._take(ForwardCheck(at))
@@ -100,14 +100,14 @@ class _Reader:
             while self._next() == ForwardNograd(until):
                 self._take(ForwardNograd(until))
                 until += 1
-            found.append(Rerun(at, until - 1, ()))
+            items.append(Rerun(at, until - 1, ()))
             at = until
-        for place, item in reversed(list(enumerate(found))):
+        for place, item in reversed(list(enumerate(items))):
             if isinstance(item, Kept):
                 self._take(Backward(item.index))
             else:
-                found[place] = Rerun(item.first, item.last, self.read(item.first, item.last))
-        return tuple(found)
+                items[place] = Rerun(item.first, item.last, self.read(item.first, item.last))
+        return tuple(items)
 
 
 def run(

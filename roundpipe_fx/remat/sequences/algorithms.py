@@ -83,28 +83,28 @@ def _for_planner(chain: Chain) -> SegmentChain:
 
 def _operations(decisions: list[Decision], n: int) -> list[SequenceOperation]:
     """Operations of decisions, which come in the order in which a program makes them."""
-    found: list[SequenceOperation] = []
+    operations: list[SequenceOperation] = []
     coming = iter(decisions)
     pending: list[tuple[int, int] | Backward] = [(0, n)]
     while pending:
         item = pending.pop()
         if isinstance(item, Backward):
-            found.append(item)
+            operations.append(item)
             continue
         decision = next(coming)
         stage, last = decision.stage, item[1]
         if stage == n:
-            found.append(Loss())
+            operations.append(Loss())
         elif decision.unsaved_option is not None:
-            found += [ForwardEnable(stage), Backward(stage)]
+            operations += [ForwardEnable(stage), Backward(stage)]
         elif decision.option is not None:
-            found.append(ForwardEnable(stage))
+            operations.append(ForwardEnable(stage))
             pending += [Backward(stage), (stage + 1, last)]
         else:
-            found.append(ForwardCheck(stage))
-            found += [ForwardNograd(index) for index in range(stage + 1, decision.until)]
+            operations.append(ForwardCheck(stage))
+            operations += [ForwardNograd(index) for index in range(stage + 1, decision.until)]
             pending += [(stage, decision.until - 1), (decision.until, last)]
-    return found
+    return operations
 
 
 def no_checkpoint(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequence:
@@ -127,16 +127,16 @@ def periodic(chain: Chain, limit: int | None = None, slots: int = 500) -> Sequen
 
 def _in_segments(n: int, size: int, count: int, name: str, limit: int | None) -> Sequence:
     """The first ``count`` segments of equal size are recomputed, the others are saved."""
-    found: list[SequenceOperation] = []
+    operations: list[SequenceOperation] = []
     starts = [size * k for k in range(count)]
     for start in starts:
-        found += [ForwardCheck(start), *(ForwardNograd(i) for i in range(start + 1, start + size))]
+        operations += [ForwardCheck(start), *(ForwardNograd(i) for i in range(start + 1, start + size))]
     rest = range(size * count, n)
-    found += [*map(ForwardEnable, rest), Loss(), *map(Backward, reversed(rest))]
+    operations += [*map(ForwardEnable, rest), Loss(), *map(Backward, reversed(rest))]
     for start in reversed(starts):
         layers = range(start, start + size)
-        found += [*map(ForwardEnable, layers), *map(Backward, reversed(layers))]
-    return Sequence(tuple(found), name, limit)
+        operations += [*map(ForwardEnable, layers), *map(Backward, reversed(layers))]
+    return Sequence(tuple(operations), name, limit)
 
 
 ALGORITHMS: dict[str, Callable[..., Sequence]] = {

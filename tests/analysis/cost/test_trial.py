@@ -54,7 +54,7 @@ def test_a_later_process_tries_nothing_again(
     another_process()
     monkeypatch.setattr(trial, "_run", lambda *_: pytest.fail("it is tried again"))
     assert _tried(node) == before
-    assert before.layouts == (trial.Layout((8, 8), (8, 1)),)
+    assert before.layouts == (trial.TensorLayout((8, 8), (8, 1)),)
 
 
 @pytest.mark.parametrize("content", [b"", b"{}\n[]", b"\x80\x04", b"[]"])

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import CostModel, MeasuredCosts
-from roundpipe_fx.analysis.tiling import BodyCosts, find_tile_regions
+from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.operators.gradient_sums import SUMMING, add_product_to
@@ -27,7 +27,7 @@ def _tiled(text: str, tiles: int, costs: CostModel = CPU, fused: bool = False) -
         return fuse_costs_of_body(body, costs) if fused else body
 
     costed = BodyCosts(model=costs, device=None, granularity=1, eager=not fused, rewrite=rewrite)
-    return tile_regions(joint, [(region, tiles) for region in find_tile_regions(joint)], costed)
+    return tile_regions(joint, [(region, tiles) for region in TileRegions(joint).as_wide_as(0)], costed)
 
 
 def _total(joint: JointGraph, mark: Mark) -> float:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 import pytest
 
-from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, find_tile_regions
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
 from tests.graph_text import joint_of
 
 
 def regions(text: str) -> list[TileRegion]:
-    return find_tile_regions(joint_of(text))
+    return TileRegions(joint_of(text)).as_wide_as(0)
 
 
 def names(region: TileRegion) -> set[str]:

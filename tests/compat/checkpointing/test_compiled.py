@@ -208,7 +208,7 @@ def test_saved_results_of_one_operation_are_hoisted_with_it(options: dict[str, A
     assert not [operator for operator in ran if "var_mean" in str(operator)]
 
 
-class Questions(Model):
+class HostSyncs(Model):
     def layer(self, index: int, x: torch.Tensor) -> torch.Tensor:
         rows = (x.detach().sum(-1) > 0).nonzero()[:, 0]
         return x.index_add(0, rows, self.layers[index](x[rows]))
@@ -223,12 +223,12 @@ class Questions(Model):
 @pytest.mark.long
 def test_host_syncs_inside_a_checkpoint_run_once(options: dict[str, Any]) -> None:
     torch._dynamo.reset()
-    compiled = roundpipe_fx.compile(Questions(), fullgraph=True, **options)
+    compiled = roundpipe_fx.compile(HostSyncs(), fullgraph=True, **options)
     loss = compiled(**BATCH)
     with roundpipe_fx.count_host_syncs() as syncs:
         loss.backward()
     assert syncs.total == 0
-    assert_bitwise(train_step(compiled, compiled, BATCH), eager_step(Questions()))
+    assert_bitwise(train_step(compiled, compiled, BATCH), eager_step(HostSyncs()))
 
 
 def test_scopes_are_not_kept_whatever_the_budget() -> None:

@@ -1,4 +1,4 @@
-"""Random trees of checkpoints and scopes have the bits of the model without them."""
+"""Random trees of checkpoints and scopes are bitwise equal to the model without them."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ import torch
 from tqdm.std import tqdm
 
 import roundpipe_fx
-from roundpipe_fx import progress as module
-from roundpipe_fx.notebook import cell_of, is_notebook
-from roundpipe_fx.progress import progress, working
+from roundpipe_fx.console import progress as module
+from roundpipe_fx.console.notebook import cell_of, is_notebook
+from roundpipe_fx.console.progress import progress, working
 
 CELL = "/tmp/ipykernel_7/300918654.py"
 

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from tqdm.auto import tqdm
     from tqdm.notebook import tqdm as tqdm_of_widgets
 
-from roundpipe_fx.notebook import is_notebook
+from roundpipe_fx.console.notebook import is_notebook
 
 __all__ = ["progress", "working"]
 

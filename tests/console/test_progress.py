@@ -17,8 +17,8 @@ import pytest
 import torch
 
 import roundpipe_fx
-from roundpipe_fx import progress as module
-from roundpipe_fx.progress import progress, working
+from roundpipe_fx.console import progress as module
+from roundpipe_fx.console.progress import progress, working
 
 
 class Terminal(io.StringIO):
