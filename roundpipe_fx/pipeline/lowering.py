@@ -13,13 +13,16 @@ step takes, and how many bytes each device holds with the microbatches in flight
                     checkpoint="always", "except_last", "never"         a save policy
                     a budget                                            within_budget
                 simulate the schedule
+    with tiling="auto": the same in the tiles that may be best          _shortest
 
 Where devices are yet to be divided, all of it is done for some divisions (:mod:`roundpipe_fx.pipeline.divide_devices`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 import math
 import warnings
@@ -27,6 +30,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from roundpipe_fx.analysis.cost import MeasuredCosts
+from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
@@ -36,6 +40,7 @@ from roundpipe_fx.compiler.lower import (
     prepare,
 )
 from roundpipe_fx.compiler.operations import least_bytes_of, summed, tiled
+from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
 from roundpipe_fx.compiler.setting import Setting
 from roundpipe_fx.compiler.tiling import tile_sequence
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -58,6 +63,8 @@ log = logging.getLogger(__name__)
 
 _VARIANTS = {"always": ("full", "full"), "never": ("none", "none"), "except_last": ("full", "none")}
 """Save policies of all microbatches but the last, and of the last one, by the option ``checkpoint``."""
+_TRIED = 3
+"""So many of the tiles that the chain of segments finds best are tried where tiles are taken wherever they pay."""
 
 
 def lower_pipeline(
@@ -99,10 +106,12 @@ def lower_pipeline(
     setting = dataclasses.replace(setting, share=share)
     names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
 
-    def planned(graph: JointGraph) -> LoweredPipeline:
+    def planned(graph: JointGraph, setting: Setting = setting) -> LoweredPipeline:
         return _best_of(graph, names, setting, pipelining, like, forwards_before_backwards)
 
     best = _within_budget_or_in_tiles(joint, setting, pipelining, planned)
+    if options.tiling == "auto" and training and like is None:
+        best = _shortest(joint, setting, pipelining, best, planned)
     if isinstance(setting.costs, MeasuredCosts):
         setting.costs.save()
     if pipelining.offloaded:
@@ -193,7 +202,7 @@ def _within_budget_or_in_tiles(
     budget = asked_budget(joint, setting.options, setting.device)
     bounded = setting.context.training and pipelining.checkpoint is None and isinstance(budget, int)
     if not bounded or setting.options.tiling == "never":
-        return planned(joint)
+        return planned(joint.copy())
     assert budget is not None
     limit = int(budget * setting.share)
     refused: InfeasibleBudgetError | None = None
@@ -209,6 +218,43 @@ def _within_budget_or_in_tiles(
             break
     assert refused is not None
     raise refused
+
+
+def _shortest(
+    joint: JointGraph,
+    setting: Setting,
+    pipelining: Pipelining,
+    met: LoweredPipeline,
+    planned: Callable[[JointGraph, Setting], LoweredPipeline],
+) -> LoweredPipeline:
+    """A pipeline in the tiles that make its step shortest, of those that the chain of segments finds best.
+
+    The chain counts the whole model with one microbatch. The first device of a pipeline holds about as much: one part
+    of the model, with as many microbatches in flight as there are parts. The simulated schedule decides.
+
+    Args:
+        joint: the graph as it was.
+        setting: what else there is to know.
+        pipelining: the user's settings.
+        met: a pipeline within the budget, which is returned if no other one is shorter.
+        planned: plans a graph.
+    """
+    if met.budget is None:
+        return met
+    options = setting.options
+    if isinstance(options.memory_budget, float):  # a share of what this graph needs, as bytes
+        setting = setting.knowing(options=dataclasses.replace(options, memory_budget=met.budget))
+    graph = summed(joint, setting)
+    regions = TileRegions(graph).as_wide_as(0)
+    best = met.predict(pipelining.microbatches).makespan, met
+    for _, tiles in itertools.islice(tilings_by_segment(graph, regions, met.budget, setting), _TRIED):
+        with contextlib.suppress(InfeasibleBudgetError):
+            tried = planned(tiled(graph, tiles, setting) if tiles else joint.copy(), setting)
+            makespan = tried.predict(pipelining.microbatches).makespan
+            log.info("in other tiles: %.3f ms after %.3f", makespan * 1e3, best[0] * 1e3)
+            if makespan < best[0]:
+                best = makespan, tried
+    return best[1]
 
 
 def _as_it_is_and_in_tiles(joint: JointGraph, setting: Setting) -> Iterator[JointGraph]:

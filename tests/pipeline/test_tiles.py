@@ -13,6 +13,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.pipeline import lowering
+from tests.compiler.test_tiling_search import WideBlocks
 from tests.long import long_but
 
 WORDS = 512
@@ -94,3 +95,26 @@ def test_no_schedule_is_searched_for_below_what_one_operation_needs(monkeypatch:
     assert compiled.plan.tiles and planned
     for graph, *_ in planned:
         assert any(isinstance(node.target, TileLoop) for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("budget", [2_000_000, 0.0])
+def test_tiles_that_pay_make_a_shorter_step(budget: int | float) -> None:
+    """As on one device; the gradients are those of the model."""
+    batch = {"x": torch.randn(4096, 16), "y": torch.randint(256, (4096,))}
+    plans, gradients = [], []
+    for tiling in (None, "auto"):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        compiled = roundpipe_fx.compile(
+            WideBlocks(), devices=("cpu", "cpu"), num_microbatches=4, memory_budget=budget, tiling=tiling
+        )
+        plans.append(compiled.trace(**batch))
+        compiled.forward_backward(**batch)
+        gradients.append([p.grad for p in compiled.parameters()])
+    usual, shortest = (plan.pipeline for plan in plans)
+    assert usual is not None and shortest is not None
+    assert shortest.makespan < 0.99 * usual.makespan
+    assert plans[0].budget is not None and max(shortest.peak_bytes) <= plans[0].budget
+    largest = max(gradient.norm() for gradient in gradients[0])
+    for one, other in zip(*gradients, strict=True):
+        assert (one - other).norm() <= 1e-6 * largest
