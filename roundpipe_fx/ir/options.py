@@ -51,8 +51,9 @@ class Options:
     """Options of a compilation.
 
     Attributes:
-        stages: how many pipeline stages; ``"auto"``: one stage a device, on one device as few as keep each within 1.1
-            times the heaviest segment; or a list of module names (as in ``named_modules()``) at which stages begin.
+        stages: how many pipeline stages; ``"auto"``: one stage a device; on one device, or one in each replica, as few
+            as keep each within 1.1 times the heaviest segment; or a list of module names (as in
+            ``named_modules()``) at which stages begin.
         recompute: ``"none"``: everything the backward reads is saved. ``"full"``: each stage saves only what enters
             it, and hoisted values. ``None``: as the budget requires; without one, ``"none"``.
         memory_budget: bytes that a step may allocate at most at one time, or a share in [0, 1] of the way from the

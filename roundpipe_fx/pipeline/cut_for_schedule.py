@@ -5,7 +5,8 @@
     joint graph ── annotate ──▶ segments ──▶ stages ──▶ staged graph
                                     │
                                     ├── RoundPipe: slots, of which forward and backward have different ones
-                                    └── other schedules: one stage a device; two if interleaved; the user's number
+                                    └── other schedules: one stage a device; two if interleaved; the user's number;
+                                        on one device with replicas several, whose gradients are averaged one by one
 
 If a graph was cut before, for a microbatch of another shape in the same step, segments and stages begin at the same
 operations as in that one; where it does not have all of these operations, at the nearest, so that there are as many.
@@ -16,6 +17,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import fx
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import available_memory
@@ -34,6 +37,8 @@ __all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
 
 _WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
 """Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
+_AVERAGED_BYTES = 1 << 22
+"""Bytes of gradients that are worth a reduction of their own: smaller ones take little but its latency."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +81,7 @@ def cut_for_schedule(
     asked = dataclasses.replace(setting.options, stages=_stages_asked(setting, pipelining, name))
     if not setting.context.training:  # there is nothing to interleave: each device runs its stages in order
         name = "roundpipe" if pipelining.offloaded else like.name if like is not None else "gpipe"
+    averages = setting.options.stages == "auto" and asked.stages == 1 and _averages_by_stages(setting, pipelining)
     cut: RoundPipePartition | tuple[int, ...]
     if name == "roundpipe":
         # Slots begin at stages of the user's choice only where the model is offloaded.
@@ -89,6 +95,10 @@ def cut_for_schedule(
         updates_whole = name in ("interleaved", "given")
         setting = setting.knowing(options=asked, updates_whole=updates_whole, segment_starts=starts)
         joint = setting.run(joint, PassLevel.ANNOTATED)
+        if averages:
+            known = like.cut if like is not None and not isinstance(like.cut, RoundPipePartition) else None
+            count = _stages_to_average(joint) if known is None else len(known)
+            setting = setting.knowing(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
             found = same_boundaries(like.cut, like.starts, segment_starts(joint))
             setting = setting.knowing(stage_starts=tuple(found[first] for first in like.cut) if found else None)
@@ -108,6 +118,27 @@ def _stages_asked(setting: Setting, pipelining: Pipelining, name: str) -> int | 
         forwards = [order[order[:, 0] == 0, 1] for order in pipelining.schedule.orders]
         return 1 + max((int(stages.max()) for stages in forwards if len(stages)), default=0)
     return pipelining.workers * (2 if name == "interleaved" else 1)
+
+
+def _averages_by_stages(setting: Setting, pipelining: Pipelining) -> bool:
+    """Whether a replica of one device is to have several stages.
+
+    The gradients of each are averaged beside the backward of those before it. Sharded parameters are gathered by stage,
+    and again for each microbatch: where there are several, all are gathered once instead.
+    """
+    replicated = setting.context.training and pipelining.over_processes and pipelining.replicas > 1
+    given = isinstance(pipelining.schedule, Schedule)
+    return replicated and not given and (not pipelining.sharded or pipelining.microbatches == 1)
+
+
+def _stages_to_average(joint: JointGraph) -> int:
+    """As many as have gradients that are worth a reduction of their own, and segments."""
+    size = sum(
+        tensor_bytes(tensor_values(node))
+        for owner, node in zip(joint.gradient_owners, joint.gradients, strict=True)
+        if owner is not None and isinstance(node, fx.Node)
+    )
+    return max(1, min(len(joint.segments), size // _AVERAGED_BYTES))
 
 
 def weight_limits(joint: JointGraph, setting: Setting) -> list[int | None]:

@@ -217,6 +217,32 @@ def test_a_mesh_has_two_microbatches_per_device_of_a_replica_by_default() -> Non
     assert plan.pipeline.microbatches == 4
 
 
+@pytest.mark.parametrize(
+    ("mesh", "several"),
+    [
+        ({"mesh_shape": (4, 1), "num_microbatches": 1}, True),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2}, True),
+        ({"mesh_shape": (4, 1), "num_microbatches": 1, "shard": "dp"}, True),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2, "shard": "dp"}, False),
+        ({"mesh_shape": (1, 1), "num_microbatches": 2}, False),
+        ({"mesh_shape": (4, 1), "num_microbatches": 2, "stages": 1}, False),
+    ],
+)
+def test_replicas_of_one_device_average_beside_the_backward(mesh: dict[str, Any], several: bool) -> None:
+    """Each stage's gradients are averaged while those before it run; shards are gathered once a microbatch."""
+    model, x = _layers(8, 1024), torch.empty(256, 1024)
+    plan = roundpipe_fx.plan(model, x, device="H100", **mesh)
+    assert len(plan.stages) == (8 if several else 1)
+    if several:
+        one = roundpipe_fx.plan(model, x, device="H100", **mesh, stages=1)
+        assert plan.pipeline.mesh.unhidden_seconds < one.pipeline.mesh.unhidden_seconds
+
+
+def test_small_gradients_are_averaged_together() -> None:
+    plan = roundpipe_fx.plan(_layers(8, 64), torch.empty(8, 64), device="H100", mesh_shape=(4, 1), num_microbatches=1)
+    assert len(plan.stages) == 1
+
+
 def test_sharded_parameters_are_planned_within_a_budget() -> None:
     width = 1024
     model, x = _layers(8, width), torch.empty(8, width)
