@@ -46,6 +46,7 @@ class PassContext:
         registered_syncs: operators that the user declared to force a host sync.
         workspaces: bytes that operators and compiled stages have been seen to allocate internally, by name.
         microbatches: number of microbatches that a batch is split into.
+        one_plan: whether all ranks follow the same plan, so that what it recomputes may communicate.
         tiles: regions that are carried out in tiles, with the number of tiles.
         updates_whole: whether an input that is updated must be read and updated in one segment.
         segment_starts: forward positions at which segments begin, if that is known.
@@ -69,6 +70,7 @@ class PassContext:
     registered_syncs: Collection[Any] = ()
     workspaces: Mapping[str, int] | None = None
     microbatches: int = 1
+    one_plan: bool = False
     tiles: Sequence[tuple[TileRegion, int]] = ()
     updates_whole: bool = False
     segment_starts: Sequence[int] | None = None

@@ -42,17 +42,18 @@ aten = torch.ops.aten
 _INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
 
 
-def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = ()) -> JointGraph:
+def hoist_host_syncs(joint: JointGraph, registered: Collection[Any] = (), collectives: bool = True) -> JointGraph:
     """Mark operations that must not run twice, and move them with their operands to the forward. Runs after annotate.
 
     Args:
         joint: an annotated graph.
         registered: operators (``OpOverload`` or ``OpOverloadPacket``) that the user declared to force a host sync.
+        collectives: whether those of the forward must not run twice: where all ranks follow one plan, they may.
     """
     tangent_dependent = _tangent_dependent(joint)
     for node in list(joint.computed()):
         reason = _host_sync(node, registered)
-        if reason is None:
+        if reason is None or (is_collective(node.target) and not collectives):
             continue
         if node.meta[Mark.PHASE] is not Phase.FORWARD:
             if node in tangent_dependent or has_side_effect(node) or is_seeded(node):

@@ -235,7 +235,7 @@ _PASSES = (
     ),
     Pass(
         "hoist_host_syncs",
-        lambda joint, context: hoist_host_syncs(joint, context.registered_syncs),
+        lambda joint, context: hoist_host_syncs(joint, context.registered_syncs, not context.one_plan),
         about="operations that synchronize the host, decide a route or communicate run once, in the forward",
         needs=("annotate",),
     ),

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.analysis.cost.network import Network, network_of
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.api.compiled_module import compiled_module
+from roundpipe_fx.api.tensor_parallel import check_tensor_parallel, local_tensor, rewrapped, tensor_parallel_ranks
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.microbatch import row_counts, split_inputs
@@ -35,7 +36,7 @@ def plan(
     memory_budget: int | float | str | None = None,
     device: str | None = None,
     devices: int = 1,
-    mesh_shape: tuple[int, int] | int | None = None,
+    mesh_shape: tuple[int, int] | tuple[int, int, int] | int | None = None,
     shard: str | None = None,
     network: Network | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
@@ -74,6 +75,14 @@ def plan(
     schedule="auto", device="H100")``. All divisions run the same microbatches. ``plan.pipeline.mesh.divisions`` are
     those that were considered.
 
+    Layers that several devices share out (tensor parallelism) are those of a model that was parallelized in PyTorch's
+    own way. The plan is that of this process's rank, whose collectives take their time on the links between the ranks;
+    no other process is needed::
+
+        torch.distributed.init_process_group("fake", rank=0, world_size=8)
+        parallelize_module(model, init_device_mesh("cpu", (8,)), {"layers.*.up": ColwiseParallel(), ...})
+        print(roundpipe_fx.plan(model, input_ids=tokens, labels=tokens, mesh_shape=(8, 4, 8), device="H100"))
+
     Args:
         model: any module that ``torch.compile`` can trace as one graph.
         *args: its inputs; only shapes and dtypes of tensors matter.
@@ -85,7 +94,9 @@ def plan(
         devices: how many such devices the step is pipelined over.
         mesh_shape: sizes of the mesh's dimensions ``"dp"`` and ``"pp"``: how many replicas there are, and how many
             devices each of them has. Instead of ``devices``. Memory beside the budget is then for the optimizer's state
-            too, if ``optimizer`` is given. A number: of all devices, however they are divided.
+            too, if ``optimizer`` is given. A third size is that of ``"tp"``, the ranks on which the model's DTensors
+            are: each device of a pipeline then stands for so many neighbours. A number: of all devices, however they
+            are divided.
         shard: ``"dp"``: replicas share out parameters, gradients and the optimizer's state, as for
             :func:`roundpipe_fx.compile`. Of a number of devices, ``None`` leaves that to be chosen.
         network: the links of the mesh; ``None``: the usual ones of such devices, eight of them on a node.
@@ -119,34 +130,38 @@ def plan(
         raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
     options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
     budget = options.memory_budget
-    replicas = 1
+    replicas, ranks = 1, tensor_parallel_ranks(model)
+    given_ranks = None
     of_any_shape = isinstance(mesh_shape, int) and not isinstance(mesh_shape, bool)
     if of_any_shape:
-        replicas = _mesh_devices(mesh_shape, devices, offloaded, options, schedule)
+        replicas = _mesh_devices(mesh_shape, ranks, devices, offloaded, options, schedule)
     elif mesh_shape is not None:
-        replicas, devices = _mesh_sizes(mesh_shape, devices, offloaded)
+        replicas, devices, given_ranks = _mesh_sizes(mesh_shape, devices, offloaded)
     elif shard is not None or network is not None:
         raise ValueError("shard= and network= are of a mesh: give mesh_shape=(replicas, devices of each) too.")
     if shard not in (None, "dp"):
         raise ValueError(f"shard={shard!r}: the only valid value is 'dp'.")
     if network is not None and not isinstance(network, Network):
         raise TypeError(f"network={network!r}: give a roundpipe_fx.Network, or leave it out for the usual one.")
+    alone = "offloaded=True" if offloaded else f"devices={devices}" if devices > 1 and mesh_shape is None else ""
+    check_tensor_parallel(ranks, mesh_shape, given_ranks, alone)
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
-        weights = 0 if offloaded else sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
+        tensors = map(local_tensor, (*model.parameters(), *model.buffers()))
+        weights = 0 if offloaded else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if total:
             _check_weights(weights, total, devices * (replicas if shard or of_any_shape else 1), name)
         budget = (total if over_processes else total - weights) if total else 1.0
     options = dataclasses.replace(options, memory_budget=budget, device_name=name)
     # Not on the meta device: there operations like ``nll_loss`` have a kernel and no gradient, and the backward of the
     # loss would be missing in the graph.
-    stand_ins = _stand_ins(model, (args, kwargs), fakes_on("cpu"))
+    stand_ins = _stand_ins(model, (args, kwargs), rewrapped(fakes_on("cpu")))
     args, kwargs = tree_map(lambda value: stand_ins.get(id(value), value), (args, kwargs))
     undivided = None
     tokens = _tokens((args, kwargs))
     if of_any_shape:
-        undivided, (args, kwargs) = _microbatch_of((args, kwargs), replicas, num_microbatches)
+        undivided, (args, kwargs) = _microbatch_of((args, kwargs), replicas, ranks, num_microbatches)
         replicas = num_microbatches = 1
     # For exactly these sizes, whatever was planned or compiled before.
     pipelining = None
@@ -179,7 +194,8 @@ def plan(
             elsewhere=True,
             replicas=replicas,
             sharded=shard is not None and (replicas > 1 or of_any_shape),
-            network=(network or network_of(name)) if mesh_shape is not None else None,
+            network=(network or DEVICES[name].network) if mesh_shape is not None else None,
+            tensor_parallel=ranks,
             optimizer_share=_optimizer_share(memory, model) if mesh_shape is not None else 0.0,
             budget_has_weights=over_processes and memory_budget is None and isinstance(budget, int),
             undivided=undivided,
@@ -195,20 +211,23 @@ def plan(
     return dataclasses.replace(found, pipeline=dataclasses.replace(found.pipeline, mesh=mesh))
 
 
-def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, int]:
-    """The number of replicas, and of the devices of each.
+def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, int, int]:
+    """The number of replicas, of the devices of each, and of those that share out each layer.
 
     Raises:
-        ValueError: they are not two positive numbers, or contradict other options.
+        ValueError: they are not two or three positive numbers, or contradict other options.
     """
     sizes = tuple(mesh_shape) if isinstance(mesh_shape, (tuple, list)) else ()
-    if len(sizes) != 2 or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+    if len(sizes) not in (2, 3) or any(
+        isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes
+    ):
         raise ValueError(
             f"mesh_shape={mesh_shape!r}: give the sizes of the dimensions 'dp' and 'pp', as mesh_shape=(64, 16): 64 "
-            "replicas of 16 devices each. Or give a number of devices, as mesh_shape=1024, which are then divided."
+            "replicas of 16 devices each. A third size is that of 'tp', over which the model is parallelized. Or give "
+            "a number of devices, as mesh_shape=1024, which are then divided."
         )
     _check_mesh_alone(mesh_shape, devices, offloaded)
-    return sizes[0], sizes[1]
+    return sizes[0], sizes[1], sizes[2] if len(sizes) == 3 else 1
 
 
 def _check_mesh_alone(mesh_shape: Any, devices: int, offloaded: bool) -> None:
@@ -223,15 +242,20 @@ def _check_mesh_alone(mesh_shape: Any, devices: int, offloaded: bool) -> None:
 
 
 def _mesh_devices(
-    mesh_shape: Any, devices: int, offloaded: bool, options: Options, schedule: str | Schedule | None
+    mesh_shape: Any, ranks: int, devices: int, offloaded: bool, options: Options, schedule: str | Schedule | None
 ) -> int:
-    """The number of devices of a mesh of no fixed shape.
+    """The number of devices of a mesh of no fixed shape, or of groups of them that share out each layer.
 
     Raises:
         ValueError: it is not positive, or contradicts other options.
     """
     if mesh_shape < 1:
         raise ValueError(f"mesh_shape={mesh_shape}: a mesh has at least one device.")
+    if mesh_shape % ranks:
+        raise ValueError(
+            f"mesh_shape={mesh_shape}: the model's parameters are DTensors over {ranks} devices, and {mesh_shape} are "
+            f"no whole number of such groups. Give a multiple of {ranks}."
+        )
     _check_mesh_alone(mesh_shape, devices, offloaded)
     if isinstance(options.stages, tuple):
         raise ValueError(
@@ -248,15 +272,16 @@ def _mesh_devices(
             f"memory_budget={options.memory_budget} with mesh_shape={mesh_shape}: a share means other bytes for each "
             "way to divide devices, so they could not be compared. Give bytes, such as '60GiB'."
         )
-    return int(mesh_shape)
+    return int(mesh_shape) // ranks
 
 
-def _microbatch_of(inputs: Any, devices: int, num_microbatches: int | None) -> tuple[Undivided, Any]:
+def _microbatch_of(inputs: Any, devices: int, ranks: int, num_microbatches: int | None) -> tuple[Undivided, Any]:
     """The microbatches of a batch of all replicas, and the first one's inputs.
 
     Args:
         inputs: positional and keyword inputs.
-        devices: how many there are.
+        devices: how many there are, or groups of them.
+        ranks: how many devices a group has.
         num_microbatches: the user's.
 
     Raises:
@@ -277,7 +302,7 @@ def _microbatch_of(inputs: Any, devices: int, num_microbatches: int | None) -> t
         )
     # A part of a batch would be priced with the storage of all of it.
     own = tree_map_only(torch.Tensor, _alone, split_inputs(args, kwargs, count)[0])
-    return Undivided(devices, count), own
+    return Undivided(devices, count, ranks), own
 
 
 def _alone(value: torch.Tensor) -> torch.Tensor:

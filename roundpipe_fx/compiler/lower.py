@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.analysis.cost import COMPILED_STAGES, MeasuredCosts, cost_model
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.roofline import roofline_of
 from roundpipe_fx.analysis.cost.trial import write_trials
 from roundpipe_fx.analysis.operations import OperationGraph
@@ -141,12 +142,13 @@ def prepare(
     training: bool = True,
     microbatches: int = 1,
     step: StepNeeds | None = None,
+    network: Network | None = None,
 ) -> tuple[JointGraph, Setting]:
     """Run the passes up to where the graph is cut: what every way of cutting it has in common.
 
     Arguments as for :func:`_setting`.
     """
-    setting = _setting(joint, options, registered_syncs, workspaces, training, microbatches, step)
+    setting = _setting(joint, options, registered_syncs, workspaces, training, microbatches, step, network)
     return setting.run(joint, PassLevel.JOINT), setting
 
 
@@ -158,6 +160,7 @@ def _setting(
     training: bool = True,
     microbatches: int = 1,
     step: StepNeeds | None = None,
+    network: Network | None = None,
 ) -> Setting:
     """What there is to know beside a captured graph.
 
@@ -169,17 +172,19 @@ def _setting(
         training: whether the graph has a backward.
         microbatches: into how many a batch is split.
         step: what else the step holds, where it makes several calls.
+        network: the links between all ranks, for which one plan is made; ``None``: each process plans for itself.
     """
     device = options.device or _device_of(joint)
     context = PassContext(
         options=options,
         device=device,
         compiler=options.stage_compiler_for(device),
-        costs=cost_model(options.cost, device, options.device_name),
+        costs=cost_model(options.cost, device, options.device_name, network),
         training=training,
         registered_syncs=registered_syncs,
         workspaces=workspaces,
         microbatches=microbatches,
+        one_plan=network is not None,
         dump=dump_folder(joint),
     )
     return Setting(passes=edited_passes(options.passes), context=context, step=step)

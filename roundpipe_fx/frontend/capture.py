@@ -115,7 +115,8 @@ def joint_graph_of(
     names: set[str] = set()
     for node in module.graph.find_nodes(op="placeholder"):
         index = torch_private.plain_input(node)
-        if index is not None and index < len(input_labels):
+        is_object = torch_private.is_opaque(node.meta.get("val"))  # the mesh of a DTensor, beside its local tensor
+        if index is not None and index < len(input_labels) and not is_object:
             label, is_parameter = input_labels[index]
             # Modules in a closure or a list all appear as roots, so their parameters may have the same name.
             repeated = next(n for n in itertools.count() if (f"{label}_{n}" if n else label) not in names)

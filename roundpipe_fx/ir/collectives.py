@@ -1,7 +1,8 @@
 """Collectives: operations that all processes of a group run, in the same order, or all of them wait for ever.
 
 Processes plan on their own, and plans may differ: shards are uneven, devices have different memory. So communication
-must not depend on what is recomputed, and when. A collective of the forward runs once, in the forward.
+must not depend on what is recomputed, and when. A collective of the forward runs once, in the forward. Only where one
+plan is made for all ranks, as for a mesh on paper, may it run again.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
-from roundpipe_fx.torch_private import size_hint
+from roundpipe_fx.torch_private import group_ranks, size_hint
 
-__all__ = ["copied_bytes", "is_collective", "is_functional_collective"]
+__all__ = ["collective_name", "copied_bytes", "group_of", "is_collective", "is_functional_collective"]
 
 _NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
@@ -38,6 +39,23 @@ def is_functional_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _FUNCTIONAL
 
 
+def collective_name(node: fx.Node) -> str:
+    """The name of a collective's operator, without its namespace."""
+    name: str = node.target._schema.name  # type: ignore[union-attr]
+    return name.partition("::")[2]
+
+
+def group_of(node: fx.Node) -> list[int]:
+    """The ranks that run a collective; empty where this process has no such group.
+
+    Args:
+        node: a call of a functional collective, or of DTensor's own.
+    """
+    arguments = node.target._schema.arguments  # type: ignore[union-attr]
+    named = {**dict(zip((own.name for own in arguments), node.args, strict=False)), **node.kwargs}
+    return group_ranks(named["group_name"]) if "group_name" in named else []
+
+
 def copied_bytes(node: fx.Node) -> int:
     """Bytes that processes copy for a functional collective, besides its results.
 
@@ -48,7 +66,7 @@ def copied_bytes(node: fx.Node) -> int:
     Args:
         node: a call of a functional collective, or one that waits for it.
     """
-    name = node.target._schema.name.partition("::")[2]  # type: ignore[union-attr]
+    name = collective_name(node)
     operands = input_nodes(node)
     if name == _WAIT:
         (source,) = operands

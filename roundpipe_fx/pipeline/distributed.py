@@ -1,7 +1,7 @@
 """Models that are distributed over processes, which a pipeline of threads in each process cannot run.
 
 A pipeline bypasses the part of AOTAutograd that unwraps distributed tensors, and its threads would start collectives in
-a different order in each process.
+a different order in each process. They can be planned, though, for a machine elsewhere.
 """
 
 from __future__ import annotations
@@ -9,12 +9,18 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.collectives import group_of, is_collective
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.source import source_of
 from roundpipe_fx.torch_private import PassedThrough, is_opaque, parts_sharded_alone
 
-__all__ = ["DistributedTensorError", "refuse_distributed", "refuse_sharded_parts", "refuse_sharded_step"]
+__all__ = [
+    "DistributedTensorError",
+    "refuse_distributed",
+    "refuse_other_groups",
+    "refuse_sharded_parts",
+    "refuse_sharded_step",
+]
 
 
 class DistributedTensorError(PassedThrough, ValueError):
@@ -73,3 +79,23 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
             "processes would communicate in different orders and wait for each other for ever. Give one device to "
             f"each process of the group.\n{source_of(collective)}"
         )
+
+
+def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
+    """Refuse to plan graphs that communicate over other groups than the devices that run a stage together.
+
+    Args:
+        joint: the captured graph.
+        ranks: how many devices these are.
+
+    Raises:
+        DistributedTensorError: a collective runs on more or fewer.
+    """
+    for node in joint.computed():
+        found = len(group_of(node)) if is_collective(node.target) else 0
+        if found not in (0, 1, ranks):
+            raise DistributedTensorError(
+                f"{node.target} communicates over {found} ranks, and a stage is planned for {ranks} devices: of a mesh "
+                "only the dimension of tensor parallelism may communicate within the model. What replicas share out is "
+                f"said by mesh_shape= and shard= instead.\n{source_of(node)}"
+            )

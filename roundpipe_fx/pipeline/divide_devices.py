@@ -77,9 +77,10 @@ def divisions_of(
                 ]
     if not found:
         most = min(stages, segments) if isinstance(stages, int) else segments
+        each = "devices" if undivided.group == 1 else f"groups of {undivided.group} devices"
         raise NoDivisionError(
-            f"mesh_shape={undivided.devices} with {undivided.microbatches} microbatches: "
-            f"no number of replicas divides both, with at most {most} devices each, which is into how many stages the "
+            f"mesh_shape={undivided.total} with {undivided.microbatches} microbatches: "
+            f"no number of replicas divides both, with at most {most} {each} each, which is into how many stages the "
             f"model is cut. Give a batch with a multiple of {undivided.devices} microbatches, or another number of "
             "devices."
         )
@@ -119,10 +120,13 @@ def pipelining_of(pipelining: Pipelining, division: Division) -> Pipelining:
     )
 
 
-def lower_divided(divisions: Sequence[Division], bounds: StepBounds, lower: Lower) -> LoweredPipeline:
+def lower_divided(
+    undivided: Undivided, divisions: Sequence[Division], bounds: StepBounds, lower: Lower
+) -> LoweredPipeline:
     """The pipeline of the division with the shortest step.
 
     Args:
+        undivided: the devices.
         divisions: all that there are.
         bounds: of the model's step.
         lower: lowers a division.
@@ -137,7 +141,7 @@ def lower_divided(divisions: Sequence[Division], bounds: StepBounds, lower: Lowe
         search.tiles = True
         search.run()
     if search.best is None:
-        raise search.refusal()
+        raise search.refusal(undivided)
     return dataclasses.replace(search.best[1], divisions=search.considered())
 
 
@@ -237,15 +241,18 @@ class _DivisionSearch:
             chosen=division == self._chosen,
         )
 
-    def refusal(self) -> InfeasibleBudgetError:
-        """The error where nothing fits."""
+    def refusal(self, undivided: Undivided) -> InfeasibleBudgetError:
+        """The error where nothing fits.
+
+        Args:
+            undivided: the devices.
+        """
         least = min(self._bounds, key=lambda division: (self._bounds[division].bytes, division))
         refused = min(self._refused.values(), key=lambda error: error.minimum, default=None)
-        devices = least.pipeline * least.replicas
         needed = self._bounds[least].bytes
         reason = f" Of those that were planned, the one that needs least: {refused}" if refused is not None else ""
         return InfeasibleBudgetError(
-            f"none of {len(self._bounds)} ways to divide {devices} devices fits. {_named(least)} needs at least "
+            f"none of {len(self._bounds)} ways to divide {undivided.text} fits. {_named(least)} needs at least "
             f"{bytes_text(needed)} on the fullest device. Use more devices, more and smaller microbatches, or a larger "
             f"budget.{reason}",
             refused.minimum if refused is not None else needed,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +14,8 @@ from torch import fx
 
 from roundpipe_fx.codegen import StageModule, moved
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import Mark, is_sum, is_tensor, viewed
+from roundpipe_fx.ir.collectives import is_collective
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_sum, is_tensor, viewed
 from roundpipe_fx.ir.options import StageCompiler
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.pipeline.host_memory import HostMemory, check_host_memory, host_budget_beside, host_memory_of
@@ -29,6 +31,7 @@ from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
+from roundpipe_fx.schedules.step_costs import device_orders
 from roundpipe_fx.torch_private import is_effect_token
 
 __all__ = ["PipelinedGraph", "Seen", "pipelined_graph", "plan_of_pipeline", "primals_read", "union"]
@@ -112,10 +115,23 @@ def _planned_mesh(pipeline: LoweredPipeline, timing: Timing) -> PlannedMesh:
         sharded=pipelining.sharded,
         weight_bytes=tuple(weights),
         optimizer_bytes=tuple(optimizer),
+        tensor_parallel=pipelining.tensor_parallel,
+        tensor_parallel_seconds=_seconds_within(pipeline, timing),
         collective_seconds=max(timing.collective_seconds, default=0.0),
         unhidden_seconds=timing.makespan - alone.makespan,
         divisions=pipeline.divisions,
     )
+
+
+def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
+    """Seconds of a step that the device with most of them spends in the collectives of the graph itself."""
+    seconds: Counter[tuple[int, Phase]] = Counter()
+    for node in pipeline.main.lowered.joint.computed():
+        if is_collective(node.target):
+            seconds[node.meta[Mark.STAGE], node.meta[Mark.PHASE]] += node.meta[Mark.SECONDS]
+    of_step = {step: seconds[own.stage, own.phase] for step, own in pipeline.main.steps.modules.items()}
+    orders = device_orders(timing.schedule)
+    return max((sum(of_step.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
 
 
 def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[OffloadedValue, ...]:

@@ -192,10 +192,10 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
         if pipelining.sharded:
             costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))
         costs = dataclasses.replace(costs, transport_bytes=_transport_bytes(steps, costs, setting, pipelining))
-    if pipelining.network is not None:
-        costs = dataclasses.replace(costs, network=pipelining.network)
+    if pipelining.between is not None:
+        costs = dataclasses.replace(costs, network=pipelining.between)
         if pipelining.replicas > 1:
-            ring = pipelining.network.ring(pipelining.replicas, pipelining.workers)
+            ring = pipelining.between.ring(pipelining.replicas, pipelining.workers)
             parallel = DataParallel(ring=ring, sharded=pipelining.sharded, together=SMALL_BYTES)
             costs = dataclasses.replace(costs, data_parallel=parallel)
     return Variant(lowered, steps, costs)

@@ -46,7 +46,7 @@ from roundpipe_fx.compiler.tiling import tile_sequence
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph, cut_for_schedule, weight_limits
-from roundpipe_fx.pipeline.distributed import refuse_distributed
+from roundpipe_fx.pipeline.distributed import refuse_distributed, refuse_other_groups
 from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of, lower_divided, pipelining_of
 from roundpipe_fx.pipeline.host_memory import check_host_memory, host_budget_of, host_memory_of
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, Variant, variant_of
@@ -99,10 +99,21 @@ def lower_pipeline(
         NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
     """
-    refuse_distributed(joint, pipelining.workers)
+    if pipelining.elsewhere:
+        refuse_other_groups(joint, pipelining.tensor_parallel)
+    else:
+        refuse_distributed(joint, pipelining.workers)
     if pipelining.undivided is not None:
         return _lower_undivided(joint, options, pipelining, registered_syncs, training, forwards_before_backwards)
-    joint, setting = prepare(joint, options, registered_syncs, workspaces, training, pipelining.microbatches)
+    joint, setting = prepare(
+        joint,
+        options,
+        registered_syncs,
+        workspaces,
+        training,
+        pipelining.microbatches,
+        network=pipelining.network,
+    )
     setting = dataclasses.replace(setting, share=share)
     names = [like.name] if like is not None else _schedules_to_try(options, pipelining, training)
 
@@ -136,13 +147,15 @@ def _lower_undivided(
         NoDivisionError: there is none, or nothing is trained.
     """
     undivided = pipelining.undivided
-    assert undivided is not None and pipelining.network is not None and not isinstance(options.stages, tuple)
+    assert undivided is not None and pipelining.between is not None and not isinstance(options.stages, tuple)
     if not training:
         raise NoDivisionError(
-            f"mesh_shape={undivided.devices}: devices are divided for training, and no gradient is computed here. Give "
+            f"mesh_shape={undivided.total}: devices are divided for training, and no gradient is computed here. Give "
             "the shape, as mesh_shape=(replicas, devices of each)."
         )
-    prepared, setting = prepare(joint.copy(), options, registered_syncs, None, training, undivided.microbatches)
+    prepared, setting = prepare(
+        joint.copy(), options, registered_syncs, None, training, undivided.microbatches, network=pipelining.network
+    )
     costs = segment_costs(prepared, setting)
     names = _schedules_to_try(options, pipelining, training)
     divisions = divisions_of(undivided, costs.count, options.stages, names, pipelining.sharded)
@@ -150,7 +163,7 @@ def _lower_undivided(
     bounds = StepBounds(
         costs=costs,
         microbatches=undivided.microbatches,
-        network=pipelining.network,
+        network=pipelining.between,
         memory=budget if isinstance(budget, int) else math.inf,
         with_weights=pipelining.budget_has_weights,
         optimizer_share=pipelining.optimizer_share,
@@ -170,7 +183,7 @@ def _lower_undivided(
                 forwards_before_backwards=forwards_before_backwards,
             )
 
-    return lower_divided(divisions, bounds, lower)
+    return lower_divided(undivided, divisions, bounds, lower)
 
 
 def _schedules_to_try(options: Options, pipelining: Pipelining, training: bool) -> Sequence[str]:

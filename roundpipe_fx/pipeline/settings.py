@@ -59,12 +59,24 @@ class Undivided:
     """Devices that are yet to be divided into replicas of a pipeline (:mod:`roundpipe_fx.pipeline.divide_devices`).
 
     Attributes:
-        devices: how many.
+        devices: how many, or groups of those that run each stage together.
         microbatches: of all replicas together.
+        group: how many devices a group has.
     """
 
     devices: int
     microbatches: int
+    group: int = 1
+
+    @property
+    def total(self) -> int:
+        """How many devices there are in all."""
+        return self.devices * self.group
+
+    @property
+    def text(self) -> str:
+        """What is divided, in words."""
+        return f"{self.devices} devices" if self.group == 1 else f"{self.devices} groups of {self.group} devices"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +103,8 @@ class Pipelining:
         budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages,
             and for the optimizer's state of these parameters.
         network: the links between the devices of all replicas; ``None``: they are not modelled.
+        tensor_parallel: how many neighbouring devices run each stage together, as its collectives say. One of them is
+            planned, in place of all: a worker is such a group.
         optimizer_share: bytes of the optimizer's state for each byte of a parameter, where replicas are planned for.
         undivided: the devices of a mesh of no fixed shape: ``devices``, ``microbatches``, ``replicas`` and ``sharded``
             are then chosen, ``sharded`` unless it is true; ``None``: they are fixed.
@@ -110,8 +124,14 @@ class Pipelining:
     elsewhere: bool = False
     budget_has_weights: bool = False
     network: Network | None = None
+    tensor_parallel: int = 1
     optimizer_share: float = 0.0
     undivided: Undivided | None = None
+
+    @property
+    def between(self) -> Network | None:
+        """The links between workers; ``None``: they are not modelled."""
+        return None if self.network is None else self.network.between_groups(self.tensor_parallel)
 
     @property
     def workers(self) -> int:

@@ -18,11 +18,12 @@ def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
     if not mesh.divisions:
         return []
     ordered = sorted(mesh.divisions, key=_key)
-    devices = ordered[0].pipeline * ordered[0].replicas
+    devices = f"{ordered[0].pipeline * ordered[0].replicas} "
+    devices += f"groups of {mesh.tensor_parallel} devices" if mesh.tensor_parallel > 1 else "devices"
     planned = sum(own.planned for own in ordered)
     shown = ordered if most is None else ordered[:most]
     lines = [
-        f"ways to divide {devices} devices: {len(ordered)}, of which {planned} planned; {_proof(ordered)}",
+        f"ways to divide {devices}: {len(ordered)}, of which {planned} planned; {_proof(ordered)}",
         "    replicas x devices          stages  schedule         ms a step  fullest device",
         *map(_row, shown),
     ]

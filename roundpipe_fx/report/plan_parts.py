@@ -189,8 +189,13 @@ class PlannedMesh:
         weight_bytes: for each device of a pipeline, bytes of its parameters and buffers between steps.
         optimizer_bytes: for each device of a pipeline, bytes of the optimizer's state; 0 where it is not known.
         collective_seconds: modelled seconds that the device with most of them gathers and reduces.
-        unhidden_seconds: how much shorter a step would be if no communication took time, that of the pipeline included.
+        unhidden_seconds: how much shorter a step would be if no communication took time, that of the pipeline included,
+            that of tensor parallelism not.
         tokens: in the batch of one replica; 0 where the inputs have none.
+        tensor_parallel: how many neighbouring devices run each stage together. A device of the pipeline stands for all
+            of them: its bytes are those of each.
+        tensor_parallel_seconds: modelled seconds that the device with most of them spends in collectives with these,
+            beside which nothing runs.
         divisions: the ways to divide the devices among which this one was chosen; empty: it was given.
     """
 
@@ -201,6 +206,8 @@ class PlannedMesh:
     collective_seconds: float
     unhidden_seconds: float
     tokens: int = 0
+    tensor_parallel: int = 1
+    tensor_parallel_seconds: float = 0.0
     divisions: tuple[PlannedDivision, ...] = field(default=(), repr=False)
 
 
@@ -267,7 +274,7 @@ class PlannedPipeline:
         """Modelled tokens a second of each device; ``None`` where no mesh was planned, or inputs have no tokens."""
         if self.mesh is None or not self.mesh.tokens:
             return None
-        return self.mesh.tokens / (self.makespan * len(self.devices))
+        return self.mesh.tokens / (self.makespan * len(self.devices) * self.mesh.tensor_parallel)
 
     @property
     def host_bytes(self) -> int:

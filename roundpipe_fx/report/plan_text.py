@@ -134,14 +134,23 @@ def _mesh_lines(pipeline: PlannedPipeline) -> list[str]:
     parts = [f"weights {bytes_text(mesh.weight_bytes[largest])}", f"a step {bytes_text(pipeline.peak_bytes[largest])}"]
     if any(mesh.optimizer_bytes):
         parts.insert(1, f"optimizer {bytes_text(mesh.optimizer_bytes[largest])}")
-    total, share = mesh.replicas * len(pipeline.devices), " that share out parameters" if mesh.sharded else ""
+    total = mesh.replicas * len(pipeline.devices) * mesh.tensor_parallel
+    share = " that share out parameters" if mesh.sharded else ""
+    groups = f", groups of {mesh.tensor_parallel} devices for tensor parallelism" if mesh.tensor_parallel > 1 else ""
     speed = pipeline.tokens_per_second
+    within = ""
+    if mesh.tensor_parallel > 1:
+        within = (
+            f"; tensor parallelism communicates for {mesh.tensor_parallel_seconds * 1e3:.3f} ms "
+            f"({mesh.tensor_parallel_seconds / pipeline.makespan:.1%}), beside which nothing runs"
+        )
     return [
-        f"mesh: {_counted(mesh.replicas, 'replica')}{share}, {total} devices in all; the fullest has "
+        f"mesh: {_counted(mesh.replicas, 'replica')}{share}{groups}, {total} devices in all; the fullest has "
         f"{bytes_text(pipeline.device_bytes[largest])} ({', '.join(parts)})",
         f"communication between replicas: {mesh.collective_seconds * 1e3:.3f} ms on the busiest device; without any "
         f"communication a step would be {mesh.unhidden_seconds * 1e3:.3f} ms "
         f"({mesh.unhidden_seconds / pipeline.makespan:.1%}) shorter"
+        + within
         + (f"; {speed:,.0f} tokens/s per device" if speed is not None else ""),
     ]
 

@@ -124,8 +124,10 @@ def is_same_object(value: Any, other: Any) -> bool:
 
 
 def plain_input(placeholder: fx.Node) -> int | None:
-    """Number of the input of Dynamo's graph that a graph input is; ``None`` if it is none, or a part of one."""
+    """Number of the input of Dynamo's graph that a graph input is, or whose inner tensor it is; ``None``: of none."""
     description: Any = placeholder.meta.get("desc")
+    while isinstance(description, SubclassGetAttrAOTInput):
+        description = description.base
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 

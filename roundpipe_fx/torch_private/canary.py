@@ -56,7 +56,7 @@ USED: Mapping[str, str] = {
     "torch._dynamo.variables.tensor": "TensorVariable.as_python_constant",
     "torch._functorch._aot_autograd.descriptors": (
         "BackwardTokenAOTInput ForwardTokenAOTInput GradAOTOutput.grad_of InputMutationAOTOutput.mutated_input "
-        "PlainAOTInput.idx SubclassGetAttrAOTInput SubclassGetAttrAOTOutput.base TangentAOTInput.output"
+        "PlainAOTInput.idx SubclassGetAttrAOTInput.base SubclassGetAttrAOTOutput.base TangentAOTInput.output"
     ),
     "torch._functorch.config": "donated_buffer patch",
     "torch._functorch.partitioners": "default_partition",
@@ -75,7 +75,7 @@ USED: Mapping[str, str] = {
         "DataDependentOutputException DynamicOutputShapeException FakeTensorMode UnsupportedFakeTensorException"
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback",
-    "torch.distributed.distributed_c10d": "_get_default_store",
+    "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
     "torch.distributed.pipelining.microbatch": "_Replicate",
     "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward",

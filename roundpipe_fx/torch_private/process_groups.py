@@ -1,13 +1,14 @@
-"""Process groups: the store that all ranks share, and a group's timeout."""
+"""Process groups: the store that all ranks share, a group's timeout, and the ranks of a group in a traced graph."""
 
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["default_store", "group_timeout"]
+__all__ = ["default_store", "group_ranks", "group_timeout"]
 
 
 def default_store() -> dist.Store:
@@ -22,3 +23,15 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     timeout: timedelta = group._get_backend(device).options._timeout
     return timeout
+
+
+def group_ranks(group: Any) -> list[int]:
+    """The ranks of a process group as a collective of a traced graph names it; empty: this process has none such."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    if isinstance(group, str):
+        try:
+            group = _resolve_process_group(group)  # type: ignore[arg-type]
+        except (RuntimeError, LookupError):
+            return []
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []

@@ -9,7 +9,6 @@ import transformers
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
-from roundpipe_fx.analysis.cost.network import network_of
 from tests.golden_models import TiedTransformer
 from tests.hugging_face import gpt2
 
@@ -268,7 +267,7 @@ def test_what_a_budget_keeps_gathered_takes_no_time_to_gather_again() -> None:
     model, x = _WithLoss(_layers(count, width)), torch.empty(8, width)
     common: dict[str, Any] = {"labels": x, "num_microbatches": 4, "stages": 8, "mesh_shape": (8, 1), "shard": "dp"}
     least, most = (roundpipe_fx.plan(model, x, device="H100", memory_budget=share, **common) for share in (0.0, 1.0))
-    size, ring = 4 * width**2, network_of("H100").ring(8, 1)
+    size, ring = 4 * width**2, DEVICES["H100"].network.ring(8, 1)
     again = least.pipeline.gathered_bytes[0] // size - count
     assert again > 0 and most.pipeline.gathered_bytes == (count * size,)
     saved = least.pipeline.mesh.collective_seconds - most.pipeline.mesh.collective_seconds
@@ -306,7 +305,8 @@ def test_tokens_of_a_mesh() -> None:
         ({"mesh_shape": (2, 0)}, "sizes of the dimensions 'dp' and 'pp'"),
         ({"mesh_shape": 0}, "a mesh has at least one device"),
         ({"mesh_shape": 8, "devices": 4}, "exclude each other"),
-        ({"mesh_shape": (8, 1, 2)}, "sizes of the dimensions 'dp' and 'pp'"),
+        ({"mesh_shape": (8, 1, 2)}, "no parameter of the model is a DTensor"),
+        ({"mesh_shape": (8, 1, 2, 2)}, "sizes of the dimensions 'dp' and 'pp'"),
         ({"mesh_shape": (2, 2), "devices": 4}, "exclude each other"),
         ({"mesh_shape": (2, 2), "offloaded": True}, "exclude each other"),
         ({"shard": "dp"}, "are of a mesh"),

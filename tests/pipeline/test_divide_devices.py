@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.analysis.cost.network import network_of
+from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.pipeline import lowering
 from roundpipe_fx.pipeline.divide_devices import NoDivisionError, divisions_of
@@ -73,9 +73,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> _Noted:
     found = _Noted()
     divide = lowering.lower_divided
 
-    def lower_divided(divisions: list[Division], bounds: StepBounds, lower: Any) -> LoweredPipeline:
+    def lower_divided(
+        undivided: Undivided, divisions: list[Division], bounds: StepBounds, lower: Any
+    ) -> LoweredPipeline:
         found.divisions, found.bounds, found.lower = divisions, bounds, lower
-        return divide(divisions, bounds, lower)
+        return divide(undivided, divisions, bounds, lower)
 
     monkeypatch.setattr(lowering, "lower_divided", lower_divided)
     return found
@@ -224,7 +226,7 @@ def test_bounds_of_equal_layers(noted: _Noted) -> None:
     bound = noted.bounds.of(pipeline)
     assert 5 / 2 * total * 0.9 < bound.seconds < 5 / 2 * total * 1.2
     replicas = Division(pipeline=1, replicas=2, sharded=False, stages=1, schedule="1f1b")
-    reduced = network_of("H100").ring(2, 1).all_reduce_seconds(_SIZE)
+    reduced = DEVICES["H100"].network.ring(2, 1).all_reduce_seconds(_SIZE)
     assert noted.bounds.of(replicas).seconds == pytest.approx(2 * total + 4 * reduced)
 
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from roundpipe_fx.analysis.cost.network import Network, Ring, network_of
+from roundpipe_fx.analysis.cost import DEVICES
+from roundpipe_fx.analysis.cost.network import Network, Ring
 from roundpipe_fx.schedules import ActionKind, StepCosts, chain, gpipe, one_f_one_b, simulate_time
 from roundpipe_fx.schedules.data_parallel import DataParallel, Gather
 from roundpipe_fx.schedules.memory import weights_of_devices
@@ -18,7 +19,7 @@ from roundpipe_fx.schedules.sharding import ShardedCosts, gaps_of, gathers_of
 from roundpipe_fx.schedules.step_costs import device_orders
 
 _F, _B = ActionKind.FORWARD, ActionKind.BACKWARD
-_H100 = network_of("H100")
+_H100 = DEVICES["H100"].network
 
 
 def _hop_by_hop(ranks: int, size: float, latency: float, bandwidth: float, reduces: bool) -> float:

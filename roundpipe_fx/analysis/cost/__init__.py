@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from roundpipe_fx.analysis.cost.added import annotate_added
 from roundpipe_fx.analysis.cost.measured import MeasuredCosts
 from roundpipe_fx.analysis.cost.model import CostModel
+from roundpipe_fx.analysis.cost.network import Network
 from roundpipe_fx.analysis.cost.of_node import annotate_node, tensor_bytes
 from roundpipe_fx.analysis.cost.real_layout import (
     layout_of,
@@ -42,13 +45,16 @@ __all__ = [
 ]
 
 
-def cost_model(kind: str, device: torch.device, name: str | None = None) -> CostModel:
+def cost_model(kind: str, device: torch.device, name: str | None = None, network: Network | None = None) -> CostModel:
     """The cost model of an option.
 
     Args:
         kind: ``"roofline"`` or ``"measured"``.
         device: the device that the work runs on.
         name: name of a device in :data:`DEVICES` to model instead of ``device``.
+        network: the links over which collectives of the graph run; ``None``: the usual ones of such devices.
     """
     roofline = roofline_of(device, name)
+    if network is not None:
+        roofline = dataclasses.replace(roofline, network=network)
     return roofline if kind == "roofline" else MeasuredCosts.load(roofline, device)

@@ -25,6 +25,7 @@ from torch import fx
 from roundpipe_fx.analysis.cost.roofline import Roofline
 from roundpipe_fx.analysis.cost.signature import made_up_arguments, signature_of
 from roundpipe_fx.analysis.data_files import cache_folder
+from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_side_effect
 from roundpipe_fx.operators.gradient_sums import SUMMING
 from roundpipe_fx.torch_private import save_rng_states
@@ -79,6 +80,8 @@ class MeasuredCosts:
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Measured seconds of a node's operation."""
         is_alone = isinstance(node.target, torch._ops.OpOverload) or node.target in SUMMING
+        if is_collective(node.target):  # other ranks would have to run it too
+            return self.roofline.node_seconds(node, flops, traffic, dtype)
         if not is_alone or has_side_effect(node):
             return self.seconds(flops, traffic, dtype)
         signature = signature_of(node)

@@ -10,12 +10,11 @@ these adapters work in parallel.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
-from roundpipe_fx.analysis.cost.roofline import DEVICES
-
-__all__ = ["Network", "Ring", "network_of"]
+__all__ = ["Network", "Ring", "usual_network"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,33 @@ class Network:
             the ring, as fast as the slowest of its links.
         """
         together = max(1, self.node // stride)
-        nodes = -(-ranks // together)
+        return self._ring(ranks, -(-ranks // together), together)
+
+    def ring_of(self, ranks: Collection[int]) -> Ring:
+        """The ring of some devices.
+
+        Args:
+            ranks: their numbers.
+
+        Returns:
+            the ring, as fast as the slowest of its links.
+        """
+        nodes = Counter(rank // self.node for rank in ranks)
+        return self._ring(len(ranks), len(nodes), min(nodes.values()))
+
+    def between_groups(self, size: int) -> Network:
+        """The links between groups of neighbours, of which each device talks to the same one of another group.
+
+        Args:
+            size: how many devices a group has. All of them talk at the same time, each over its own links.
+
+        Returns:
+            the links, with groups for devices.
+        """
+        return replace(self, node=max(1, self.node // size))
+
+    def _ring(self, ranks: int, nodes: int, together: int) -> Ring:
+        """A ring over nodes, which has at least so many ranks together on each."""
         if nodes == 1:
             return Ring(ranks, (ranks - 1) * self.within_latency, self.within_bandwidth)
         latency = (nodes - 1) * self.between_latency + (ranks - nodes) * self.within_latency
@@ -128,33 +153,18 @@ _NVLINK, _PCIE, _NETWORK = 3.4e-6, 5.7e-6, 9.6e-6
 """Latencies of a hop of a ring, for large messages, by which NCCL chooses algorithms (``src/graph/tuning.cc``)."""
 
 
-def _network(name: str, latency: float, between: float) -> Network:
+def usual_network(link: float, nvlink: bool, between: float) -> Network:
+    """The links of nodes of eight devices.
+
+    Args:
+        link: bytes per second between devices of a node.
+        nvlink: whether NVLink connects them, or PCIe.
+        between: bytes per second between a device and those of other nodes.
+    """
     return Network(
         node=8,
-        within_bandwidth=DEVICES[name].link,
-        within_latency=latency,
+        within_bandwidth=link,
+        within_latency=_NVLINK if nvlink else _PCIE,
         between_bandwidth=between,
         between_latency=_NETWORK,
     )
-
-
-# Eight devices a node. DGX A100 and DGX H100 or H200 have a network adapter for each device, of 200 and 400 Gb/s
-# (NVIDIA's data sheets); where devices have no NVLink, one of 100 Gb/s that eight share is assumed.
-_NETWORKS: Mapping[str, Network] = {
-    "A100": _network("A100", _NVLINK, 25e9),
-    "H100": _network("H100", _NVLINK, 50e9),
-    "H200": _network("H200", _NVLINK, 50e9),
-    "L40S": _network("L40S", _PCIE, 12.5e9 / 8),
-    "RTX 3090": _network("RTX 3090", _PCIE, 12.5e9 / 8),
-    "RTX 4090": _network("RTX 4090", _PCIE, 12.5e9 / 8),
-    "cpu": _network("cpu", _PCIE, 12.5e9 / 8),
-}
-
-
-def network_of(name: str) -> Network:
-    """The usual network of devices.
-
-    Args:
-        name: of a device in :data:`roundpipe_fx.analysis.cost.DEVICES`.
-    """
-    return _NETWORKS[name]

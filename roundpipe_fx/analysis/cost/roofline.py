@@ -17,6 +17,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from roundpipe_fx import torch_private
+from roundpipe_fx.analysis.cost.collectives import collective_seconds
+from roundpipe_fx.analysis.cost.network import Network, usual_network
+from roundpipe_fx.ir.collectives import is_collective
 from roundpipe_fx.ir.joint_graph import has_tag
 from roundpipe_fx.operators.gradient_sums import add_product_to
 from roundpipe_fx.torch_private import tree_leaves, tree_map
@@ -38,6 +41,7 @@ class Roofline:
         link: bytes per second from this device to another one.
         host: bytes per second between this device and the host, in each direction.
         overhead: seconds of launching an operation, independent of its size.
+        network: the usual links between such devices, of one node or many.
         memory: bytes of memory of the device; 0 if it is not fixed.
         draw: seconds of drawing a random number, in addition to writing it.
         full: number of elements of a result from which on a kernel keeps the whole device busy.
@@ -49,6 +53,7 @@ class Roofline:
     link: float
     host: float
     overhead: float
+    network: Network
     memory: int = 0
     draw: float = 0.0
     full: int = 1 << 15
@@ -56,6 +61,10 @@ class Roofline:
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
+        if is_collective(node.target):
+            sent = collective_seconds(node, self.network)
+            if sent is not None:
+                return sent
         operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
         return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
 
@@ -73,7 +82,13 @@ _RESIDENT_ELEMENTS = 1 << 20
 """About a hundred multiprocessors with 2,048 threads, each of which computes some four elements."""
 
 
-def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int) -> Roofline:
+_PCIE = 32e9
+_SHARED = 12.5e9 / 8
+
+
+def _gpu(
+    name: str, fp32: float, half: float, bandwidth: float, link: float, host: float, gib: int, between: float
+) -> Roofline:
     rates = {torch.float32: fp32, torch.float16: half, torch.bfloat16: half, torch.float64: fp32 / 2}
     return Roofline(
         name=name,
@@ -82,13 +97,16 @@ def _gpu(name: str, fp32: float, half: float, bandwidth: float, link: float, hos
         link=link,
         host=host,
         overhead=4e-6,
+        network=usual_network(link, link > _PCIE, between),
         memory=gib * 2**30,
         full=_RESIDENT_ELEMENTS,
     )
 
 
 # Vendors' dense peak figures, rounded; links are PCIe or NVLink per direction. To the host 25 of
-# the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained.
+# the 32 GB/s of PCIe 4, and 50 of the 64 GB/s of PCIe 5, are taken to be attained. Eight devices are a node: DGX A100
+# and DGX H100 or H200 have a network adapter for each device, of 200 and 400 Gb/s (NVIDIA's data sheets); where devices
+# have no NVLink, one of 100 Gb/s that eight share is assumed.
 DEVICES: Mapping[str, Roofline] = {
     "cpu": Roofline(
         name="CPU",
@@ -97,14 +115,15 @@ DEVICES: Mapping[str, Roofline] = {
         link=2e10,
         host=2e10,
         overhead=2e-6,
+        network=usual_network(2e10, False, _SHARED),
         draw=5e-9,
     ),
-    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80),
-    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80),
-    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 50e9, 141),
-    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, 32e9, 25e9, 48),
-    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, 32e9, 25e9, 24),
-    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, 32e9, 25e9, 24),
+    "A100": _gpu("A100", 19.5e12, 312e12, 2.0e12, 300e9, 25e9, 80, 25e9),
+    "H100": _gpu("H100", 67e12, 989e12, 3.35e12, 450e9, 50e9, 80, 50e9),
+    "H200": _gpu("H200", 67e12, 989e12, 4.8e12, 450e9, 50e9, 141, 50e9),
+    "L40S": _gpu("L40S", 91e12, 362e12, 0.864e12, _PCIE, 25e9, 48, _SHARED),
+    "RTX 3090": _gpu("RTX 3090", 35.6e12, 71e12, 0.936e12, _PCIE, 25e9, 24, _SHARED),
+    "RTX 4090": _gpu("RTX 4090", 82.6e12, 165e12, 1.008e12, _PCIE, 25e9, 24, _SHARED),
 }
 
 

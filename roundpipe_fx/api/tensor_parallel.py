@@ -1,0 +1,111 @@
+"""Models whose layers several devices share out, as a plan sees them: with the local tensors of one of the ranks.
+
+``parallelize_module`` makes a model's parameters DTensors. A plan traces the program of this process's rank, which has
+collectives where PyTorch puts them, and the shapes of its shards. No other process is needed for that: with the backend
+``"fake"`` there is a group of any size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+__all__ = ["check_tensor_parallel", "local_tensor", "rewrapped", "tensor_parallel_ranks"]
+
+
+def tensor_parallel_ranks(model: nn.Module) -> int:
+    """How many ranks share out a model's layers; 1: its parameters are no DTensors.
+
+    Args:
+        model: as ``parallelize_module`` has left it.
+
+    Raises:
+        ValueError: they are DTensors of other kinds, which a plan cannot place.
+    """
+    meshes = {tensor.device_mesh for tensor in model.parameters() if isinstance(tensor, DTensor)}
+    if not meshes:
+        return 1
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise ValueError(
+            "plan() was given a model that fully_shard shards. Give the model without it, and mesh_shape= with "
+            "shard='dp': replicas then share out its parameters."
+        )
+    sizes = {mesh.size() for mesh in meshes}
+    if len(sizes) > 1 or any(mesh.ndim > 1 for mesh in meshes):
+        shapes = ", ".join(sorted({str(tuple(mesh.shape)) for mesh in meshes}))
+        raise ValueError(
+            f"the model's parameters are DTensors on meshes of the shapes {shapes}: plan() knows one dimension of "
+            "tensor parallelism. Call parallelize_module with that dimension of the mesh, mesh['tp'], and give the "
+            "other dimensions as mesh_shape=(dp, pp, tp)."
+        )
+    kinds = {mesh.device_type for mesh in meshes} - {"cpu"}
+    if kinds:
+        raise ValueError(
+            f"the model's parameters are DTensors on a mesh of {min(kinds)!r} devices, and plan() traces on the CPU, "
+            "for any device: parallelize the model with init_device_mesh('cpu', …)."
+        )
+    return min(sizes)
+
+
+def check_tensor_parallel(ranks: int, mesh_shape: object, given: int | None, alone: str) -> None:
+    """Check that what a plan was asked for is for the ranks that share out the model's layers.
+
+    Args:
+        ranks: how many they are.
+        mesh_shape: the user's.
+        given: how many the user said; ``None``: nothing was said about it, and no other number of devices is known.
+        alone: an option of the user's that excludes tensor parallelism; empty: there is none.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if ranks > 1 and alone:
+        raise ValueError(
+            f"{alone} is for models whose layers are whole on a device, and this one's parameters are DTensors over "
+            f"{ranks} devices. Give mesh_shape=(dp, pp, {ranks})."
+        )
+    if given is None or given == ranks:
+        return
+    if ranks == 1:
+        raise ValueError(
+            f"mesh_shape={mesh_shape!r}: {given} devices are to share out each layer, and "
+            "no parameter of the model is a DTensor. "
+            "Call torch.distributed.tensor.parallel.parallelize_module first. No other process is needed for it: "
+            f"torch.distributed.init_process_group('fake', rank=0, world_size={given})."
+        )
+    raise ValueError(
+        f"mesh_shape={mesh_shape!r}: the model's parameters are DTensors over {ranks} devices. "
+        f"Give that number as the size of the dimension 'tp', the last one: mesh_shape=(dp, pp, {ranks})."
+    )
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def rewrapped(fake: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that replaces the local tensors of DTensors, and other tensors themselves.
+
+    Args:
+        fake: replaces a tensor.
+    """
+
+    def replaced(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, DTensor):
+            return fake(tensor)
+        made = DTensor.from_local(
+            fake(tensor.to_local().detach()),
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+        return made.requires_grad_(tensor.requires_grad)
+
+    return replaced
