@@ -143,6 +143,15 @@ def test_sequence_parallelism_and_the_loss_shared_out(mesh: dist.DeviceMesh) -> 
     assert sum(planned.pipeline.mesh.weight_bytes) == pytest.approx(4 * total // 4, rel=0.01)
 
 
+def test_only_one_plan_for_all_ranks_communicates_again(mesh: dist.DeviceMesh) -> None:
+    def gathers(**options: Any) -> int:
+        with loss_parallel():
+            planned = _planned(_sequence_parallel(mesh, 2), memory_budget=0.0, num_microbatches=2, **options)
+        return "".join(planned.sources().values()).count("all_gather_into_tensor.default(")
+
+    assert gathers(mesh_shape=(1, 1, RANKS)) > gathers()
+
+
 def test_devices_are_divided_in_groups(mesh: dist.DeviceMesh) -> None:
     planned = _planned(_net(mesh, 2), mesh_shape=2 * RANKS, schedule="1f1b")
     assert planned.pipeline is not None and planned.pipeline.mesh is not None
