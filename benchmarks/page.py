@@ -178,10 +178,23 @@ _PARTS = (
         "without float8) and for A100s with FSDP alone "
         "(https://github.com/pytorch/torchtitan/blob/main/docs/performance.md). Nothing was fitted. Those H100s have "
         "96 GB at 2.4 TB/s and a power limit of 500 W; plans are for 80 GB at 3.35 TB/s. Sequences are taken to have "
-        "8,192 tokens, torchtitan's default. The 70B and 405B runs on H100s have tensor parallelism with float8, which "
-        "no plan has. Not modelled: the optimizer's step, parameters in float32. What is recomputed is decided by "
+        "8,192 tokens, torchtitan's default. Runs with tensor parallelism are in the "
+        "next table. Not modelled: the optimizer's step, parameters in float32. What is recomputed is decided by "
         "the devices' memory, not as published. The last rows are for 1,024 devices, and have no published "
         "counterpart; of the last one, the division of the devices and the schedule are chosen.",
+    ),
+    _Part(
+        "published_parallel",
+        "Published runs with tensor parallelism",
+        "benchmarks.published_parallel",
+        "Planned, not run, at the vendor's peak rates, with layers shared out by eight devices: replicas × groups "
+        "in a pipeline × 8. Llama is torchtitan's run on H100s, table 4 of the page above, with float8, where the "
+        "plan is for bfloat16. GPT are Megatron's on A100s: https://arxiv.org/abs/2205.05198, with sequence "
+        "parallelism and selective recomputation; where all is recomputed, https://arxiv.org/abs/2104.04473, table "
+        "1, with seconds by the paper's count of operations and microbatches of one row. Nothing was fitted. "
+        "Communication of tensor parallelism is not hidden in plans. Not modelled: the optimizer's step, "
+        "parameters in float32, dropout. What is recomputed is decided by the devices' memory, not as published. "
+        "Most of the planning is PyTorch's tracing; its seconds are those of the CPU.",
     ),
     _Part(
         "tiling_lowest",

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "pipeline",
     "pipeline_memory",
     "published",
+    "published_parallel",
     "offloaded",
     "host_optimizer",
     "processes",
