@@ -188,13 +188,14 @@ _PARTS = (
         "Published runs with tensor parallelism",
         "benchmarks.published_parallel",
         "Planned, not run, at the vendor's peak rates, with layers shared out by eight devices: replicas × groups "
-        "in a pipeline × 8. Llama is torchtitan's run on H100s, table 4 of the page above, with float8, where the "
-        "plan is for bfloat16. GPT are Megatron's on A100s: https://arxiv.org/abs/2205.05198, with sequence "
-        "parallelism and selective recomputation; where all is recomputed, https://arxiv.org/abs/2104.04473, table "
-        "1, with seconds by the paper's count of operations and microbatches of one row. Nothing was fitted. "
-        "Communication of tensor parallelism is not hidden in plans. Not modelled: the optimizer's step, "
-        "parameters in float32, dropout. What is recomputed is decided by the devices' memory, not as published. "
-        "Most of the planning is PyTorch's tracing; its seconds are those of the CPU.",
+        "in a pipeline × 8. Llama are torchtitan's runs on H100s, tables 4 and 5 of the page above, with float8, "
+        "where plans are for bfloat16; the microbatches of 405B are the default of that time. GPT are Megatron's "
+        "on A100s: https://arxiv.org/abs/2205.05198, with sequence parallelism and selective recomputation; where "
+        "all is recomputed, https://arxiv.org/abs/2104.04473, table 1, with seconds by the paper's count of "
+        "operations and microbatches of one row. Nothing was fitted. Communication of tensor parallelism is not "
+        "hidden in plans. Not modelled: the optimizer's step, parameters in float32, dropout. What is recomputed "
+        "is decided by the devices' memory, not as published. Most of the planning is PyTorch's tracing; its "
+        "seconds are those of the CPU.",
     ),
     _Part(
         "tiling_lowest",

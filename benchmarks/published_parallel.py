@@ -2,9 +2,11 @@
 
 Over eight devices of a node, as all of these runs:
 
-- torchtitan, in its repository pytorch/torchtitan, ``benchmarks/llama3_h100_202412_torchtitan.md``, table 4: Llama
-  3.1 of 70B on H100s (the nodes as in :mod:`benchmarks.published`), with float8 and torch.compile, all activations
-  checkpointed; sequences of 8,192 tokens. Plans are for bfloat16. Its batch of 16 rows is that many microbatches here.
+- torchtitan, in its repository pytorch/torchtitan, ``benchmarks/llama3_h100_202412_torchtitan.md``, tables 4 and 5:
+  Llama 3.1 of 70B and 405B on H100s (the nodes as in :mod:`benchmarks.published`), with float8 and torch.compile, all
+  activations checkpointed; sequences of 8,192 tokens. Plans are for bfloat16, and do not hide the communication of
+  tensor parallelism, as torchtitan's does for 405B. The 16 rows of 70B are as many microbatches here. Into how many the
+  pipeline split its batch is not published; here the default of that time, one for each of its stages.
 - Megatron: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv 2205.05198,
   the models of 22B and 175B and their seconds of an iteration with sequence parallelism and selective recomputation, on
   A100s of 80 GB, sequences of 2,048 tokens, without replicas. (Other models, there up to 1T, take longer to plan.)
@@ -66,6 +68,7 @@ class _Run:
 
 
 _70B = functools.partial(llama, layers=80, width=8192, inner=28672, heads=64)
+_405B = functools.partial(llama, layers=126, width=16384, inner=53248, heads=128)
 
 
 def _titan(name: str, speed: int, **how: Any) -> _Run:
@@ -90,6 +93,7 @@ def _of_flops(teraflops: float, layers: int, width: int, batch: int, devices: in
 
 RUNS = (
     _titan("Llama 70B, float8", 829, make=_70B, replicas=32, pipeline=1, rows=16, microbatches=16, stages=81),
+    _titan("Llama 405B, float8, 1F1B", 100, make=_405B, replicas=8, pipeline=8, rows=32, microbatches=8),
     _megatron("GPT 22B", 48, 6144, 64, pipeline=1, rows=4, microbatches=1, seconds=1.10),
     _megatron("GPT 175B, interleaved", 96, 12288, 96, pipeline=8, rows=64, stages=24, seconds=13.75),
     _megatron(
