@@ -18,7 +18,7 @@ from roundpipe_fx.api.compiled_module import compiled_module
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.microbatch import row_counts, split_inputs
-from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
+from roundpipe_fx.pipeline.settings import Undivided, parse_host_links, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
 from roundpipe_fx.schedules import Schedule
@@ -43,6 +43,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
     host_budget: int | str | None = None,
+    host_links: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -98,6 +99,7 @@ def plan(
             for each row; rows must be divisible by it.
         schedule: as for :func:`roundpipe_fx.compile`.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
+        host_links: as for :func:`roundpipe_fx.compile`; only if the model is offloaded.
         optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
             parameters or from copies of them, which are counted too. Like them it needs no memory here:
             ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
@@ -131,6 +133,8 @@ def plan(
         raise ValueError(f"shard={shard!r}: the only valid value is 'dp'.")
     if network is not None and not isinstance(network, Network):
         raise TypeError(f"network={network!r}: give a roundpipe_fx.Network, or leave it out for the usual one.")
+    if host_links is not None and not offloaded:
+        raise ValueError("host_links= is for a model on the CPU: give offloaded=True too.")
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
@@ -175,6 +179,7 @@ def plan(
             offloaded=offloaded,
             over_processes=over_processes,
             host_budget=parse_host_budget(host_budget),
+            host_links=parse_host_links(host_links),
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,
@@ -309,6 +314,7 @@ _OPTIONS = (
     "num_microbatches",
     "schedule",
     "host_budget",
+    "host_links",
     "optimizer",
 )
 
