@@ -252,7 +252,8 @@ class _Compilation:
         return load_program(program, stages, strided=lowered.stage_compiler != "eager")
 
     def _view(self, module: fx.GraphModule, num_forward_outputs: int) -> JointGraph:
-        joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients)
+        offloaded = self.pipelining is not None and self.pipelining.offloaded
+        joint = joint_graph_of(module, num_forward_outputs, self.labels, self.own_gradients, offloaded)
         return expect_loss(joint, self.autocast, self.learned.brought(self.operations_name))
 
 

@@ -101,6 +101,7 @@ def joint_graph_of(
     num_forward_outputs: int,
     input_labels: Sequence[tuple[str, bool]],
     own_gradients: tuple[str, ...] = (),
+    offloaded: bool = False,
 ) -> JointGraph:
     """Make a joint graph from a graph of AOTAutograd.
 
@@ -109,12 +110,13 @@ def joint_graph_of(
         num_forward_outputs: number of its outputs that belong to the forward.
         input_labels: for each input of Dynamo's graph, its path and whether it is a parameter.
         own_gradients: see :func:`roundpipe_fx.frontend.own_gradients.own_gradients`.
+        offloaded: whether the model is on the host, from where the parts of quantized parameters come one by one.
     """
     labels: dict[fx.Node, str] = {}
     parameters = set()
     names: set[str] = set()
     for node in module.graph.find_nodes(op="placeholder"):
-        index = torch_private.plain_input(node)
+        index = torch_private.plain_input(node, or_part=offloaded)
         if index is not None and index < len(input_labels):
             label, is_parameter = input_labels[index]
             # Modules in a closure or a list all appear as roots, so their parameters may have the same name.

@@ -123,9 +123,16 @@ def is_same_object(value: Any, other: Any) -> bool:
     return bool(getattr(value, "real_obj", value) == getattr(other, "real_obj", other))
 
 
-def plain_input(placeholder: fx.Node) -> int | None:
-    """Number of the input of Dynamo's graph that a graph input is; ``None`` if it is none, or a part of one."""
+def plain_input(placeholder: fx.Node, or_part: bool = False) -> int | None:
+    """Number of the input of Dynamo's graph that a graph input is; ``None`` if it is none.
+
+    Args:
+        placeholder: the graph input.
+        or_part: whether it may also be a part of that input, a tensor inside of another one.
+    """
     description: Any = placeholder.meta.get("desc")
+    while or_part and isinstance(description, SubclassGetAttrAOTInput):
+        description = description.base
     return description.idx if isinstance(description, PlainAOTInput) else None
 
 
