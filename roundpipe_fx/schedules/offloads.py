@@ -19,16 +19,20 @@ Activations are offloaded so by vDNN (Rhu et al., 2016), ZeRO-Infinity (Rajbhand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.step_costs import StepCosts
 
-__all__ = ["Offload", "buffer_bytes", "offloads_at_distance", "power_of_two"]
+__all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
+
+
+_FORWARD = KINDS.index(ActionKind.FORWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Offload:
 
 def offloads_at_distance(
     schedule: Schedule, costs: StepCosts, others: Mapping[int, StepCosts], distance: int
-) -> list[Offload]:
+) -> tuple[list[Offload], list[Offload]]:
     """All offloads that are possible: one for each time between two readers of a value on the device that makes it.
 
     Args:
@@ -71,61 +75,66 @@ def offloads_at_distance(
         costs: of the stage actions.
         others: costs of microbatches of another size, by index.
         distance: number of actions beside which a value is copied, in each direction.
+
+    Returns:
+        those that may be made, and those that must, from the forward to the backward, which are copied beside fewer
+        actions where there are no more.
     """
-    found: list[Offload] = []
+    may: list[Offload] = []
+    must: list[Offload] = []
     for device, order in enumerate(schedule.orders):
         of_batch: dict[int, dict[tuple[int, int], int]] = {}
         for place, (kind, stage, batch) in enumerate(order.tolist()):
             of_batch.setdefault(batch, {})[kind, stage] = place
         for batch, places in of_batch.items():
-            for held in others.get(batch, costs).held:
+            of_this = others.get(batch, costs)
+            for held in of_this.held:
                 maker = places.get((KINDS.index(held.maker[0]), held.maker[1]))
                 if maker is None or not held.values or held.lasts:
                     continue
                 readers = ((KINDS.index(kind), stage) for kind, stage in held.readers)
                 uses = sorted({maker, *(places[reader] for reader in readers if reader in places)})
-                found += [
-                    Offload(
+                for last, following in pairwise(uses):
+                    most = (following - last - 2) // 2
+                    wanted = held.values[0][0] in of_this.wanted_on_host
+                    must_leave = wanted and order[last, 0] == _FORWARD != order[following, 0]
+                    if most < 0 or (distance > most and not must_leave):
+                        continue
+                    beside = min(distance, most)
+                    offload = Offload(
                         device=device,
                         microbatch=batch,
                         values=held.values,
                         leaves=last + 1,
-                        freed=last + 1 + distance,
-                        reloads=following - distance,
+                        freed=last + 1 + beside,
+                        reloads=following - beside,
                         back=following,
                     )
-                    for last, following in pairwise(uses)
-                    if last + 1 + distance < following - distance
-                ]
-    return found
+                    (must if must_leave else may).append(offload)
+    return may, must
 
 
-def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], round_up: bool) -> int:
+def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> int:
     """Bytes of the buffers on the host that hold offloaded values.
 
     A buffer serves values of its size, on its device, one after another: from the position at which a value leaves to
-    the one at which it is back.
+    the one at which it is back, where others have left already.
 
     Args:
         offloads: what leaves.
         lengths: number of actions of each device.
-        round_up: whether each buffer takes a power of two, as pinned memory does.
+        taken: bytes that a buffer of a size takes.
     """
     changes: dict[tuple[int, int], Counter[int]] = {}
     for own in offloads:
         for _, size in own.values:
             change = changes.setdefault((own.device, size), Counter())
             change[own.leaves] += 1
-            change[own.back] -= 1
+            change[own.back + 1] -= 1
     total = 0
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
         for place, count in change.items():
             levels[place] += count
-        total += int(np.cumsum(levels).max()) * (power_of_two(size) if round_up else size)
+        total += int(np.cumsum(levels).max()) * taken(size)
     return total
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least a number of bytes."""
-    return 1 << max(size - 1, 0).bit_length()
