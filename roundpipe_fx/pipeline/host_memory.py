@@ -1,13 +1,13 @@
 """Host memory of an offloaded model's step: its weights, their gradients, the values that leave its devices, and what
 its optimizer has.
 
-All but the last lie in pinned memory, so that copies overlap with the devices' work; the allocator of pinned memory
-rounds each tensor up to a power of two, which is counted. The optimizer is counted where it is known when a step is
-planned or begins.
+All but the last lie in pinned memory, so that copies overlap with the devices' work; what that takes is counted. The
+optimizer is counted where it is known when a step is planned or begins.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import psutil
@@ -15,8 +15,9 @@ import psutil
 from roundpipe_fx.budget import HostMemoryError, bytes_text
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.runtime.pinned_memory import pinned_bytes
 from roundpipe_fx.schedules import Timing
-from roundpipe_fx.schedules.offloads import buffer_bytes, power_of_two
+from roundpipe_fx.schedules.offloads import buffer_bytes
 
 __all__ = ["HostMemory", "check_host_memory", "host_budget_beside", "host_budget_of", "host_memory_of"]
 
@@ -57,15 +58,15 @@ def host_memory_of(pipeline: LoweredPipeline, timing: Timing, pipelining: Pipeli
     costs, setting = pipeline.main.costs, pipeline.main.lowered.setting
     if costs.on_host is None:
         return HostMemory()
-    pinned = setting.device.type != "cpu" or setting.options.device_name not in (None, "cpu")
+    on_paper = setting.device.type == "cpu" and setting.options.device_name not in (None, "cpu")
+    taken = functools.partial(pinned_bytes, device_type="cuda" if on_paper else setting.device.type)
     sizes = {number: size for of in costs.copied_bytes.values() for number, size in of.items()}
     weights = [size for number, size in sizes.items() if number in costs.on_host]
-    gradients = [*timing.returned_bytes]
-    if pinned:
-        weights, gradients = ([power_of_two(size) for size in of] for of in (weights, gradients))
     lengths = [len(order) for order in timing.schedule.orders]
-    values = buffer_bytes(timing.offloads, lengths, pinned)
-    return HostMemory(sum(weights), sum(gradients), values, pipelining.optimizer.bytes)
+    values = buffer_bytes(timing.offloads, lengths, taken)
+    return HostMemory(
+        sum(map(taken, weights)), sum(map(taken, timing.returned_bytes)), values, pipelining.optimizer.bytes
+    )
 
 
 def host_budget_of(pipeline: LoweredPipeline, pipelining: Pipelining) -> int | None:

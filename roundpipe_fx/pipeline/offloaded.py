@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from roundpipe_fx.runtime.host_buffers import allocating_on_host
+from roundpipe_fx.runtime.pinned_memory import pinned_copy
 from roundpipe_fx.torch_private import tree_map
 
 __all__ = ["Offloaded", "offloaded"]
 
 _NOT_PINNED = (
     "No weight has changed and nothing of the step has run: close other programs and run it again, or use a host with "
-    "more memory. PyTorch rounds each of these tensors up to a power of two."
+    "more memory."
 )
 
 
@@ -117,7 +118,7 @@ class Offloaded:
             is_whole = storage.nbytes() == value.numel() * value.element_size() and storages[storage._cdata] == 1
             if is_whole and storage.nbytes():
                 with allocating_on_host(storage.nbytes(), "the model's weights in pinned memory", _NOT_PINNED):
-                    value.data = value.data.pin_memory()
+                    value.data = pinned_copy(value.data, self.device)
             self._seen[key] = value.data_ptr()
 
     @contextlib.contextmanager

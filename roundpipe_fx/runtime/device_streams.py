@@ -17,6 +17,7 @@ import torch
 
 from roundpipe_fx.runtime.copies import copied, copied_together
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
+from roundpipe_fx.runtime.pinned_memory import PinnedGradients
 from roundpipe_fx.runtime.streams import on_stream
 
 __all__ = ["DeviceStreams", "HostDeviceStreams", "Message", "device_streams_of"]
@@ -114,7 +115,7 @@ class HostDeviceStreams:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
-        self.host_buffers = HostBuffers(pinned=False)
+        self.host_buffers = HostBuffers(self.device)
 
     def prepare(self, caller_device: torch.device, devices: Collection[torch.device]) -> None:
         """Nothing to wait for."""
@@ -191,7 +192,8 @@ class AcceleratorDeviceStreams:
         self.compute = torch.Stream(device)
         self.outgoing = torch.Stream(device)
         self.incoming = torch.Stream(device)
-        self.host_buffers = HostBuffers(pinned=True)
+        self.host_buffers = HostBuffers(device)
+        self._gradients = PinnedGradients(device)
         self._caller_device = device
         self._callers: dict[torch.device, torch.Stream] = {}
         self._copies: dict[int, tuple[Any, torch.Tensor]] = {}
@@ -344,7 +346,7 @@ class AcceleratorDeviceStreams:
         with on_stream(self.outgoing):
             for gradient in gradients:
                 with allocating_on_host(gradient.nbytes, "gradients that leave the device", _NO_GRADIENTS):
-                    copies.append(torch.empty_like(gradient, device="cpu", pin_memory=True))
+                    copies.append(self._gradients.empty_like(gradient))
                 copies[-1].copy_(gradient, non_blocking=True)
         self._left = self.outgoing.record_event()
         self._leaving.extend(gradients)

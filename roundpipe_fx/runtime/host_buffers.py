@@ -1,7 +1,7 @@
 """Buffers on the host that hold the values that a device has offloaded.
 
-On an accelerator they are pinned, which is slow, and which PyTorch's allocator would do anew while copies of an earlier
-microbatch are still under way: so they are kept from step to step, and one serves many values, one after another.
+For an accelerator they are pinned, which is slow: so they are kept from step to step, and one serves many values, one
+after another.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Collection, Iterator
 import torch
 
 from roundpipe_fx.budget import HostMemoryError, bytes_text
+from roundpipe_fx.runtime.pinned_memory import pinned_empty
 
 __all__ = ["HostBuffers", "allocating_on_host"]
 
-_RAN_OUT = re.compile("out of memory|allocate memory|not enough memory|no memory")
+_RAN_OUT = re.compile("out of memory|allocate memory|not enough memory|no memory|OS call failed")
 """What CUDA, PyTorch's allocators and the operating system say."""
 
 
@@ -34,7 +35,7 @@ def allocating_on_host(size: int, what: str, advice: str) -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         if not _RAN_OUT.search(str(error)):
             raise
         message = f"the host has no memory for {what}: allocating {bytes_text(size)} failed. {advice}"
@@ -45,15 +46,15 @@ class HostBuffers:
     """Buffers of one device, by size.
 
     Args:
-        pinned: whether they are in pinned memory.
+        device: which copies into them and out of them; they are pinned unless it is the host.
 
     Attributes:
         bytes: bytes of all of them, in use or not.
     """
 
-    def __init__(self, pinned: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.bytes = 0
-        self._pinned = pinned
+        self._device = device
         self._free: dict[int, list[torch.Tensor]] = {}
 
     def take(self, size: int) -> torch.Tensor:
@@ -73,7 +74,7 @@ class HostBuffers:
             "recomputed instead, or use a smaller batch."
         )
         with allocating_on_host(size, "values that leave the device", advice):
-            made = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._pinned)
+            made = pinned_empty(size, self._device)
         self.bytes += size
         return made
 

@@ -19,7 +19,7 @@ Activations are offloaded so by vDNN (Rhu et al., 2016), ZeRO-Infinity (Rajbhand
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -28,7 +28,7 @@ import numpy as np
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.step_costs import StepCosts
 
-__all__ = ["Offload", "buffer_bytes", "offloads_at_distance", "power_of_two"]
+__all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,32 +100,27 @@ def offloads_at_distance(
     return found
 
 
-def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], round_up: bool) -> int:
+def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> int:
     """Bytes of the buffers on the host that hold offloaded values.
 
     A buffer serves values of its size, on its device, one after another: from the position at which a value leaves to
-    the one at which it is back.
+    the one at which it is back, where others have left already.
 
     Args:
         offloads: what leaves.
         lengths: number of actions of each device.
-        round_up: whether each buffer takes a power of two, as pinned memory does.
+        taken: bytes that a buffer of a size takes.
     """
     changes: dict[tuple[int, int], Counter[int]] = {}
     for own in offloads:
         for _, size in own.values:
             change = changes.setdefault((own.device, size), Counter())
             change[own.leaves] += 1
-            change[own.back] -= 1
+            change[own.back + 1] -= 1
     total = 0
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)
         for place, count in change.items():
             levels[place] += count
-        total += int(np.cumsum(levels).max()) * (power_of_two(size) if round_up else size)
+        total += int(np.cumsum(levels).max()) * taken(size)
     return total
-
-
-def power_of_two(size: int) -> int:
-    """The least power of two that is at least a number of bytes."""
-    return 1 << max(size - 1, 0).bit_length()

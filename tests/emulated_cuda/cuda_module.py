@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import mmap
 import os
 from types import ModuleType
 from typing import Any
@@ -38,6 +39,34 @@ class _Properties:
     total_memory = device.capacity()
 
 
+class _Cudart:
+    """Of CUDA's runtime, what registers memory of the host. Two registered ranges share no page."""
+
+    def __init__(self) -> None:
+        self.registered: dict[int, int] = {}
+
+    cudaError = int
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return {2: "out of memory", 712: "part or all of the requested memory range is already mapped"}[code]
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        end = address + size
+        for begin, own in self.registered.copy().items():
+            if address < _page_end(begin + own) and begin // mmap.PAGESIZE * mmap.PAGESIZE < end:
+                return 712
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.registered[address]
+        return 0
+
+
+def _page_end(address: int) -> int:
+    return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
 class _Event(torch.Event):
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> _Event:
         return torch.Event.__new__(cls, device="cuda", enable_timing=enable_timing)
@@ -51,6 +80,8 @@ def emulate() -> None:
     private._cuda_exchangeDevice = _exchange
     private._cuda_maybeExchangeDevice = _maybe_exchange
     private._cuda_isCurrentStreamCapturing = lambda: False
+    cudart = _Cudart()
+    cuda.cudart = lambda: cudart
     cuda._CudaDeviceProperties = _Properties
     cuda._initialized = True
     cuda._lazy_init = lambda: None

@@ -19,6 +19,7 @@
 #include <set>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -92,8 +93,16 @@ struct Landing {
 };
 std::vector<Landing> on_their_way;
 
-// Copies from the host that nobody has waited for yet: until then they read its memory. That is not kept alive: to free
-// what belongs to Python takes the interpreter's lock, whose owner may wait for the one here.
+// Targets of copies that have landed. They are let go where nothing is locked: to free memory that belongs to Python
+// takes the interpreter's lock.
+std::vector<at::Tensor> landed_targets;
+
+std::vector<at::Tensor> taken_targets() {
+  Locked locked(everything);
+  return std::exchange(landed_targets, {});
+}
+
+// Copies from the host that nobody has waited for yet: until then they read its memory, which is not kept alive.
 struct Departure {
   int stream;
   uint64_t time;
@@ -124,7 +133,10 @@ void host_knows(const Clock& clock) {
     return known != host.end() && known->second >= one.time;
   };
   for (auto& one : on_their_way)
-    if (landed(one)) std::memcpy(one.target.mutable_data_ptr(), one.copied.const_data_ptr(), one.target.nbytes());
+    if (landed(one)) {
+      std::memcpy(one.target.mutable_data_ptr(), one.copied.const_data_ptr(), one.target.nbytes());
+      landed_targets.push_back(one.target);
+    }
   on_their_way.erase(std::remove_if(on_their_way.begin(), on_their_way.end(), landed), on_their_way.end());
   auto left = [](const Departure& one) {
     auto known = host.find(one.stream);
@@ -596,6 +608,7 @@ void read_host(const at::Tensor& source, int stream, const std::string& by) {
     }
     if (!has_happened(one->stream, one->time, stream)) race(by + " on " + names[stream] + " reads what is copied to the host on " + names[one->stream]);
     std::memcpy(one->target.mutable_data_ptr(), one->copied.const_data_ptr(), one->target.nbytes());
+    landed_targets.push_back(one->target);
     one = on_their_way.erase(one);
   }
   departing.push_back({stream, clocks[stream][stream], source.storage().getWeakStorageImpl(), begin_of(source), end_of(source)});
@@ -610,6 +623,7 @@ void write_host(const at::Tensor& target, int stream, const std::string& by) {
 
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.is_same(source) || self.numel() == 0) return self;
+  auto let_go = taken_targets();
   const std::string by = "aten::copy_";
   bool from = source.device().type() == kType, into = self.device().type() == kType, lands_later = false;
   int stream = 0;

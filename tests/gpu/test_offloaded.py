@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -359,6 +361,25 @@ def test_an_optimizer_on_the_host_within_the_step(name: str, dtype: torch.dtype 
             assert torch.equal(left, right) and left.grad is right.grad is None
 
 
+def test_the_host_waits_for_the_inputs_and_at_the_end_of_a_step() -> None:
+    emulated = sys.modules.get("tests.emulated_cuda.cuda_module")
+    if emulated is None:
+        pytest.skip("only emulated devices tell what the host has waited for")
+    for devices in _devices():
+        for microbatches in (2, 6):
+            compiled = roundpipe_fx.compile(
+                Blocks(32, 3), devices=devices, num_microbatches=microbatches, stage_compiler="eager", memory_budget=0.0
+            )
+            x, y = torch.randn(2, 192, 32)
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+            assert compiled.plan.pipeline.sent_values > 0
+            emulated.device.synchronizations()
+            compiled.forward_backward(x, labels=y, loss_fn=squares)
+            waits = Counter(emulated.device.synchronizations())
+            ends = {"a stream is synchronized": 2 * len(devices), "copy to the host": 1}  # copies of each way, the loss
+            assert waits == {"copy to the device": 2, **ends}
+
+
 def test_half_of_a_model_elsewhere_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1).cuda())
     compiled = roundpipe_fx.compile(model, devices=["cuda:0"], num_microbatches=1)
@@ -387,26 +408,18 @@ def test_a_host_without_memory_to_be_pinned_is_told_of_and_the_next_step_works(
         for each in (own, reference)
     )
     expected = other.forward_backward(x, labels=y, loss_fn=squares)
-    pin, empty_like, calls = torch.Tensor.pin_memory, torch.empty_like, []
+    cudart, calls = torch.cuda.cudart(), []
+    fails_at = 3 if what.startswith("weights") else len([*own.parameters()]) + 3
 
-    def failing() -> None:
-        calls.append(None)
-        if len(calls) == 3:
-            raise RuntimeError("CUDA error: out of memory")
+    class OutOfMemory:
+        def __getattr__(self, name: str) -> object:
+            return getattr(cudart, name)
 
-    def pinned(value: torch.Tensor) -> torch.Tensor:
-        failing()
-        return pin(value)
+        def cudaHostRegister(self, *arguments: int) -> object:
+            calls.append(None)
+            return cudart.cudaError(2) if len(calls) == fails_at else cudart.cudaHostRegister(*arguments)
 
-    def allocated(value: torch.Tensor, **how: object) -> torch.Tensor:
-        if how.get("pin_memory"):
-            failing()
-        return empty_like(value, **how)
-
-    if what.startswith("weights"):
-        monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
-    else:
-        monkeypatch.setattr(torch, "empty_like", allocated)
+    monkeypatch.setattr(torch.cuda, "cudart", OutOfMemory)
     with pytest.raises(roundpipe_fx.HostMemoryError, match=what):
         compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert all(parameter.grad is None for parameter in own.parameters())

@@ -14,7 +14,9 @@ import torch
 import transformers
 
 import roundpipe_fx
+from roundpipe_fx.pipeline import offloaded
 from roundpipe_fx.pipeline.offloaded import Offloaded
+from roundpipe_fx.runtime import host_buffers
 from roundpipe_fx.runtime.host_buffers import HostBuffers, allocating_on_host
 from tests.pipeline.steps import Blocks, batch_of, squares, step_batch
 
@@ -44,12 +46,12 @@ def test_weights_that_cannot_be_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Offloaded, "pin", PIN)
     pinned: list[int] = []
 
-    def pin_memory(value: torch.Tensor) -> torch.Tensor:
+    def pinned_copy(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         made = value.clone()
         pinned.append(made.data_ptr())
         return made
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", _fails_at(3, pin_memory, "CUDA error: out of memory"))
+    monkeypatch.setattr(offloaded, "pinned_copy", _fails_at(3, pinned_copy, "CUDA error: out of memory"))
     compiled = roundpipe_fx.compile(model, **options)
     with pytest.raises(roundpipe_fx.HostMemoryError, match=r"for the model's weights in pinned .*: allocating"):
         compiled.forward_backward(**batch)
@@ -73,12 +75,12 @@ def test_values_that_cannot_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     assert compiled.plan.pipeline.sent_values > 3
     gradients = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    held, empty = pools[0].bytes, torch.empty
+    held = pools[0].bytes
     assert held > 0
     pools[0].keep(())  # so that they are allocated anew
     with monkeypatch.context() as patch:
-        failing = _fails_at(3, torch.empty, "DefaultCPUAllocator: can't allocate memory")
-        patch.setattr(torch, "empty", lambda *size, **how: (failing if "pin_memory" in how else empty)(*size, **how))
+        text = "DefaultCPUAllocator: can't allocate memory"
+        patch.setattr(host_buffers, "pinned_empty", _fails_at(3, host_buffers.pinned_empty, text))
         with pytest.raises(roundpipe_fx.HostMemoryError, match=r"for values that leave the device: alloc.* fail"):
             compiled.forward_backward(x, labels=y, loss_fn=squares)
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -88,7 +90,7 @@ def test_values_that_cannot_leave(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_the_error_says() -> None:
-    buffers = HostBuffers(pinned=False)
+    buffers = HostBuffers(torch.device("cpu"))
     with pytest.raises(roundpipe_fx.HostMemoryError, match=r"allocating .* Such values have 0 B"):
         buffers.take(2**60)
     assert buffers.bytes == 0 and buffers.take(8).nbytes == buffers.bytes == 8
@@ -115,7 +117,6 @@ def test_weights_of_a_folder_are_copied_once_from_its_files_into_pinned_memory(
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert size > 50 * 2**20 and _anonymous_bytes() - before < size / 4  # they are where the files are mapped
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
     own = Offloaded(torch.device("cpu"))
     own.tensors = {id(parameter): parameter for parameter in model.parameters()}
     addresses = {parameter.data_ptr() for parameter in model.parameters()}
