@@ -3,10 +3,11 @@
 Uses of ``torch.utils.checkpoint``, ``save_for_recompute`` and ``gradient_checkpoint_scope`` become marks, which bind
 the planner and every save policy:
 
-- *must save*: values passed to ``save_for_recompute``, values that a selective policy must save, and random numbers in
-  a checkpoint that does not preserve the generator state;
+- *must save*: values passed to ``save_for_recompute``, values that a selective policy must save or offload, and random
+  numbers in a checkpoint that does not preserve the generator state;
 - *must recompute*: values that a checkpoint computes and only it reads, unless the policy prefers to save them; and all
-  values that are computed in a gradient checkpoint scope, whatever reads them.
+  values that are computed in a gradient checkpoint scope, whatever reads them;
+- *on the host*, if saved: values that a selective policy must offload, and inputs of checkpoints that ask for it.
 
 Hoisted values stay hoisted inside a checkpoint. Values that leave a checkpoint may be saved, for their readers outside;
 so may inputs, which cost nothing. Of nested checkpoints the outermost decides what is saved from the forward; the inner
@@ -19,7 +20,6 @@ import operator
 from collections.abc import Iterator
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from roundpipe_fx.analysis.recomputation import selection
 from roundpipe_fx.ir.joint_graph import (
@@ -38,6 +38,7 @@ from roundpipe_fx.ir.recompute_marks import (
     checkpoints_of,
     is_in_scope,
     keeps_generator_state,
+    offloading_inputs,
     policy_of,
     saves_for_recompute,
 )
@@ -63,6 +64,11 @@ def mark_recompute_regions(joint: JointGraph, replays_random: bool = True) -> Jo
         reason = _must_be_saved(node, replays_random)
         if reason is not None and Mark.MUST_SAVE not in node.meta and not is_view(node) and tensor_values(node):
             node.meta[Mark.MUST_SAVE] = reason
+            if _policy(node) == "MUST_CPU_OFFLOAD":
+                node.meta[Mark.ON_HOST] = True
+        for source in input_nodes(node) if offloading_inputs(node) else ():
+            if not set(offloading_inputs(node)).issubset(offloading_inputs(source)):
+                viewed(source).meta[Mark.ON_HOST] = True
     for node in joint.in_phase(Phase.FORWARD):
         reason = None if is_view(node) or is_symbolic_scalar(node) else _must_not_be_kept(node)
         for output in node_outputs(node) if reason is not None else ():
@@ -101,8 +107,10 @@ def _hoist_saved(save: fx.Node) -> None:
 
 
 def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
-    if policy_of(node) is CheckpointPolicy.MUST_SAVE:
+    if _policy(node) == "MUST_SAVE":
         return "its checkpoint's policy must save it"
+    if _policy(node) == "MUST_CPU_OFFLOAD":
+        return "its checkpoint's policy must offload it"
     if is_seeded(node) and not (replays_random and keeps_generator_state(node)):
         return "drawn where preserve_rng_state=False"
     return None
@@ -111,9 +119,15 @@ def _must_be_saved(node: fx.Node, replays_random: bool) -> str | None:
 def _must_not_be_kept(node: fx.Node) -> str | None:
     if is_in_scope(node):
         return "computed in a gradient checkpoint scope"
-    if checkpoints_of(node) and policy_of(node) is not CheckpointPolicy.PREFER_SAVE:
+    if checkpoints_of(node) and _policy(node) not in ("PREFER_SAVE", "PREFER_CPU_OFFLOAD"):
         return "computed in a checkpoint"
     return None
+
+
+def _policy(node: fx.Node) -> str | None:
+    """Name of a node's policy: not all supported versions of PyTorch have those that offload."""
+    policy = policy_of(node)
+    return None if policy is None else policy.name
 
 
 def _is_read_only_inside(node: fx.Node) -> bool:

@@ -78,6 +78,8 @@ class Mark:
     """Why the node must not run twice, as text; absent if it may."""
     MUST_RECOMPUTE = "rpfx_must_recompute"
     """Why the value must not be saved from forward to backward, as text; absent if it may."""
+    ON_HOST = "rpfx_on_host"
+    """True on a value that the user wants to be on the host between forward and backward, if it is saved at all."""
     SEGMENT = "rpfx_segment"
     """Index of the segment the node belongs to."""
     STAGE = "rpfx_stage"
@@ -143,6 +145,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     ),
     Mark.MUST_SAVE: _use("hoist_host_syncs recompute_regions", "recompute_regions analysis compiler pipeline remat"),
     Mark.MUST_RECOMPUTE: _use("recompute_regions", "analysis compiler remat"),
+    Mark.ON_HOST: _use("recompute_regions", "pipeline"),
     Mark.SEGMENT: _use(
         "segments apply_remat_schedule",
         "apply_remat_schedule rounds split_backward stages accumulate_gradients analysis compiler pipeline remat",

@@ -3,11 +3,13 @@
 - ``torch.utils.checkpoint`` is a higher-order operation with a body in Dynamo's graph. :func:`mark_checkpoints` records
   in each node of a body which checkpoints contain it, where it survives AOTAutograd (``node.meta["custom"]``).
 - ``save_for_recompute`` is an operator without a result, whose inputs are to be saved.
-- A ``gradient_checkpoint_scope`` uses ``torch.fx.traceback.annotate``.
+- A ``gradient_checkpoint_scope`` uses ``torch.fx.traceback.annotate``, and so does a checkpoint whose inputs are to be
+  on the host.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -28,15 +30,18 @@ __all__ = [
     "RecomputeDataError",
     "annotated_scope",
     "checkpoints_of",
+    "inputs_on_host",
     "is_in_scope",
     "keeps_generator_state",
     "mark_checkpoints",
+    "offloading_inputs",
     "policy_of",
     "save_in_graph",
     "saves_for_recompute",
 ]
 
 _CHECKPOINTS = "roundpipe_fx_checkpoints"
+_INPUTS_ON_HOST = "roundpipe_fx_inputs_on_host"
 _SCOPE = "roundpipe_fx_scope"
 
 
@@ -80,6 +85,11 @@ def annotated_scope() -> Generator[None, None, None]:
         yield
 
 
+def inputs_on_host() -> contextlib.AbstractContextManager[None]:
+    """Context manager in which the inputs of a checkpoint that is traced are to be on the host until the backward."""
+    return torch.fx.traceback.annotate({_INPUTS_ON_HOST: True})
+
+
 def mark_checkpoints(module: fx.GraphModule) -> None:
     """Record in the bodies of checkpoints in Dynamo's graph which checkpoints contain each node.
 
@@ -90,7 +100,7 @@ def mark_checkpoints(module: fx.GraphModule) -> None:
     _mark(module, (), itertools.count())
 
 
-def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers: Iterator[int]) -> None:
+def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool, bool], ...], numbers: Iterator[int]) -> None:
     saves: set[Any] = set()
     for node in module.graph.nodes:
         if inside:
@@ -100,7 +110,8 @@ def _mark(module: fx.GraphModule, inside: tuple[tuple[int, bool], ...], numbers:
             preserve = bool(node.kwargs.get("preserve_rng_state", True))
             # Debugging records recomputed operations, which does not work while tracing.
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "debug"}
-            _mark(body, (*inside, (next(numbers), preserve)), numbers)
+            on_host = _INPUTS_ON_HOST in (node.meta.get("custom") or {})
+            _mark(body, (*inside, (next(numbers), preserve, on_host)), numbers)
         elif node.target is torch.ops.roundpipe_fx.save_for_recompute and torch.is_grad_enabled():
             _check_saved(node)
             # A checkpointed function counts as a layer; outside of checkpoints, a call of a module does.
@@ -135,12 +146,17 @@ def _layer(node: fx.Node) -> str:
 
 def checkpoints_of(node: fx.Node) -> tuple[int, ...]:
     """Numbers of the checkpoints that contain a node, outermost first."""
-    return tuple(number for number, _ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
+    return tuple(number for number, *_ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
+
+
+def offloading_inputs(node: fx.Node) -> tuple[int, ...]:
+    """Numbers of the checkpoints that contain a node and whose inputs are to be on the host, outermost first."""
+    return tuple(number for number, _, on_host in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()) if on_host)
 
 
 def keeps_generator_state(node: fx.Node) -> bool:
     """Whether a random operation may be replayed from a saved generator state, according to its checkpoints."""
-    return all(preserve for _, preserve in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
+    return all(preserve for _, preserve, _ in (node.meta.get("custom") or {}).get(_CHECKPOINTS, ()))
 
 
 def is_in_scope(node: fx.Node) -> bool:

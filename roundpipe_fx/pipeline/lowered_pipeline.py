@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -87,7 +88,8 @@ class LoweredPipeline:
         trade_off: (bytes of the device that needs most, modelled seconds of recomputation for a microbatch) of the
             plans that were simulated for a budget.
         alternatives: those plans, as the page of the plan shows them.
-        offload: how it is decided which values an offloaded model sends to the host; ``None``: none leave.
+        offload: how it is decided which values an offloaded model sends to the host; ``None``: only those go that the
+            user wants there.
         divisions: the ways to divide the devices that were considered; empty: they were given.
     """
 
@@ -140,10 +142,13 @@ class LoweredPipeline:
             graph: its steps.
             others: costs of microbatches of another size, by index.
         """
-        if self.offload is None:
-            return []
-        timing = simulate_time(schedule, graph, self.main.costs, others)
-        return offloads_within(timing, self.main.costs, others or {}, self.offload)
+        costs, rule = self.main.costs, self.offload
+        if rule is None:
+            if costs.on_host is None or not costs.wanted_on_host or self.forwards_before_backwards:
+                return []
+            rule = OffloadRule(sys.maxsize, 1)
+        timing = simulate_time(schedule, graph, costs, others)
+        return offloads_within(timing, costs, others or {}, rule)
 
     def bytes_between_steps(self, schedule: Schedule) -> tuple[list[int], list[int]]:
         """For each device, bytes of its parameters and buffers, and of the optimizer's state.

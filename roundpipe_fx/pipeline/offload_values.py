@@ -42,6 +42,8 @@ def with_offloads(attempt: Attempt, limit: int) -> Attempt:
 
 def _at_distance(attempt: Attempt, rule: OffloadRule) -> Attempt:
     timing, costs = attempt.timing, attempt.pipeline.main.costs
+    if timing.offloads:  # those that leave under any rule
+        timing = simulate_time(timing.schedule, timing.graph, costs)
     offloads = offloads_within(timing, costs, {}, rule)
     timing = simulate_time(timing.schedule, timing.graph, costs, offloads=offloads)
     return dataclasses.replace(attempt, pipeline=dataclasses.replace(attempt.pipeline, offload=rule), timing=timing)

@@ -15,7 +15,7 @@ from roundpipe_fx.analysis.outside_loss import lasting_bytes, loss_bytes
 from roundpipe_fx.analysis.stage_calls import HeldBytes, simulate_calls
 from roundpipe_fx.codegen import StageModule
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, tensor_values
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_seeded, tensor_values, viewed
 from roundpipe_fx.schedules import ActionKind, Held, StageAction, StageGraph, StepCosts
 from roundpipe_fx.torch_private import data_dependent_symbol, run_and_save_rng_state
 
@@ -120,6 +120,9 @@ def step_costs(
         transfer_seconds={pair: transfer_seconds(size) for pair, size in sent_bytes.items()},
         sent_bytes=sent_bytes,
         held=_held(held, steps, step_of, kind),
+        wanted_on_host=frozenset(
+            number for number, node in enumerate(steps.maker) if _may_be_offloaded(node, kind) and _is_wanted(node)
+        ),
         peak_bytes={step: call.peak for step, call in of_step.items()},
         first_peak_bytes=first_peaks,
         base_bytes={step: _of(call.gradients, lowered.parameters) for step, call in of_step.items()},
@@ -148,16 +151,17 @@ def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAc
         kind: type of the device.
     """
     numbers = {node: number for number, node in enumerate(steps.maker)}
-    found: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool], list[tuple[int, int]]] = {}
+    found: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool, bool], list[tuple[int, int]]] = {}
     for own in held:
         maker, readers = step_of[own.maker], tuple(step_of[name] for name in own.readers)
         node = None if own.result is None else steps.modules[maker].outputs[own.result]
         may_leave = node is not None and not own.lasts and _may_be_offloaded(node, kind)
+        wanted = may_leave and node is not None and _is_wanted(node)
         number = numbers[node] if node is not None else -1
-        found.setdefault((maker, readers, own.lasts, may_leave), []).append((number, own.bytes))
+        found.setdefault((maker, readers, own.lasts, may_leave, wanted), []).append((number, own.bytes))
     return tuple(
         Held(sum(size for _, size in values), maker, readers, lasts, tuple(values) if may_leave else ())
-        for (maker, readers, lasts, may_leave), values in found.items()
+        for (maker, readers, lasts, may_leave, _), values in found.items()
     )
 
 
@@ -170,11 +174,19 @@ def _may_be_offloaded(node: fx.Node, kind: str) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != kind:
         return False
     computed = node.args[0] if node.target is operator.getitem else node
-    if any(isinstance(own, fx.Node) and Mark.MUST_SAVE in own.meta for own in (node, computed)):
+    hoisted = any(isinstance(own, fx.Node) and Mark.MUST_SAVE in own.meta for own in (node, computed))
+    if hoisted and not _is_wanted(node):
         return False
     sizes = (*value.shape, *value.stride())
     sized = all(data_dependent_symbol(size) is None for size in sizes)
     return sized and not value.dtype.is_complex and not value.is_neg()
+
+
+def _is_wanted(node: fx.Node) -> bool:
+    """Whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
+    base = viewed(node)
+    computed = base.all_input_nodes if base.target is operator.getitem else []
+    return any(Mark.ON_HOST in own.meta for own in (base, *computed))
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

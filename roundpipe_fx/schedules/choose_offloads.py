@@ -37,7 +37,7 @@ class OffloadRule:
 def offloads_within(
     timing: Timing, costs: StepCosts, others: Mapping[int, StepCosts], rule: OffloadRule
 ) -> list[Offload]:
-    """What leaves by a rule.
+    """What leaves by a rule, and what the user wants on the host whatever the rule.
 
     Args:
         timing: of the schedule if nothing leaves.
@@ -45,10 +45,13 @@ def offloads_within(
         others: costs of microbatches of another size, by index.
         rule: the rule.
     """
-    if max(timing.peak_bytes) <= rule.limit:
+    if max(timing.peak_bytes) <= rule.limit and not costs.wanted_on_host:
         return []
-    candidates = offloads_at_distance(timing.schedule, costs, others, rule.distance)
-    return choose_offloads(candidates, timing.action_bytes, rule.limit)
+    may, must = offloads_at_distance(timing.schedule, costs, others, rule.distance)
+    during = [own.copy() for own in timing.action_bytes]
+    for own in must:
+        during[own.device][own.freed : own.reloads] -= own.bytes
+    return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
 
 
 def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.ndarray], limit: int) -> list[Offload]:
@@ -64,7 +67,11 @@ def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.nda
         left = during.astype(np.int64)
         own = _cover([tried for tried in candidates if tried.device == device], left, limit)
         chosen += _without_superfluous(own, left, limit)
-    return sorted(chosen, key=lambda own: (own.device, own.leaves, own.microbatch, own.values))
+    return sorted(chosen, key=_place)
+
+
+def _place(own: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+    return own.device, own.leaves, own.microbatch, own.values
 
 
 def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:

@@ -25,10 +25,14 @@ from itertools import pairwise
 
 import numpy as np
 
+from roundpipe_fx.schedules.action import ActionKind
 from roundpipe_fx.schedules.schedule import KINDS, Schedule
 from roundpipe_fx.schedules.step_costs import StepCosts
 
 __all__ = ["Offload", "buffer_bytes", "offloads_at_distance"]
+
+
+_FORWARD = KINDS.index(ActionKind.FORWARD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,7 @@ class Offload:
 
 def offloads_at_distance(
     schedule: Schedule, costs: StepCosts, others: Mapping[int, StepCosts], distance: int
-) -> list[Offload]:
+) -> tuple[list[Offload], list[Offload]]:
     """All offloads that are possible: one for each time between two readers of a value on the device that makes it.
 
     Args:
@@ -71,33 +75,43 @@ def offloads_at_distance(
         costs: of the stage actions.
         others: costs of microbatches of another size, by index.
         distance: number of actions beside which a value is copied, in each direction.
+
+    Returns:
+        those that may be made, and those that must, from the forward to the backward, which are copied beside fewer
+        actions where there are no more.
     """
-    found: list[Offload] = []
+    may: list[Offload] = []
+    must: list[Offload] = []
     for device, order in enumerate(schedule.orders):
         of_batch: dict[int, dict[tuple[int, int], int]] = {}
         for place, (kind, stage, batch) in enumerate(order.tolist()):
             of_batch.setdefault(batch, {})[kind, stage] = place
         for batch, places in of_batch.items():
-            for held in others.get(batch, costs).held:
+            of_this = others.get(batch, costs)
+            for held in of_this.held:
                 maker = places.get((KINDS.index(held.maker[0]), held.maker[1]))
                 if maker is None or not held.values or held.lasts:
                     continue
                 readers = ((KINDS.index(kind), stage) for kind, stage in held.readers)
                 uses = sorted({maker, *(places[reader] for reader in readers if reader in places)})
-                found += [
-                    Offload(
+                for last, following in pairwise(uses):
+                    most = (following - last - 2) // 2
+                    wanted = held.values[0][0] in of_this.wanted_on_host
+                    must_leave = wanted and order[last, 0] == _FORWARD != order[following, 0]
+                    if most < 0 or (distance > most and not must_leave):
+                        continue
+                    beside = min(distance, most)
+                    offload = Offload(
                         device=device,
                         microbatch=batch,
                         values=held.values,
                         leaves=last + 1,
-                        freed=last + 1 + distance,
-                        reloads=following - distance,
+                        freed=last + 1 + beside,
+                        reloads=following - beside,
                         back=following,
                     )
-                    for last, following in pairwise(uses)
-                    if last + 1 + distance < following - distance
-                ]
-    return found
+                    (must if must_leave else may).append(offload)
+    return may, must
 
 
 def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Callable[[int], int]) -> int:

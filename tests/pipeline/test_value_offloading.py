@@ -4,6 +4,7 @@ the same, so what is on the device can be counted."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import roundpipe_fx
+from roundpipe_fx.analysis.cost import DEVICES
 from roundpipe_fx.runtime.host_buffers import HostBuffers
 from roundpipe_fx.schedules import choose_offloads
 from tests.comparison import Step, assert_bitwise
@@ -59,7 +61,7 @@ def test_a_smaller_budget_can_be_met_than_by_recomputing_alone(monkeypatch: pyte
     reference, _, _ = _stepped(model, 2**30)
     found, plan, _ = _stepped(model, 0.0)
     assert_bitwise(found, reference)
-    monkeypatch.setattr(choose_offloads, "offloads_at_distance", lambda *args: [])
+    monkeypatch.setattr(choose_offloads, "offloads_at_distance", lambda *args: ([], []))
     _, alone, _ = _stepped(model, 0.0)
     assert plan.timing.peak_bytes[0] < alone.timing.peak_bytes[0]
 
@@ -110,7 +112,9 @@ def test_buffers_are_kept_from_step_to_step(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.long
-def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = Blocks(WIDTH, 4)
     x, y = torch.randn(2, 2048, WIDTH)
 
@@ -146,6 +150,10 @@ def test_the_plan_counts_the_host_and_a_host_budget_is_kept_or_refused_before_an
     recomputing = planned(2 * weights)  # no room for values
     assert recomputing.host_bytes == 2 * weights and recomputing.pipeline.sent_values == 0
     assert recomputing.recompute_seconds > plan.recompute_seconds
+    assert plan.pipeline.makespan < recomputing.pipeline.makespan  # else nothing leaves:
+    with monkeypatch.context() as slow:
+        slow.setitem(DEVICES, "cpu", dataclasses.replace(DEVICES["cpu"], host=1e6))
+        assert planned(None).pipeline.sent_values == 0
     with pytest.raises(roundpipe_fx.HostMemoryError, match=r"of memory on the host: .* for weights") as raised:
         planned(weights)
     assert planned(raised.value.needed).host_bytes <= raised.value.needed

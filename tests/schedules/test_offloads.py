@@ -69,7 +69,7 @@ def test_what_leaves_brings_the_device_within_the_limit_if_anything_can(step, di
     present = simulate(schedule, graph, costs)
     chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance))
     timing = simulate(schedule, graph, costs, offloads=chosen)
-    everything = offloads_at_distance(schedule, costs, {}, distance)
+    everything, _ = offloads_at_distance(schedule, costs, {}, distance)
     least = simulate(schedule, graph, costs, offloads=everything)
     assert timing.peak_bytes[0] <= max(limit, least.peak_bytes[0])
     assert chosen or present.peak_bytes[0] <= limit or not everything or least.peak_bytes == present.peak_bytes
@@ -87,7 +87,9 @@ def test_a_value_is_away_between_two_readers_and_back_before_it_is_read(step, di
     schedule, _, costs = step
     actions = schedule.actions(0)
     seen = set()
-    for own in offloads_at_distance(schedule, costs, {}, distance):
+    may, must = offloads_at_distance(schedule, costs, {}, distance)
+    assert not must
+    for own in may:
         ((number, _),) = own.values
         held = next(held for held in costs.held if held.values == own.values)
         users = {held.maker, *held.readers}
@@ -97,6 +99,37 @@ def test_a_value_is_away_between_two_readers_and_back_before_it_is_read(step, di
         assert own.freed - own.leaves == own.back - own.reloads == distance and own.freed < own.reloads
         assert (number, own.microbatch, own.leaves) not in seen
         seen.add((number, own.microbatch, own.leaves))
+
+
+@given(steps(), distances, st.integers(0, 200), st.data())
+@settings(max_examples=100, deadline=None)
+def test_what_must_leave_does_under_every_limit_and_the_others_for_what_is_left(
+    step, distance: int, limit: int, data: st.DataObject
+) -> None:
+    schedule, graph, costs = step
+    freely = costs
+    wanted = {own.values for own in costs.held if own.values and data.draw(st.booleans())}
+    costs = dataclasses.replace(costs, wanted_on_host=frozenset(number for ((number, _),) in wanted))
+    _, must = offloads_at_distance(schedule, costs, {}, distance)
+    assert {own.values for own in must} <= wanted
+    present = simulate(schedule, graph, costs)
+    assert offloads_within(present, costs, {}, OffloadRule(2**40, distance)) == sorted(must, key=_place)
+    chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance))
+    assert set(must) <= set(chosen)
+    timing = simulate(schedule, graph, costs, offloads=chosen)
+    assert timing.peak_bytes[0] <= max(limit, present.peak_bytes[0])
+    nearest, _ = offloads_at_distance(schedule, freely, {}, 0)
+    away = [(own.values, own.microbatch, own.leaves, own.back) for own in must]
+    kinds = [action.kind for action in schedule.actions(0)]
+    assert sorted(away) == sorted(
+        (own.values, own.microbatch, own.leaves, own.back)
+        for own in nearest
+        if own.values in wanted and kinds[own.leaves - 1] is ActionKind.FORWARD is not kinds[own.back]
+    )
+
+
+def _place(own: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+    return own.device, own.leaves, own.microbatch, own.values
 
 
 @given(steps(), distances, st.integers(0, 200))

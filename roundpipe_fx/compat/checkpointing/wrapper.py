@@ -17,6 +17,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 
 from roundpipe_fx.compat.checkpointing.checkpoint import checkpoint, is_recomputing
+from roundpipe_fx.ir.recompute_marks import inputs_on_host
 from roundpipe_fx.torch_private import RunningNorm
 
 __all__ = ["checkpoint_wrapper"]
@@ -36,7 +37,8 @@ def checkpoint_wrapper(module: T, offload_to_cpu: bool = False) -> T:
     Args:
         module: changed in place. Keyword arguments and inputs that are not tensors are accepted too.
         offload_to_cpu: keep its inputs in host memory from the forward to the backward. In a model compiled with
-            roundpipe_fx it has no effect: the plan decides what is saved.
+            roundpipe_fx the plan decides what is saved; what is saved of these inputs goes to the host where values can
+            (``forward_backward`` of a model on the CPU that GPUs train).
 
     Returns:
         ``module``.
@@ -69,8 +71,11 @@ def _checkpointed(base: Any, offload_to_cpu: bool) -> type[Any]:
 
     @functools.wraps(original)
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not offload_to_cpu:
+        if not offload_to_cpu:
             return checkpoint(functools.partial(run, self), *args, **kwargs)
+        if torch.compiler.is_compiling():
+            with inputs_on_host():
+                return checkpoint(functools.partial(run, self), *args, **kwargs)
         with save_on_cpu():  # the checkpoint saves nothing of what is inside
             return checkpoint(functools.partial(run, self), *args, **kwargs)
 
