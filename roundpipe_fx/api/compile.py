@@ -17,7 +17,7 @@ from roundpipe_fx.budget import parse_host_budget
 from roundpipe_fx.compiler.run_passes import edited_passes
 from roundpipe_fx.ir.options import Options, names_checked
 from roundpipe_fx.passes.entry import Pass
-from roundpipe_fx.pipeline.settings import parse_pipelining
+from roundpipe_fx.pipeline.settings import parse_host_links, parse_pipelining
 from roundpipe_fx.pipeline.step import Splitting
 from roundpipe_fx.schedules import Schedule
 
@@ -50,6 +50,7 @@ def compile(
     loss_reduction: str = "mean",
     deferred_batch_norm: bool = False,
     host_budget: int | str | None = None,
+    host_links: int | None = None,
 ) -> CompiledModule:
     """Compile a model for training, in pipeline stages.
 
@@ -120,6 +121,8 @@ def compile(
         host_budget: for a model on the CPU and devices that are GPUs, the most bytes of pinned host memory that its
             weights, their gradients and the values that leave the devices may take, as bytes or a size like
             ``"64GiB"``. ``None``: 80 % of what the host has available, and the weights.
+        host_links: for such a model, how many links to the host the devices share evenly: GPUs behind one PCIe switch
+            share one. Steps are planned as if all devices copied all the time. ``None``: each device has its own.
 
     Returns:
         the compiled model: an instance of a subclass of the model's class.
@@ -169,10 +172,13 @@ def compile(
         replicas = over_processes.replicas_of(mesh)
         sharded = shard is not None and replicas > 1
         pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas, sharded=sharded)
-    if host_budget is not None:
+    if host_budget is not None or host_links is not None:
         if pipelining is None or mesh is not None:
-            raise ValueError("host_budget is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
-        pipelining = dataclasses.replace(pipelining, host_budget=parse_host_budget(host_budget))
+            name = "host_budget" if host_budget is not None else "host_links"
+            raise ValueError(f"{name} is for a model on the CPU that devices train: give devices=['cuda:0'] too.")
+        pipelining = dataclasses.replace(
+            pipelining, host_budget=parse_host_budget(host_budget), host_links=parse_host_links(host_links)
+        )
     splitting = Splitting(split_input, split_label, merge_output)
     if pipelining is None and (splitting != Splitting() or deferred_batch_norm or loss_reduction != "mean"):
         raise ValueError(

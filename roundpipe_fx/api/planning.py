@@ -19,7 +19,7 @@ from roundpipe_fx.api.tensor_parallel import check_tensor_parallel, local_tensor
 from roundpipe_fx.budget import InfeasibleBudgetError, bytes_text, parse_host_budget
 from roundpipe_fx.ir.options import Options, meant
 from roundpipe_fx.pipeline.microbatch import row_counts, split_inputs
-from roundpipe_fx.pipeline.settings import Undivided, parse_pipelining
+from roundpipe_fx.pipeline.settings import Undivided, parse_host_links, parse_pipelining
 from roundpipe_fx.report.plan import Plan
 from roundpipe_fx.runtime.optimizer_memory import NO_OPTIMIZER, OptimizerMemory, optimizer_memory
 from roundpipe_fx.schedules import Schedule
@@ -44,6 +44,7 @@ def plan(
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
     host_budget: int | str | None = None,
+    host_links: int | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     **kwargs: Any,
 ) -> Plan:
@@ -109,6 +110,7 @@ def plan(
             for each row; rows must be divisible by it.
         schedule: as for :func:`roundpipe_fx.compile`.
         host_budget: as for :func:`roundpipe_fx.compile`; ``None``: no limit.
+        host_links: as for :func:`roundpipe_fx.compile`; only if the model is offloaded.
         optimizer: one whose memory is counted if the model is offloaded, or with ``mesh_shape``, made from the model's
             parameters or from copies of them, which are counted too. Like them it needs no memory here:
             ``torch.optim.AdamW(model.parameters())`` of a model on the meta device.
@@ -145,6 +147,8 @@ def plan(
         raise TypeError(f"network={network!r}: give a roundpipe_fx.Network, or leave it out for the usual one.")
     alone = "offloaded=True" if offloaded else f"devices={devices}" if devices > 1 and mesh_shape is None else ""
     check_tensor_parallel(ranks, mesh_shape, given_ranks, alone)
+    if host_links is not None and not offloaded:
+        raise ValueError("host_links= is for a model on the CPU: give offloaded=True too.")
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
@@ -190,6 +194,7 @@ def plan(
             offloaded=offloaded,
             over_processes=over_processes,
             host_budget=parse_host_budget(host_budget),
+            host_links=parse_host_links(host_links),
             optimizer=memory,
             elsewhere=True,
             replicas=replicas,
@@ -334,6 +339,7 @@ _OPTIONS = (
     "num_microbatches",
     "schedule",
     "host_budget",
+    "host_links",
     "optimizer",
 )
 

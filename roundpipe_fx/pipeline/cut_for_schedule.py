@@ -177,7 +177,7 @@ def _slots(
     forward = [segment.forward_seconds for segment in segments]
     backward = [segment.backward_seconds for segment in segments]
     if pipelining.offloaded:
-        weights = _weights_of(joint, len(segments), setting.costs.host)
+        weights = _weights_of(joint, len(segments), pipelining.host_bandwidth(setting.costs.host))
         seconds = backward if training else [0.0] * len(segments)
         return balance_offloaded_stages(forward, seconds, recompute, devices, microbatches, weights, weight_limit)
     return balance_roundpipe_stages(forward, backward, recompute, devices, microbatches)

@@ -192,7 +192,8 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
     away = [number for number, device in copied if device != setting.device]
     costs = step_costs(lowered, steps, setting.costs.transfer_seconds, granularity, away)
     if pipelining.offloaded:
-        costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=setting.costs.host)
+        bandwidth = pipelining.host_bandwidth(setting.costs.host)
+        costs = dataclasses.replace(costs, on_host=lowered.parameters, host_bandwidth=bandwidth)
     if pipelining.over_processes:
         if pipelining.sharded:
             costs = dataclasses.replace(costs, sharded=sharded_costs(lowered, steps, pipelining.replicas))

@@ -20,6 +20,7 @@ __all__ = [
     "Pipelining",
     "StepCompileState",
     "Undivided",
+    "parse_host_links",
     "parse_pipelining",
 ]
 
@@ -98,6 +99,7 @@ class Pipelining:
         sharded: whether replicas share out parameters.
         host_budget: bytes that an offloaded model's step may take on the host; ``None``: a share of what is available
             there, or no limit if the step is planned for elsewhere.
+        host_links: how many links to the host the devices of an offloaded model share evenly; ``None``: each has one.
         optimizer: host memory of the optimizer, if it is known.
         elsewhere: whether the step is planned for a machine that is not this one.
         budget_has_weights: whether a budget in bytes is also for the parameters and buffers of a device's own stages,
@@ -120,6 +122,7 @@ class Pipelining:
     replicas: int = 1
     sharded: bool = False
     host_budget: int | None = None
+    host_links: int | None = None
     optimizer: OptimizerMemory = NO_OPTIMIZER
     elsewhere: bool = False
     budget_has_weights: bool = False
@@ -137,6 +140,15 @@ class Pipelining:
     def workers(self) -> int:
         """How many workers there are: one, on the model's own device, where no devices were given."""
         return max(1, len(self.devices))
+
+    def host_bandwidth(self, of_a_link: float) -> float:
+        """Bytes per second between a device and the host while all devices copy.
+
+        Args:
+            of_a_link: of one link, in each direction.
+        """
+        sharing = 1 if self.host_links is None else -(-self.workers // self.host_links)
+        return of_a_link / sharing
 
     @property
     def given_schedule(self) -> Schedule | None:
@@ -214,6 +226,22 @@ def parse_pipelining(
         checkpoint=checkpoint,
         loss_reduction=loss_reduction,
     )
+
+
+def parse_host_links(asked: Any) -> int | None:
+    """The number of links to the host.
+
+    Raises:
+        TypeError: it is neither an ``int`` nor ``None``.
+        ValueError: it is less than one.
+    """
+    if asked is None:
+        return None
+    if isinstance(asked, bool) or not isinstance(asked, int):
+        raise TypeError(f"host_links must be a number of links, not {asked!r}.")
+    if asked < 1:
+        raise ValueError(f"host_links={asked}: there must be at least one link to the host.")
+    return asked
 
 
 def _device(asked: torch.device | str) -> torch.device:
