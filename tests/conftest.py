@@ -14,7 +14,7 @@ from torch import nn
 
 from roundpipe_fx.passes import workspaces
 from roundpipe_fx.pipeline import step
-from roundpipe_fx.pipeline.offloaded import Offloaded
+from roundpipe_fx.pipeline.offloaded import Offloaded, tensors_of
 
 os.environ["ROUNDPIPE_FX_PLAN_CACHE"] = "0"  # tests leave nothing behind, and find nothing
 os.environ["ROUNDPIPE_FX_VERIFY"] = "1"  # of all graphs that tests compile, after each pass
@@ -67,7 +67,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         devices: Sequence[torch.device], modules: Sequence[nn.Module], known: Offloaded | None, beside: object
     ) -> Offloaded:
         found = known or Offloaded(torch.device("cpu"))
-        found.tensors = {id(v): v for module in modules for v in (*module.parameters(), *module.buffers())}
+        all_of_them = (v for module in modules for v in (*module.parameters(), *module.buffers()))
+        found.tensors = {id(part): part for value in all_of_them for part in tensors_of(value)}
         return found
 
     monkeypatch.setattr(step, "offloaded", always)

@@ -21,9 +21,9 @@ from torch import nn
 
 from roundpipe_fx.runtime.host_buffers import allocating_on_host
 from roundpipe_fx.runtime.pinned_memory import pinned_copy
-from roundpipe_fx.torch_private import tree_map
+from roundpipe_fx.torch_private import inner_tensors, tree_map
 
-__all__ = ["Offloaded", "offloaded"]
+__all__ = ["Offloaded", "offloaded", "tensors_of"]
 
 _NOT_PINNED = (
     "No weight has changed and nothing of the step has run: close other programs and run it again, or use a host with "
@@ -76,8 +76,29 @@ def offloaded(
             f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
         )
     found = known or Offloaded(devices[0])
-    found.tensors = {key: value for key, (_, value) in named.items()} | {id(value): value for value in beside}
+    own = (part for _, value in named.values() for part in tensors_of(value))
+    found.tensors = {id(value): value for value in (*own, *beside)}
     return found
+
+
+def tensors_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a parameter or a buffer consists of: itself; of a quantized one its parts.
+
+    torchao's weights are tensors around others. bitsandbytes' have scales in a ``quant_state`` beside their numbers.
+    """
+    inner = inner_tensors(value)
+    for part in inner:
+        yield from tensors_of(part)
+    if inner:
+        return
+    yield value
+    beside = [getattr(value, "quant_state", None)]
+    for state in beside:
+        for part in () if state is None else vars(state).values():
+            if isinstance(part, torch.Tensor):
+                yield part
+            elif type(part) is type(state):
+                beside.append(part)
 
 
 class Offloaded:

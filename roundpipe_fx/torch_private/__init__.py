@@ -80,6 +80,7 @@ from roundpipe_fx.torch_private.modes import (
     dispatch_mode_flags,
     dispatch_modes,
     fakes_on,
+    inner_tensors,
     set_dispatch_mode_flags,
     without_modes,
 )
@@ -168,6 +169,7 @@ __all__ = [
     "has_kernel",
     "in_backward",
     "inductor",
+    "inner_tensors",
     "input_mutations",
     "input_path",
     "input_sizes",

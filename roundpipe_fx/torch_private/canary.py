@@ -95,7 +95,7 @@ USED: Mapping[str, str] = {
     "torch.utils._python_dispatch": (
         "TorchDispatchMode _disable_current_modes _get_current_dispatch_mode_stack "
         "_is_in_any_mode_without_ignore_compile_internals _is_in_non_infra_torch_dispatch_mode "
-        "_is_in_torch_dispatch_mode"
+        "_is_in_torch_dispatch_mode is_traceable_wrapper_subclass"
     ),
     "torch.utils._pytree": (
         "SequenceKey TreeSpec key_get keystr tree_flatten tree_flatten_with_path tree_leaves tree_map tree_map_only "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 __all__ = [
     "TorchDispatchMode",
@@ -16,6 +16,7 @@ __all__ = [
     "dispatch_mode_flags",
     "dispatch_modes",
     "fakes_on",
+    "inner_tensors",
     "set_dispatch_mode_flags",
     "without_modes",
 ]
@@ -79,3 +80,10 @@ def fakes_on(device: str) -> Callable[[torch.Tensor], torch.Tensor]:
         return like.requires_grad_(tensor.requires_grad)
 
     return fake
+
+
+def inner_tensors(value: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors inside of one of a subclass that is made around others; none of a plain one."""
+    if not is_traceable_wrapper_subclass(value):
+        return []
+    return [getattr(value, name) for name in value.__tensor_flatten__()[0]]
