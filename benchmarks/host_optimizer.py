@@ -5,6 +5,12 @@ python -m benchmarks.host_optimizer [--pairs N] [--width W] [--depth D]
 First the update alone, of float32 parameters on all threads: PyTorch's AdamW, and DeepSpeed's for CPUs if ``deepspeed``
 is installed, beside a copy of as many bytes as an update at least reads and writes.
 
+DeepSpeed compiles its optimizer at the first use, with g++. To have it beside this environment instead of in it:
+
+    DS_BUILD_OPS=0 pip install --no-deps --no-build-isolation --target ds deepspeed ninja py-cpuinfo hjson msgpack \\
+        pydantic pydantic-core annotated-types typing-inspection einops
+    PATH=$PWD/ds/bin:$PATH PYTHONPATH=$PWD/ds python -m benchmarks.host_optimizer
+
 A chain of blocks on the CPU, run by one thread; the optimizer's updates have another thread. The backward takes as long
 as the optimizer's step, because the batch has that many rows; or because it waits that long, as the host does while a
 device computes. Stages are what is updated together. A step after which nobody waits (``synchronize=False``) has its
