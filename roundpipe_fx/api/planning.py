@@ -149,8 +149,6 @@ def plan(
         raise ValueError("host_links= is for a model on the CPU: give offloaded=True too.")
     alone = "offloaded=True" if offloaded else f"devices={devices}" if devices > 1 and mesh_shape is None else ""
     check_tensor_parallel(ranks, mesh_shape, given_ranks, alone)
-    if host_links is not None and not offloaded:
-        raise ValueError("host_links= is for a model on the CPU: give offloaded=True too.")
     over_processes = mesh_shape is not None or (devices > 1 and not offloaded)
     if budget is None:
         total = int(_SHARE * (DEVICES[name].memory or 0))
