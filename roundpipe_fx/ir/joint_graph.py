@@ -130,14 +130,15 @@ MARK_USES: Mapping[str, MarkUse] = {
     Mark.PHASE: _use(
         "annotate hoist_host_syncs tiles apply_remat_schedule early_recompute split_backward",
         "annotate apply_remat_schedule cse early_recompute hoist_host_syncs overlap_recompute "
-        "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler",
+        "recompute_regions rounds segments split_backward accumulate_gradients analysis codegen compiler "
+        "pipeline",
         "annotate",
     ),
     Mark.BYTES: _use("annotate row_slices", "early_recompute accumulate_gradients analysis compiler", "annotate"),
     Mark.WORKSPACE: _use("workspaces row_slices", "rng accumulate_gradients analysis codegen compiler"),
     Mark.SECONDS: _use(
         "annotate fuse_costs row_slices",
-        "fuse_costs segments accumulate_gradients analysis compiler",
+        "fuse_costs segments accumulate_gradients analysis compiler pipeline",
         "annotate",
     ),
     Mark.FLOPS: _use(

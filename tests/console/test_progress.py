@@ -77,7 +77,7 @@ _TOLD = """
 import sys, time
 import torch
 import roundpipe_fx
-from roundpipe_fx import progress
+from roundpipe_fx.console import progress
 
 progress._DELAY = 0.05
 model = roundpipe_fx.compile(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh()), memory_budget=0.5)
