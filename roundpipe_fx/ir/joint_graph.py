@@ -154,7 +154,7 @@ MARK_USES: Mapping[str, MarkUse] = {
     ),
     Mark.STAGE: _use(
         "stages rounds apply_remat_schedule",
-        "early_recompute split_backward accumulate_gradients analysis codegen compiler remat",
+        "early_recompute split_backward accumulate_gradients analysis codegen compiler pipeline remat",
         "stages rounds",
     ),
     Mark.ORIGIN: _use("apply_remat_schedule", "rng analysis codegen compiler pipeline report"),
