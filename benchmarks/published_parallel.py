@@ -7,13 +7,10 @@ Over eight devices of a node, as all of these runs:
   activations checkpointed; sequences of 8,192 tokens. Plans are for bfloat16, and do not hide the communication of
   tensor parallelism, as torchtitan's does for 405B. The 16 rows of 70B are as many microbatches here. Into how many the
   pipeline split its batch is not published; here the default of that time, one for each of its stages.
-- Megatron: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, arXiv 2205.05198,
-  the models of 22B and 175B and their seconds of an iteration with sequence parallelism and selective recomputation, on
-  A100s of 80 GB, sequences of 2,048 tokens, without replicas. (Other models, there up to 1T, take longer to plan.)
 - Megatron: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM", 2021,
   arXiv 2104.04473, table 1, also in the README of that year: FLOP/s of each GPU, with all activations recomputed and
-  without sequence parallelism. Seconds follow from the paper's count of operations. Microbatches have one row here;
-  theirs are not published.
+  without sequence parallelism. Seconds follow from the paper's count of operations. How the 256 devices were divided
+  and microbatches of one row are assumed.
 
 What is not modelled: the optimizer's step, parameters and gradients in float32, dropout, clocks below the vendor's
 peak.
@@ -78,10 +75,9 @@ def _titan(name: str, speed: int, **how: Any) -> _Run:
 
 
 def _megatron(name: str, layers: int, width: int, heads: int, **how: Any) -> _Run:
-    """A run of Megatron's, with microbatches of one row unless they are given."""
-    how = {"microbatches": how["rows"], "replicas": 1} | how
+    """A run of Megatron's, with microbatches of one row."""
     make = functools.partial(gpt, layers=layers, width=width, heads=heads)
-    return _Run(name=name, device="A100", make=make, tokens=2048, **how)
+    return _Run(name=name, device="A100", make=make, tokens=2048, microbatches=how["rows"], **how)
 
 
 def _of_flops(teraflops: float, layers: int, width: int, batch: int, devices: int) -> float:
@@ -94,8 +90,6 @@ def _of_flops(teraflops: float, layers: int, width: int, batch: int, devices: in
 RUNS = (
     _titan("Llama 70B, float8", 829, make=_70B, replicas=32, pipeline=1, rows=16, microbatches=16, stages=81),
     _titan("Llama 405B, float8, 1F1B", 100, make=_405B, replicas=8, pipeline=8, rows=32, microbatches=8),
-    _megatron("GPT 22B", 48, 6144, 64, pipeline=1, rows=4, microbatches=1, seconds=1.10),
-    _megatron("GPT 175B, interleaved", 96, 12288, 96, pipeline=8, rows=64, stages=24, seconds=13.75),
     _megatron(
         "GPT 18B, all recomputed",
         40,

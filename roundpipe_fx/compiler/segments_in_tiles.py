@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TypeAlias
 
@@ -29,6 +30,21 @@ _PARTS = (2, 4, 8, 16, 32, 64)
 """The widest value of a tile is at most such a part of the budget; what is still less hardly counts."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Segments:
+    """The segments that all copies have.
+
+    Attributes:
+        count: how many.
+        by_name: of the forward's nodes in the graph without loops.
+        by_seq_nr: by autograd's number of the operation.
+    """
+
+    count: int
+    by_name: Mapping[str, int]
+    by_seq_nr: Mapping[int, int]
+
+
 def tilings_by_segment(
     joint: JointGraph, regions: Sequence[TileRegion], limit: int, setting: Setting
 ) -> Iterator[tuple[float, list[tuple[TileRegion, int]]]]:
@@ -46,10 +62,9 @@ def tilings_by_segment(
     if not regions:
         return
     tried = _ever_more(regions, limit)
-    whole = cut(joint.copy(), setting)
-    segment_of = _with_regions_whole(whole, regions)
-    joined = join([_chain(joint, regions, numbers, segment_of, whole, setting) for numbers in tried])
-    of_region = [segment_of[region.widest.name] for region in regions]
+    segments = _with_regions_whole(cut(joint.copy(), setting), regions)
+    joined = join([_chain(joint, regions, numbers, segments, setting) for numbers in tried])
+    of_region = [segments.by_name[region.widest.name] for region in regions]
     for seconds, copies in tiled_segments(joined, limit):
         numbers = [tried[copies[segment]][place] for place, segment in enumerate(of_region)]
         yield seconds, [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
@@ -81,50 +96,45 @@ def _chain(
     joint: JointGraph,
     regions: Sequence[TileRegion],
     numbers: _Numbers,
-    segment_of: Mapping[str, int],
-    whole: JointGraph,
+    segments: _Segments,
     setting: Setting,
 ) -> ChainInTiles:
     """The segments of a copy with regions in so many tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
     copy = tiled(joint, tiles, setting) if tiles else joint.copy()
-    own = setting.knowing(segment_starts=_starts(copy, segment_of, whole), stage_starts=(0,))
+    own = setting.knowing(segment_starts=_starts(copy, segments), stage_starts=(0,))
     staged = own.run(cut(copy, own), PassLevel.STAGED)
     chain, _ = chain_of(Blocks(operations_of(staged, setting)))
     return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))
 
 
-def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> dict[str, int]:
-    """By name of a forward node, its segment, where segments that share a region are one.
+def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Segments:
+    """The segments of a graph, where those that share a region are one.
 
     Args:
         joint: a graph with segments.
         regions: of a copy of this graph.
     """
-    segment_of = {node.name: node.meta[Mark.SEGMENT] for node in joint.in_phase(Phase.FORWARD)}
+    forward = joint.in_phase(Phase.FORWARD)
+    cut_of = {node.name: node.meta[Mark.SEGMENT] for node in forward}
     begins = [True] * len(joint.segments)
     for region in regions:
-        own = [segment_of[node.name] for node in region.in_phase(Phase.FORWARD)]
+        own = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD)]
         begins[min(own) + 1 : max(own) + 1] = [False] * (max(own) - min(own))
     number = [count - 1 for count in accumulate(begins)]
-    return {name: number[segment] for name, segment in segment_of.items()}
+    return _Segments(
+        count=number[-1] + 1,
+        by_name={name: number[segment] for name, segment in cut_of.items()},
+        by_seq_nr={node.meta["seq_nr"]: number[cut_of[node.name]] for node in forward if "seq_nr" in node.meta},
+    )
 
 
-def _starts(copy: JointGraph, segment_of: Mapping[str, int], whole: JointGraph) -> list[int]:
-    """Positions in a copy's forward at which the segments but the first begin.
-
-    Args:
-        copy: with loops in place of regions.
-        segment_of: by name, the segment of forward nodes of the graph without loops.
-        whole: that graph.
-    """
-    by_number = {
-        node.meta["seq_nr"]: segment_of[node.name] for node in whole.in_phase(Phase.FORWARD) if "seq_nr" in node.meta
-    }
+def _starts(copy: JointGraph, segments: _Segments) -> list[int]:
+    """Positions in the forward of a copy with loops at which the segments but the first begin."""
     found: list[int] = []
     for node in copy.in_phase(Phase.FORWARD):
         # A loop, and what is beside it, has the number of an operation of its region; its name may be another's.
-        is_known = node.name in segment_of and not isinstance(node.target, TileLoop)
-        own = segment_of[node.name] if is_known else by_number.get(node.meta.get("seq_nr"))
-        found.append(max(found[-1] if found else 0, own or 0))
-    return [bisect_left(found, segment) for segment in range(1, max(segment_of.values()) + 1)]
+        is_known = node.name in segments.by_name and not isinstance(node.target, TileLoop)
+        own = segments.by_name[node.name] if is_known else segments.by_seq_nr.get(node.meta.get("seq_nr", -1), 0)
+        found.append(max(found[-1], own) if found else own)
+    return [bisect_left(found, segment) for segment in range(1, segments.count)]

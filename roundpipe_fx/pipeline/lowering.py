@@ -256,7 +256,8 @@ def _shortest(
         return met
     options = setting.options
     if isinstance(options.memory_budget, float):  # a share of what this graph needs, as bytes
-        setting = setting.knowing(options=dataclasses.replace(options, memory_budget=met.budget))
+        budget = math.ceil(met.budget / setting.share)
+        setting = setting.knowing(options=dataclasses.replace(options, memory_budget=budget))
     graph = summed(joint, setting)
     regions = TileRegions(graph).as_wide_as(0)
     best = met.predict(pipelining.microbatches).makespan, met

@@ -1,8 +1,8 @@
 """Pinned memory of the host, from and to which an accelerator copies beside its work.
 
-PyTorch's allocator of pinned memory rounds up to powers of two: an embedding of 1.05 GB takes 2 GiB. So pages are taken
-from the operating system instead, registered with CUDA (``cudaHostRegister``), and unregistered when the last tensor in
-them is gone.
+PyTorch's allocator of pinned memory rounds up to powers of two: a weight of 1.1 GiB takes 2 GiB. So pages are taken
+from the operating system instead, registered with CUDA (``cudaHostRegister``), and unregistered when the last tensor
+in them is gone.
 """
 
 from __future__ import annotations

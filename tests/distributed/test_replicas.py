@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import roundpipe_fx
 from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from roundpipe_fx.pipeline import scheduled
+from roundpipe_fx.pipeline import cut_for_schedule, scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from tests.distributed.models import Net, make
 from tests.trainers.processes import in_processes
@@ -313,6 +313,7 @@ def check_data_parallel_alone(rank: int, _folder: str) -> None:
     compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
     own = {name: value[6 * rank :][:6] if name != "loss_fn" else value for name, value in batch.items()}
     compiled.trace(**own)
+    assert len(compiled.plan.stages) == 1  # its gradients are small
     torch.manual_seed(rank)
     compiled.init_weights(lambda name, value: value.copy_(torch.rand(value.shape) / 10 + rank))
     states = _everywhere(compiled.state_dict())
@@ -330,6 +331,31 @@ def check_data_parallel_alone(rank: int, _folder: str) -> None:
         torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
+def check_averaging_by_stages(rank: int, _folder: str) -> None:
+    """Replicas of one device have several stages: gradients are the mean of separate ones', of other batches too."""
+    cut_for_schedule._AVERAGED_BYTES = 1
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    for shard, microbatches in ((None, 2), ("dp", 1)):
+        model, batch = make("net")
+        alone = roundpipe_fx.compile(copy.deepcopy(model), num_microbatches=microbatches)
+        compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=microbatches, shard=shard)
+        for rows in (6, 4):  # the second is cut as the first was
+            own = {name: value[6 * rank :][:rows] if name != "loss_fn" else value for name, value in batch.items()}
+            torch.manual_seed(rank)
+            alone.zero_grad()
+            alone.forward_backward(**own)
+            torch.manual_seed(rank)
+            compiled.trace(**own)
+            compiled.zero_grad()
+            compiled.forward_backward(**own)
+            assert len(compiled.plan.stages) > 1
+            separate = _everywhere(_gradients(alone))
+            for name, parameter in compiled.named_parameters():
+                value = parameter.grad.full_tensor() if shard else parameter.grad
+                expected = torch.stack([each[name] for each in separate]).mean(0)
+                torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.long
 def test_replicas(tmp_path: Path) -> None:
     checks = [
@@ -342,5 +368,6 @@ def test_replicas(tmp_path: Path) -> None:
         check_norm_and_checkpoint,
         check_budget,
         check_data_parallel_alone,
+        check_averaging_by_stages,
     ]
     in_processes(4, checks, tmp_path)
