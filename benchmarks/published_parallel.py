@@ -120,7 +120,6 @@ def planned(run: _Run) -> roundpipe_fx.Plan:
     """
     model = run.make()
     tokens = torch.empty(run.rows, run.tokens, dtype=torch.long, device="meta")
-    stages = run.stages or run.pipeline
     with loss_parallel():
         return roundpipe_fx.plan(
             model,
@@ -129,9 +128,8 @@ def planned(run: _Run) -> roundpipe_fx.Plan:
             device=run.device,
             mesh_shape=(run.replicas, run.pipeline, RANKS),
             shard="dp" if run.sharded else None,
-            stages=stages,
+            stages=run.stages or run.pipeline,
             num_microbatches=run.microbatches,
-            schedule="interleaved" if 1 < run.pipeline < stages else None,
             optimizer=torch.optim.AdamW(model.parameters()),
         )
 
