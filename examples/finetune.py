@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import os
 import shutil
 import signal
 import time
@@ -163,8 +164,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def draw(losses: list[tuple[int, float, float]], folder: Path) -> None:
-    with open(folder / "losses.csv", "w", newline="") as file:
+    with open(folder / "losses.csv.new", "w", newline="") as file:
         csv.writer(file).writerows([("step", "loss", "tokens a second"), *losses])
+    os.replace(file.name, folder / "losses.csv")  # an interrupt leaves the table before
     figure, axes = pyplot.subplots(figsize=(7, 4))
     axes.plot([step for step, *_ in losses], [loss for _, loss, _ in losses])
     axes.set(xlabel="step", ylabel="loss")

@@ -141,6 +141,20 @@ def test_an_interrupt_of_finetuning_that_is_dropped_comes_again() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def test_losses_of_finetuning_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt while they are written leaves those before."""
+    draw = runpy.run_path(str(ROOT / "examples/finetune.py"))["draw"]
+    draw([(0, 2.0, 1.0)], tmp_path)
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("csv.writer", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        draw([(0, 2.0, 1.0), (1, 1.5, 1.0)], tmp_path)
+    assert _losses(tmp_path) == ["0,2.0"]
+
+
 def test_checkpoints_of_finetuning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_disk: FullDisk) -> None:
     """One that cannot be written is told of, and the one before stays; so it is without memory for a copy."""
     made = runpy.run_path(str(ROOT / "examples/finetune.py"))["Checkpoints"]
