@@ -49,6 +49,7 @@ from roundpipe_fx.passes.interpolation import restore_interpolation
 from roundpipe_fx.passes.layouts import restore_layouts
 from roundpipe_fx.passes.masks import expand_masks
 from roundpipe_fx.passes.mean_losses import split_mean_losses
+from roundpipe_fx.passes.online_softmax import write_online
 from roundpipe_fx.passes.overlap_recompute import overlap_recompute
 from roundpipe_fx.passes.packed_gradients import continue_sums
 from roundpipe_fx.passes.recompute_regions import mark_recompute_regions, region_bounds
@@ -94,6 +95,11 @@ def _device_present(context: PassContext) -> bool:
 def _microbatches(context: PassContext) -> bool:
     """training with several microbatches"""
     return context.training and context.microbatches > 1
+
+
+def _in_tiles_of_classes(context: PassContext) -> bool:
+    """loss heads in tiles of their classes"""
+    return any(region.online for region, _ in context.tiles)
 
 
 def _stages(context: PassContext) -> bool:
@@ -277,11 +283,25 @@ _PASSES = (
         needs=("annotate",),
     ),
     Pass(
+        "online_softmax",
+        lambda joint, context: write_online(
+            joint,
+            {region.online for region, _ in context.tiles if region.online},
+            context.costs,
+            context.device if _device_present(context) else None,
+            _eager(context),
+        ),
+        level=PassLevel.TILED,
+        when=_in_tiles_of_classes,
+        about="cross entropies are written with sums over their classes",
+        needs=("annotate", "mean_losses", "row_slices"),
+    ),
+    Pass(
         "tiles",
         lambda joint, context: tile_regions(joint, context.tiles, _body_costs(context)),
         level=PassLevel.TILED,
         about="regions of operations become loops over tiles of rows",
-        needs=("annotate", "mean_losses", "row_slices"),
+        needs=("annotate", "mean_losses", "row_slices", "online_softmax"),
     ),
     Pass(
         "segments",

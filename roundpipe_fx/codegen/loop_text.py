@@ -34,8 +34,9 @@ def loop_text(loop: TileLoop) -> str:
     like = operands[next((place for place in places if loop.dims[place] is not None), 0)]
     lines = [f"def {loop.__name__}({', '.join(operands)}):"]
     for name, result in zip(names, loop.results, strict=True):
-        start = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
-        lines.append(f"    {name} = {start}{'.zero_()' if result.dim is None else ''}")
+        made = f"torch.empty_strided({result.shape}, {result.stride}, dtype={result.made_in}, device={like}.device)"
+        start = ".zero_()" if result.start == 0 else f".fill_({result.start})"
+        lines.append(f"    {name} = {made}{start if result.dim is None else ''}")
     left = loop.rows % loop.size
     lines.append(f"    for start in range(0, {loop.rows - left}, {loop.size}):  # {loop.rows} rows")
     lines += _tile_lines(loop, loop.size, operands, names, "start", "        ")

@@ -26,6 +26,7 @@ from roundpipe_fx.codegen import (
     emit_stage_modules,
 )
 from roundpipe_fx.compiler.cached_marks import FIRST_MARKING_PASS, mark_as_cached, marks_as_data, remove_marks
+from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.operations import (
     cut,
@@ -255,6 +256,7 @@ def _tiling_steps(setting: Setting) -> TilingSteps:
     return TilingSteps(
         summed=lambda joint: summed(joint, setting),
         tiled=lambda joint, tiles: tiled(joint, tiles, setting),
+        by_class=lambda joint: class_regions(joint, setting.costs),
         by_segment=lambda joint, regions, limit: tilings_by_segment(joint, regions, limit, setting),
         planned=lambda joint, budget, limit: _within(cut(joint, setting), setting, budget, limit),
         share=setting.share,

@@ -119,7 +119,8 @@ def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Se
     cut_of = {node.name: node.meta[Mark.SEGMENT] for node in forward}
     begins = [True] * len(joint.segments)
     for region in regions:
-        own = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD)]
+        # What sums over classes replace is of the graph, and what they are is not.
+        own = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD) if node.name in cut_of]
         begins[min(own) + 1 : max(own) + 1] = [False] * (max(own) - min(own))
     number = [count - 1 for count in accumulate(begins)]
     return _Segments(

@@ -12,6 +12,7 @@ import math
 from typing import NoReturn
 
 from roundpipe_fx.analysis.tiling import TileRegions
+from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.make_plan import planned_tiles
 from roundpipe_fx.compiler.operations import cut, operations_of, summed, tiled, uncut, with_gradients
 from roundpipe_fx.compiler.segments_in_tiles import tilings_by_segment
@@ -69,6 +70,7 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
     steps = TilingSteps(
         summed=lambda graph: summed(graph, setting),
         tiled=lambda graph, tiles: tiled(graph, tiles, setting),
+        by_class=lambda graph: class_regions(graph, setting.costs),
         by_segment=lambda graph, regions, limit: tilings_by_segment(graph, regions, limit, setting),
         planned=planned,
         share=1.0,

@@ -122,7 +122,16 @@ def _use(written_by: str, read_by: str, on_all_after: str = "") -> MarkUse:
 
 
 ADDING_NODES = frozenset(
-    {"mean_losses", "row_slices", "tiles", "apply_remat_schedule", "early_recompute", "rng", "accumulate_gradients"}
+    {
+        "mean_losses",
+        "row_slices",
+        "online_softmax",
+        "tiles",
+        "apply_remat_schedule",
+        "early_recompute",
+        "rng",
+        "accumulate_gradients",
+    }
 )
 """Passes that add nodes to an annotated graph, with the marks of what these stand for."""
 

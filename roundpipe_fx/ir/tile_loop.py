@@ -26,12 +26,19 @@ class TileResult:
         stride: strides.
         dtype: element type.
         dim: the dimension that tiles are put together along; ``None``: the sum over tiles.
+        is_logarithm: whether sums are of exponentials: their logarithm is the result, and what each tile has is.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     dim: int | None
+    is_logarithm: bool = False
+
+    @property
+    def start(self) -> float:
+        """What sums are of no tiles."""
+        return -math.inf if self.is_logarithm else 0.0
 
     @property
     def made_in(self) -> torch.dtype:
@@ -134,7 +141,9 @@ class TileLoop:
             torch.empty_strided(result.shape, result.stride, dtype=result.made_in, device=device)
             for result in self.results
         )
-        sums = [total.zero_() for total, result in zip(made, self.results, strict=True) if result.dim is None]
+        sums = [
+            total.fill_(result.start) for total, result in zip(made, self.results, strict=True) if result.dim is None
+        ]
         for start in range(0, self.rows, self.size):
             rows = min(self.size, self.rows - start)
             tile = [

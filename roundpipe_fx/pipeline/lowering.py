@@ -32,6 +32,7 @@ from typing import Any
 from roundpipe_fx.analysis.cost import MeasuredCosts
 from roundpipe_fx.analysis.tiling import TileRegions
 from roundpipe_fx.budget import InfeasibleBudgetError
+from roundpipe_fx.compiler.class_tiles import class_regions
 from roundpipe_fx.compiler.lower import (
     SAVE_POLICIES,
     asked_budget,
@@ -274,7 +275,7 @@ def _shortest(
 def _as_it_is_and_in_tiles(joint: JointGraph, setting: Setting) -> Iterator[JointGraph]:
     yield joint.copy()
     graph = summed(joint, setting)
-    for tiles in tile_sequence(graph):
+    for tiles in tile_sequence(graph, class_regions(graph, setting.costs)):
         yield tiled(graph, tiles, setting)
 
 

@@ -30,7 +30,8 @@ class Dimensions:
     - *mixed*: positions along it depend on each other, so it is never divided.
     - *independent* in a result that has it: a tile of the result needs that tile of each operand that has the label,
       and all of each operand that does not.
-    - *summed* in a result that does not have it: the result is the sum, over tiles, of the result on each tile.
+    - *summed* in a result that does not have it: the result is the sum, over tiles, of the result on each tile. The
+      results of ``LOGARITHMS`` are logarithms of sums: their exponentials are summed.
 
     So the rows of a layer norm's backward are independent in the gradient of its input, and summed in those of its
     weight and bias. What has no meaning (random state returned by an attention without dropout) may be summed too.

@@ -1,4 +1,4 @@
-"""Reductions: what a sum reduces is summed, what another reduction reduces is mixed."""
+"""Reductions: what a sum reduces is summed, as exponentials too; what another reduction reduces is mixed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
 
-__all__ = ["RULES"]
+__all__ = ["LOGARITHMS", "RULES"]
 
 aten = torch.ops.aten
 
@@ -39,6 +39,9 @@ def _other(call: Call, labels: Labels) -> CallDims:
     return _reduce(call, labels, mixed=True)
 
 
+LOGARITHMS = frozenset({aten.logsumexp.default})
+"""Operators whose results are logarithms of sums: what is summed over tiles is the exponential of the results."""
+
 RULES: dict[object, Rule] = {
     **dict.fromkeys(
         (
@@ -47,6 +50,7 @@ RULES: dict[object, Rule] = {
             aten.nansum.default,
             aten.count_nonzero.default,
             aten.count_nonzero.dim_IntList,
+            *LOGARITHMS,
         ),
         _sum,
     ),
@@ -63,7 +67,6 @@ RULES: dict[object, Rule] = {
             aten.min.dim,
             aten.argmax.default,
             aten.argmin.default,
-            aten.logsumexp.default,
             aten.any.default,
             aten.any.dim,
             aten.any.dims,

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from roundpipe_fx.analysis.tiling.body import BodyCosts
+from roundpipe_fx.analysis.tiling.online_softmax import online_softmaxes
 from roundpipe_fx.analysis.tiling.region import TileRegion, TileRegions
 from roundpipe_fx.analysis.tiling.row_slices import RowSlice, row_slice_of
 from roundpipe_fx.analysis.tiling.rows import elements
 
-__all__ = ["BodyCosts", "RowSlice", "TileRegion", "TileRegions", "elements", "row_slice_of"]
+__all__ = [
+    "BodyCosts",
+    "RowSlice",
+    "TileRegion",
+    "TileRegions",
+    "elements",
+    "online_softmaxes",
+    "row_slice_of",
+]

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 
 from roundpipe_fx.analysis.cost import CostModel, annotate_node, note_real_values, workspaces_of
-from roundpipe_fx.analysis.dimensions import arguments_on_tile, dimensions_of
+from roundpipe_fx.analysis.dimensions import LOGARITHMS, arguments_on_tile, dimensions_of
 from roundpipe_fx.analysis.liveness import Event, peak_of
 from roundpipe_fx.analysis.storage_ids import OUTSIDE, StorageIds
 from roundpipe_fx.analysis.tiling.region import TileRegion
@@ -22,7 +22,7 @@ from roundpipe_fx.analysis.tiling.rows import Rows, labels_of_rows
 from roundpipe_fx.ir.fingerprint import fingerprint
 from roundpipe_fx.ir.joint_graph import Mark, input_nodes, tensor_values
 from roundpipe_fx.ir.tile_loop import TileLoop, TileResult, WidestValue
-from roundpipe_fx.operators.gradient_sums import add_product_to, add_to
+from roundpipe_fx.operators.gradient_sums import SUMMING, add_exponential_to, add_product_to, add_to
 from roundpipe_fx.torch_private import boxed_codegen
 
 __all__ = [
@@ -222,7 +222,13 @@ def _computed(graph: fx.Graph) -> list[fx.Node]:
 def _result(region: TileRegion, node: fx.Node) -> TileResult:
     value = node.meta["val"]
     if node not in region.where:
-        return TileResult(shape=tuple(value.shape), stride=_dense(value), dtype=value.dtype, dim=None)
+        return TileResult(
+            shape=tuple(value.shape),
+            stride=_dense(value),
+            dtype=value.dtype,
+            dim=None,
+            is_logarithm=node.target in LOGARITHMS,
+        )
     flat = _flat(value, region.where[node])
     return TileResult(shape=tuple(flat.shape), stride=_dense(flat), dtype=value.dtype, dim=region.where[node][0])
 
@@ -281,7 +287,8 @@ def _body(divided: Divided, rows: int, costs: BodyCosts) -> fx.GraphModule:
             if not is_plain:
                 wider = totals[node].meta["val"].dtype
                 values[node] = call(node, aten._to_copy.default, values[node], dtype=wider)
-            values[node] = call(node, add_to, totals[node], values[node])
+            add = add_exponential_to if node.target in LOGARITHMS else add_to
+            values[node] = call(node, add, totals[node], values[node])
     parts = []
     for node in divided.results:
         if node in sums:
@@ -307,7 +314,7 @@ _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
-        if node.op == "call_function" and not node.users and node.target not in (add_to, add_product_to):
+        if node.op == "call_function" and not node.users and node.target not in SUMMING:
             graph.erase_node(node)
 
 
@@ -358,7 +365,7 @@ def _call(
 ) -> fx.Node:
     made = graph.create_node("call_function", target, args, kwargs, name=like.name)
     made.meta = {key: like.meta[key] for key in _KEPT if key in like.meta}
-    if target in (add_to, add_product_to):
+    if target in SUMMING:
         made.meta["val"] = args[0].meta["val"]
         return made
     fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda source: source.meta["val"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,8 @@ from roundpipe_fx.analysis.tiling.rows import (
     may_be_divided,
     rows_among,
 )
-from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view
+from roundpipe_fx.ir.graph_edit import views_of
+from roundpipe_fx.ir.joint_graph import Mark, Phase, is_tensor, is_view, viewed
 
 __all__ = ["Growth"]
 
@@ -212,14 +213,23 @@ class Growth:
         }
         limit = _NARROW * self._elements(self.widest)
         floats = [v for v in outside if v.meta["val"].is_floating_point() and self._elements(v) > limit]
-        # What the caller is given exists in any case.
-        known = {v for v in floats if v in returned or v.op == "placeholder"}
+        known = {v for v in floats if _exists_anyway(v, returned)}
         if any(v not in known for v in floats) or not all(is_adjacent(self.where[v]) for v in outside):
             self.saved = 0.0
             return
         self.saved = float(sum(size for node, size in wide.items() if node not in known)) - sum(
             v.meta["val"].numel() * v.meta["val"].dtype.itemsize for v in outside if v not in known
         )
+
+
+def _exists_anyway(value: fx.Node, returned: Collection[fx.Node]) -> bool:
+    """Whether the caller gives a value, or is given it, as it is or in another shape."""
+    size = elements(value)
+    base = viewed(value)
+    if elements(base) != size:
+        return False
+    of_base = (base, *views_of(base))
+    return base.op == "placeholder" or any(view in returned and elements(view) == size for view in of_base)
 
 
 def _is_scaling(node: fx.Node) -> bool:

@@ -5,6 +5,10 @@ the inner width of an MLP, attention scores. From the widest value on, its maker
 on each row alone (:mod:`roundpipe_fx.analysis.dimensions`), forward and backward together; the region ends where values
 are narrow. What has no rows is read by every tile (weights), or is the sum over tiles (gradients of weights).
 
+The rows of a loss head may be its classes (the words of a vocabulary) instead: then gradients of its weights are put
+together of tiles, and what it reads is the same for each. For this a copy of the graph has its log-softmax written with
+sums over classes (:mod:`roundpipe_fx.analysis.tiling.online_softmax`).
+
 Regions of this kind are AutoChunk's (Zhao et al., ICLR 2024) for the forward alone, and what is written by hand in
 Arctic Long Sequence Training and Liger's fused loss.
 """
@@ -69,6 +73,8 @@ class TileRegion:
         where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.
         scalar: the scalar that the whole backward of the region is proportional to, where it waits for nothing else;
             then forward and backward can be one loop. ``None``: they cannot.
+        online: name of the log-softmax that must be written with sums over its classes, which are the rows; ``None``:
+            none must.
     """
 
     widest: fx.Node
@@ -77,6 +83,7 @@ class TileRegion:
     where: Mapping[fx.Node, Rows]
     whole: frozenset[fx.Node] = frozenset()
     scalar: fx.Node | None = None
+    online: str | None = None
 
     def in_phase(self, phase: Phase) -> list[fx.Node]:
         """Members of one phase, in graph order."""
@@ -123,6 +130,7 @@ class TileRegion:
             where={named[node.name]: rows for node, rows in self.where.items()},
             whole=frozenset(named[node.name] for node in self.whole),
             scalar=None if self.scalar is None else named[self.scalar.name],
+            online=self.online,
         )
 
 
@@ -154,15 +162,30 @@ class TileRegions:
         while self._waiting and self._sizes[self._waiting[0]] >= least:
             widest = self._waiting.popleft()
             if widest not in self._taken and widest not in self._seen:
-                self._look_around(widest)
+                self._look_around(widest, _candidates(widest))
         return self.found
+
+    def around(self, widest: fx.Node, rows: Rows, online: str) -> None:
+        """Find the one whose rows are where it is said.
+
+        Args:
+            widest: one of its widest values; the region's is the first of them.
+            rows: where that has its rows.
+            online: name of the log-softmax that was written with sums over these.
+        """
+        count = len(self.found)
+        self._look_around(widest, [rows])
+        for place, region in enumerate(self.found[count:], count):
+            size = self._sizes[widest]
+            first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
+            self.found[place] = dataclasses.replace(region, widest=first, online=online)
 
     def by_width(self) -> Iterator[list[TileRegion]]:
         """What is found with ever narrower widest values: each time all so far, those of one more width last."""
         while self._waiting:
             yield self.as_wide_as(self._sizes[self._waiting[0]])
 
-    def _look_around(self, widest: fx.Node) -> None:
+    def _look_around(self, widest: fx.Node, starts: Iterable[Rows]) -> None:
         grown = [
             Growth(
                 widest=widest,
@@ -173,7 +196,7 @@ class TileRegions:
                 taken=self._taken,
                 tangential=self._tangential,
             )
-            for rows in _candidates(widest)
+            for rows in starts
         ]
         # Activations that are sums over tiles would be rounded otherwise; gradients of weights are in any case.
         best = max(

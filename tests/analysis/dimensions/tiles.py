@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from roundpipe_fx.analysis.dimensions import Dimensions, arguments_on_tile, dimensions_of, operand_nodes
+from roundpipe_fx.analysis.dimensions import LOGARITHMS, Dimensions, arguments_on_tile, dimensions_of, operand_nodes
 from tests.analysis.dimensions.calls import RealCall, node_of
 from tests.analysis.dimensions.samples import DECOMPOSED
 
@@ -51,7 +51,8 @@ def assert_divides(target: Any, call: RealCall, exact: bool, values: bool = True
                 args, kwargs = fx.node.map_arg(arguments, tiles.__getitem__)
                 parts.append(_tensors(run(*args, **kwargs)))
             for place, (expected, dims) in enumerate(zip(whole, dimensions.results, strict=True)):
-                found = put_together([part[place] for part in parts], dims, label, lengths, dimensions.sizes)
+                tiled = [part[place] for part in parts]
+                found = put_together(target, tiled, dims, label, lengths, dimensions.sizes)
                 assert found.dtype == expected.dtype
                 assert found.shape == expected.shape, f"{target}: label {label} of {dimensions}"
                 if not values:
@@ -97,7 +98,12 @@ def cut(
 
 
 def put_together(
-    tiles: Sequence[torch.Tensor], dims: Sequence[Sequence[int]], label: int, lengths: Sequence[int], sizes: Any
+    target: Any,
+    tiles: Sequence[torch.Tensor],
+    dims: Sequence[Sequence[int]],
+    label: int,
+    lengths: Sequence[int],
+    sizes: Any,
 ) -> torch.Tensor:
     for place, dim in enumerate(dims):
         if label in dim:
@@ -109,7 +115,7 @@ def put_together(
             return torch.cat(parts, inner).flatten(place, place + len(dim) - 1)
     total = tiles[0]
     for tile in tiles[1:]:
-        total = total + tile
+        total = torch.logaddexp(total, tile) if target in LOGARITHMS else total + tile
     return total
 
 

@@ -1,0 +1,260 @@
+"""online_softmax: a cross entropy is written with sums over its classes, so that these can be divided into tiles.
+
+Of the log-probabilities of a row, a loss reads the one of its label, and perhaps their sum; the gradient of its scores
+is made of each score alone, once the row's log-sum-exp is known::
+
+    log_softmax(x)[label]  =  sum(x where it is the label's)  -  logsumexp(x)
+    gradient               =  (a where it is the label's)  +  b  -  exp(x - logsumexp(x)) * (a + classes * b)
+
+with one ``a`` and one ``b`` a row, which are made of the loss's gradient. What is summed over classes can be summed
+over tiles of them, the exponentials of a log-sum-exp too (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.analysis.cost import CostModel, annotate_added
+from roundpipe_fx.analysis.tiling.online_softmax import Scaled, Uses, summed_dims, uses_of
+from roundpipe_fx.ir.graph_edit import insert_call
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+
+__all__ = ["log_sum_exp_of", "write_online"]
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+
+def write_online(
+    joint: JointGraph,
+    names: Collection[str],
+    costs: CostModel,
+    device: torch.device | None = None,
+    eager: bool = True,
+) -> JointGraph:
+    """Write log-softmaxes with sums over their classes. The names of what is added depend on the log-softmax alone.
+
+    Args:
+        joint: an annotated graph; it is rewritten.
+        names: some of :func:`roundpipe_fx.analysis.tiling.online_softmaxes`.
+        costs: of what is added.
+        device: where it runs; ``None``: that device is not present.
+        eager: whether it runs as it is.
+    """
+    added: set[fx.Node] = set()
+    for node in joint.in_phase(Phase.FORWARD):
+        if node.name in names:
+            uses = uses_of(joint, node)
+            assert uses is not None, f"{node.name} cannot be written with sums over its classes"
+            added |= _Writer(node).write(uses)
+    joint.drop_unread()
+    annotate_added([node for node in joint.computed() if node in added], costs, device, eager)
+    return joint
+
+
+def log_sum_exp_of(joint: JointGraph, name: str) -> tuple[fx.Node, int]:
+    """The scores of a log-softmax that has been written with sums, and the dimension of their classes.
+
+    Args:
+        joint: the graph.
+        name: of the log-softmax.
+    """
+    log_sum_exp = next(node for node in joint.in_phase(Phase.FORWARD) if node.name == _named(name, "logsumexp"))
+    (scores,) = log_sum_exp.all_input_nodes
+    (place,) = log_sum_exp.args[1]  # type: ignore[misc, str-unpack]
+    return scores, int(place)  # type: ignore[arg-type]
+
+
+def _named(softmax: str, what: str) -> str:
+    return f"{softmax}_{what}"
+
+
+class _Writer:
+    """Writes one log-softmax with sums. A *column* has one entry for each row, in the dimensions of the scores."""
+
+    def __init__(self, softmax: fx.Node) -> None:
+        self._softmax = softmax
+        self._added: set[fx.Node] = set()
+        self._shape = list(softmax.meta["val"].shape)
+        self._place = int(softmax.args[1]) % len(self._shape)  # type: ignore[arg-type]
+        self._column = [*self._shape]
+        self._column[self._place] = 1
+        self._labels: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node | None, fx.Node]] = {}
+        self._picked: dict[fx.Node, fx.Node] = {}
+        scores = softmax.args[0]
+        assert isinstance(scores, fx.Node)
+        self._dtype = softmax.meta["val"].dtype
+        if scores.meta["val"].dtype is not self._dtype:
+            scores = self._call(softmax, aten._to_copy.default, scores, dtype=self._dtype)
+        self._scores = scores
+        self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._place], True)
+        words = self._call(
+            softmax, aten.arange.default, self._shape[self._place], device=softmax.meta["val"].device, pin_memory=False
+        )
+        behind = len(self._shape) - self._place - 1
+        self._words = words
+        self._classes = self._call(softmax, aten.view.default, words, [-1, *[1] * behind]) if behind else words
+
+    def write(self, uses: Uses) -> set[fx.Node]:
+        """Replace what reads the log-probabilities; returns the operations that were added."""
+        for read in uses.reads:
+            self._replace(read.node, read)
+        for gradient, parts in uses.gradients:
+            gradient.replace_all_uses_with(self._gradient(gradient, parts))
+        return self._added
+
+    def _call(self, before: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = insert_call(before, target, *args, **kwargs)
+        made._rename(_named(self._softmax.name, target._schema.name.rpartition("::")[2]))
+        made.meta[Mark.PHASE] = before.meta[Mark.PHASE]
+        self._added.add(made)
+        return made
+
+    def _as_column(self, before: fx.Node, value: fx.Node) -> fx.Node:
+        if list(value.meta["val"].shape) == self._column:
+            return value
+        return self._call(before, aten.reshape.default, value, self._column)
+
+    def _label(self, before: fx.Node, labels: fx.Node, ignored: Any) -> tuple[fx.Node, fx.Node | None, fx.Node]:
+        """Of each row its label, and whether it is ignored, as columns; and which scores are other classes'."""
+        if (labels, ignored) not in self._labels:
+            column, is_ignored = self._as_column(before, labels), None
+            if ignored is not None:
+                is_ignored = self._call(before, aten.eq.Scalar, column, ignored)
+                column = self._call(before, aten.masked_fill.Scalar, column, is_ignored, 0)
+            # What is read at the labels is these again; a label out of range is an error, as it is for the loss.
+            flat = self._call(before, aten.reshape.default, column, [-1])
+            column = self._as_column(before, self._call(before, aten.index_select.default, self._words, 0, flat))
+            others = self._call(before, aten.ne.Tensor, self._classes, column)
+            self._labels[labels, ignored] = column, is_ignored, others
+        return self._labels[labels, ignored]
+
+    def _at_label(self, before: fx.Node, others: fx.Node) -> fx.Node:
+        """The log-probabilities of the rows' labels, as a column."""
+        if others not in self._picked:
+            alone = self._call(before, aten.masked_fill.Scalar, self._scores, others, 0.0)
+            self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._place], True)
+        return self._call(before, aten.sub.Tensor, self._picked[others], self._log_sum_exp)
+
+    def _times(self, before: fx.Node, value: fx.Node, factor: float) -> fx.Node:
+        if factor == 1:
+            return value
+        if factor == -1:
+            return self._call(before, aten.neg.default, value)
+        return self._call(before, aten.mul.Scalar, value, factor)
+
+    def _masked(self, before: fx.Node, value: fx.Node, is_ignored: fx.Node | None) -> fx.Node:
+        return value if is_ignored is None else self._call(before, aten.masked_fill.Scalar, value, is_ignored, 0.0)
+
+    def _weighed(self, before: fx.Node, column: fx.Node, weight: Any, labels: fx.Node) -> fx.Node:
+        """A column times the weights of the rows' labels."""
+        if not isinstance(weight, fx.Node):
+            return column
+        flat = self._call(before, aten.reshape.default, labels, [-1])
+        weights = self._as_column(before, self._call(before, aten.index_select.default, weight, 0, flat))
+        return self._call(before, aten.mul.Tensor, column, weights)
+
+    def _replace(self, node: fx.Node, value: Scaled) -> None:
+        """Write what an operation of the forward reads of the log-probabilities."""
+        packet = node.target.overloadpacket  # type: ignore[union-attr]
+        if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
+            self._replace_cross_entropy(node, value.factor)
+            return
+        if packet is aten.gather:
+            *_, others = self._label(node, node.args[2], None)  # type: ignore[arg-type]
+            made = self._at_label(node, others)
+        else:
+            made = self._summed(node, value.place)
+        made = self._times(node, made, value.factor)
+        shape = list(node.meta["val"].shape)
+        if list(made.meta["val"].shape) != shape:
+            made = self._call(node, aten.reshape.default, made, shape)
+        node.replace_all_uses_with(made)
+
+    def _summed(self, node: fx.Node, place: int) -> fx.Node:
+        """The log-probabilities of all classes added up, over rows too where the sum is."""
+        total = self._call(node, aten.sum.dim_IntList, self._scores, [self._place], True)
+        less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._place])
+        made = self._call(node, aten.sub.Tensor, total, less)
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        shape = list(operand.meta["val"].shape)
+        dims = sorted(summed_dims(node, len(shape)) - {place})
+        if not dims:
+            return made
+        shape[place] = 1
+        return self._call(node, aten.sum.dim_IntList, self._call(node, aten.reshape.default, made, shape), dims)
+
+    def _replace_cross_entropy(self, node: fx.Node, factor: float) -> None:
+        _, labels, weight, reduction, ignored = node.args
+        assert isinstance(labels, fx.Node)
+        label, is_ignored, others = self._label(node, labels, ignored)
+        loss = self._times(node, self._at_label(node, others), -factor)
+        loss = self._masked(node, self._weighed(node, loss, weight, label), is_ignored)
+        if reduction == _SUM:
+            loss = self._call(node, aten.sum.default, loss)
+        else:
+            loss = self._call(node, aten.reshape.default, loss, list(labels.meta["val"].shape))
+        for item in list(node.users):
+            if item.args[1] == 0:
+                item.replace_all_uses_with(loss)
+
+    def _gradient(self, node: fx.Node, parts: Sequence[Scaled]) -> fx.Node:
+        """The gradient of the scores."""
+        classes, sums = self._shape[self._place], []
+        made: list[fx.Node] = []
+        for part in parts:
+            if part.node.target.overloadpacket is aten.expand:  # type: ignore[union-attr]
+                column = self._of_all(node, part)
+                sums.append(self._call(node, aten.mul.Scalar, column, classes))
+                made.append(column)
+            else:
+                column, others = self._of_label(node, part)
+                sums.append(column)
+                whole = self._call(node, aten.expand.default, column, self._shape)
+                made.append(self._call(node, aten.masked_fill.Scalar, whole, others, 0.0))
+        less = self._call(node, aten.sub.Tensor, self._scores, self._log_sum_exp)
+        probability = self._call(node, aten.exp.default, less)
+        total = self._call(node, aten.mul.Tensor, probability, self._added_up(node, sums))
+        result = self._call(node, aten.sub.Tensor, self._added_up(node, made), total)
+        dtype = node.meta["val"].dtype
+        return result if dtype is self._dtype else self._call(node, aten._to_copy.default, result, dtype=dtype)
+
+    def _added_up(self, before: fx.Node, values: Sequence[fx.Node]) -> fx.Node:
+        total, *others = values
+        for value in others:
+            total = self._call(before, aten.add.Tensor, total, value)
+        return total
+
+    def _of_all(self, before: fx.Node, part: Scaled) -> fx.Node:
+        """The gradient that all classes of a row have, as a column."""
+        (source, *_), shape = part.node.args, part.shape
+        shape[part.place] = 1
+        assert isinstance(source, fx.Node)
+        column = source
+        if list(source.meta["val"].shape) != shape:
+            column = self._call(before, aten.expand.default, source, shape)
+        return self._times(before, self._as_column(before, column), part.factor)
+
+    def _of_label(self, before: fx.Node, part: Scaled) -> tuple[fx.Node, fx.Node]:
+        """The gradient of the rows' labels, as a column, and which scores are other classes'."""
+        if part.node.target.overloadpacket is aten.scatter_add:  # type: ignore[union-attr]
+            index, column = part.node.args[2:]
+            *_, others = self._label(before, index, None)  # type: ignore[arg-type]
+            return self._times(before, self._as_column(before, column), part.factor), others  # type: ignore[arg-type]
+        gradient, _, labels, weight, reduction, ignored, total = part.node.args
+        assert isinstance(gradient, fx.Node) and isinstance(labels, fx.Node)
+        label, is_ignored, others = self._label(before, labels, ignored)
+        if reduction == _MEAN:
+            gradient = self._call(before, aten.div.Tensor, gradient, total)
+        if reduction == _NONE:
+            column = self._as_column(before, gradient)
+        else:
+            column = self._call(before, aten.expand.default, gradient, self._column)
+        column = self._times(before, column, -part.factor)
+        return self._masked(before, self._weighed(before, column, weight, label), is_ignored), others

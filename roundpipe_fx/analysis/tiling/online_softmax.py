@@ -1,0 +1,256 @@
+"""Which log-softmaxes need of each row only numbers that are sums over its classes: they can be made in tiles of these.
+
+That is so if the forward reads log-probabilities of labels, or their sum over all classes; and if the gradient that
+arrives is, for each row, one of its label and one that all classes have alike. Cross entropies are such, with weights,
+labels that are ignored, and smoothed labels.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor
+
+__all__ = ["Scaled", "Uses", "online_softmaxes", "summed_dims", "uses_of"]
+
+aten = torch.ops.aten
+_NONE, _MEAN, _SUM = 0, 1, 2
+
+_SAME = (aten.detach, aten.alias, aten.clone)
+_VIEWS = (aten.view, aten._unsafe_view, aten.reshape, aten.squeeze, aten.unsqueeze)
+_PERMUTED = (aten.transpose, aten.permute)
+_CROSS_ENTROPIES = (aten.nll_loss_forward, aten.nll_loss2d_forward)
+_GRADIENTS = (aten.nll_loss_backward, aten.nll_loss2d_backward)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """A value that is log-probabilities, or a gradient of these, times a number.
+
+    Attributes:
+        node: the value.
+        place: the dimension of its classes; the others are the rows, in their order.
+        factor: the number.
+    """
+
+    node: fx.Node
+    place: int
+    factor: float
+
+    @property
+    def shape(self) -> list[int]:
+        """Sizes."""
+        return list(self.node.meta["val"].shape)
+
+    def is_column(self, value: Any) -> bool:
+        """Whether a tensor has one entry for each row, in the same dimensions."""
+        column = [*self.shape[: self.place], 1, *self.shape[self.place + 1 :]]
+        return isinstance(value, fx.Node) and is_tensor(value) and list(value.meta["val"].shape) == column
+
+
+@dataclass(frozen=True, kw_only=True)
+class Uses:
+    """What log-probabilities are read for.
+
+    Attributes:
+        reads: the operations that read them in the forward.
+        gradients: the gradients of scores, each with the parts that the gradient of the log-probabilities is a sum of.
+    """
+
+    reads: tuple[Scaled, ...]
+    gradients: tuple[tuple[fx.Node, tuple[Scaled, ...]], ...]
+
+
+def online_softmaxes(joint: JointGraph) -> list[str]:
+    """The log-softmaxes that can be written with sums over their classes.
+
+    Args:
+        joint: an annotated graph.
+
+    Returns:
+        their names, in graph order.
+    """
+    return [node.name for node in joint.in_phase(Phase.FORWARD) if uses_of(joint, node) is not None]
+
+
+def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
+    """What a log-softmax is read for; ``None``: it is none, or what reads it needs all classes of a row together."""
+    if softmax.target is not aten._log_softmax.default:
+        return None
+    shape = softmax.meta["val"].shape
+    if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or 0 in shape:
+        return None
+    place = int(softmax.args[1]) % len(shape)  # type: ignore[arg-type]
+    if shape[place] == 1 or softmax.meta["val"].dtype is torch.float16:
+        return None
+    returned = {node for node in joint.outputs if isinstance(node, fx.Node)}
+    reads: list[Scaled] = []
+    gradients: list[tuple[fx.Node, tuple[Scaled, ...]]] = []
+    waiting = [Scaled(node=softmax, place=place, factor=1.0)]
+    while waiting:
+        value = waiting.pop()
+        if value.node in returned:
+            return None
+        for user in value.node.users:
+            packet = getattr(user.target, "overloadpacket", None)
+            follows = _followed(user, value)
+            if follows is not None:
+                waiting.append(follows)
+            elif packet in _GRADIENTS and user.args[0] is not value.node:
+                pass  # only the shape is read
+            elif packet is aten._log_softmax_backward_data and user.args[1] is value.node and value.factor == 1:
+                parts = _parts(Scaled(node=user.args[0], place=place, factor=1.0), user)  # type: ignore[arg-type]
+                if parts is None:
+                    return None
+                gradients.append((user, parts))
+            elif _is_read(user, value):
+                reads.append(Scaled(node=user, place=value.place, factor=value.factor))
+            else:
+                return None
+    order = {node: number for number, node in enumerate(softmax.graph.nodes)}
+    reads.sort(key=lambda read: order[read.node])
+    return Uses(reads=tuple(reads), gradients=tuple(gradients)) if reads else None
+
+
+def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
+    """What is the same log-probabilities, rearranged or times a number; ``None``: something else."""
+    packet = getattr(user.target, "overloadpacket", None)
+    if not user.args or user.args[0] is not value.node or value.node in (*user.args[1:], *user.kwargs.values()):
+        return None
+    if packet in _SAME:
+        return Scaled(node=user, place=value.place, factor=value.factor)
+    if packet in _VIEWS:
+        place = _place_in(user, value)
+        return None if place is None else Scaled(node=user, place=place, factor=value.factor)
+    if packet in _PERMUTED:
+        order = _order(user)
+        if not _keeps_rows(order, value.place):
+            return None
+        return Scaled(node=user, place=order.index(value.place), factor=value.factor)
+    number = _number(user)
+    return None if number is None else Scaled(node=user, place=value.place, factor=value.factor * number)
+
+
+def _place_in(view: fx.Node, value: Scaled) -> int | None:
+    """The dimension of the classes in another shape of the same elements; ``None``: they are not one dimension."""
+    shape, whole = list(view.meta["val"].shape), value.shape
+    before = math.prod(whole[: value.place])
+    for place, size in enumerate(shape):
+        if size == whole[value.place] and math.prod(shape[:place]) == before:
+            return place
+    return None
+
+
+def _order(node: fx.Node) -> list[int]:
+    """The dimensions of the operand in the order of those of the result."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    rank = source.meta["val"].dim()
+    if getattr(node.target, "overloadpacket", None) is aten.permute:
+        return [int(dim) % rank for dim in node.args[1]]  # type: ignore[union-attr, arg-type]
+    one, other = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+    order = list(range(rank))
+    order[one], order[other] = order[other], order[one]
+    return order
+
+
+def _keeps_rows(order: Sequence[int], place: int) -> bool:
+    rows = [dim for dim in order if dim != place]
+    return rows == sorted(rows)
+
+
+def _number(node: fx.Node) -> float | None:
+    """What an operation multiplies its first operand by, where that is a number."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet is aten.neg:
+        return -1.0
+    if packet in (aten.mul, aten.div) and len(node.args) == 2 and not node.kwargs:
+        number = node.args[1]
+        if isinstance(number, (int, float)) and number and math.isfinite(number):
+            return float(number) if packet is aten.mul else 1 / float(number)
+    return None
+
+
+def _is_read(node: fx.Node, value: Scaled) -> bool:
+    """Whether an operation of the forward reads the log-probability of a label, or sums over classes."""
+    packet, shape = getattr(node.target, "overloadpacket", None), value.shape
+    if node.meta[Mark.PHASE] is not Phase.FORWARD or not node.args or node.args[0] is not value.node:
+        return False
+    if packet in _CROSS_ENTROPIES:
+        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        weights = items[1].users if 1 in items else ()
+        known = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
+        return known and node.args[3] in (_NONE, _SUM) and value.place == 1 and len(shape) > 1
+    if packet is aten.gather:
+        return int(node.args[1]) % len(shape) == value.place and value.is_column(node.args[2])  # type: ignore[arg-type]
+    if packet is aten.sum:
+        return value.place in summed_dims(node, len(shape)) and node.kwargs.get("dtype") is None
+    return False
+
+
+def summed_dims(node: fx.Node, rank: int) -> set[int]:
+    """The dimensions that a sum is over."""
+    dims = node.args[1] if len(node.args) > 1 else None
+    return {int(dim) % rank for dim in dims} if dims else set(range(rank))  # type: ignore[union-attr, arg-type]
+
+
+def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
+    """The gradients that a gradient of log-probabilities is the sum of, each of a label's or of all classes alike.
+
+    Args:
+        value: the gradient.
+        reader: what reads it, alone.
+
+    Returns:
+        the operations that make them; ``None``: some are made in another way.
+    """
+    node, packet = value.node, getattr(value.node.target, "overloadpacket", None)
+    if set(node.users) != {reader} or node.op != "call_function":
+        return None
+    if packet in _GRADIENTS:
+        return (value,) if value.place == 1 else None
+    if packet is aten.scatter_add:
+        into, dim, index, _ = node.args
+        fits = int(dim) % len(value.shape) == value.place and value.is_column(index) and _is_zero(into)  # type: ignore[arg-type]
+        return (value,) if fits else None
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node):
+        return None
+    if packet is aten.expand:
+        shape = list(source.meta["val"].shape)
+        own = value.place - len(value.shape) + len(shape)
+        return (value,) if own < 0 or shape[own] == 1 else None
+    if packet is aten.add and len(node.args) == 2 and not node.kwargs:
+        operands = [Scaled(node=one, place=value.place, factor=value.factor) for one in node.all_input_nodes]
+        if len(operands) < 2 or any(one.shape != value.shape for one in operands):
+            return None
+        found = [_parts(one, node) for one in operands]
+        return None if None in found else tuple(part for parts in found for part in parts or ())
+    place: int | None = value.place
+    if packet in _VIEWS:
+        place = _place_in(source, value)
+    elif packet in _PERMUTED:
+        order = _order(node)
+        place = order[value.place]
+        if not _keeps_rows(order, place):
+            return None
+    elif packet not in _SAME and _number(node) is None:
+        return None
+    factor = value.factor * (_number(node) or 1.0)
+    return None if place is None else _parts(Scaled(node=source, place=place, factor=factor), node)
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return False
+    packet = getattr(value.target, "overloadpacket", None)
+    if packet in (aten.full, aten.full_like):
+        return isinstance(value.args[1], (int, float)) and value.args[1] == 0
+    return packet in (aten.zeros, aten.zeros_like, aten.new_zeros)

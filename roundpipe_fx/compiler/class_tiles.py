@@ -1,0 +1,56 @@
+"""Loss heads in tiles of their classes: the words of a vocabulary, where the loss is a cross entropy.
+
+Beside tiles of rows, the logits of all rows exist for a few words at a time. The gradient of the head's weight is put
+together of tiles, in its own precision; with tiles of rows it is their sum, in single precision. What it costs: the
+backward makes the logits again, as it cannot begin before the log-sum-exp of all words is known.
+"""
+
+from __future__ import annotations
+
+from roundpipe_fx.analysis.cost import CostModel
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.passes.online_softmax import log_sum_exp_of, write_online
+
+__all__ = ["class_regions", "operations_of"]
+
+
+def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
+    """The regions of loss heads whose rows are classes; they do not overlap.
+
+    Args:
+        joint: an annotated graph in which means are sums; not changed.
+        costs: of operations.
+
+    Returns:
+        regions with nodes of copies of the graph in which their log-softmax is written with sums over classes.
+    """
+    names = online_softmaxes(joint)
+    if not names:
+        return []
+    copy = write_online(joint.copy(), names, costs)
+    regions = TileRegions(copy)
+    for name in names:
+        scores, place = log_sum_exp_of(copy, name)
+        regions.around(scores, (place,), name)
+    return regions.found
+
+
+def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
+    """Names of the operations that a loop stands for.
+
+    Args:
+        joint: the graph in which means are sums.
+        region: of this graph, or of a loss head's classes: then those are among them that sums over classes replace.
+    """
+    names = {node.name for node in region.members if node not in region.whole}
+    if region.online is None:
+        return frozenset(names)
+    left = {node.name for node in region.widest.graph.nodes}
+    waiting = [node for node in joint.graph.nodes if node.name == region.online]
+    while waiting:
+        node = waiting.pop()
+        names.add(node.name)
+        beside = (*node.all_input_nodes, *node.users)
+        waiting += [other for other in beside if other.name not in left and other.name not in names]
+    return frozenset(names)

@@ -1,0 +1,330 @@
+"""The tile regions of a graph by kind: those that do the same on the same shapes are tiled alike.
+
+What is known of plans in tiles is kept here, and what is tiled next is said: the kind that holds most of what binds.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import fx
+
+from roundpipe_fx.analysis.operations import Operation
+from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
+from roundpipe_fx.compiler.class_tiles import operations_of
+from roundpipe_fx.compiler.lowered import Lowered
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.tile_loop import TileLoop
+from roundpipe_fx.remat.choose import Chosen
+from roundpipe_fx.remat.schedule import simulate
+
+__all__ = ["Kind", "Kinds", "MetError", "Needs", "Tiles", "TilingSteps", "UnmetError", "by_kind", "first_tiles"]
+
+_ROWS = 128
+"""A tile begins with at least so many rows: matrix products with fewer are slower."""
+_CLASSES = 1024
+"""The same for classes: gradients of what a head reads are summed over tiles, and rounded once for each."""
+
+Tiles: TypeAlias = Sequence[tuple[TileRegion, int]]
+"""Regions with their number of tiles."""
+Kind: TypeAlias = tuple[Any, ...]
+"""The same for regions that do the same on the same shapes."""
+_TilesOfKinds: TypeAlias = frozenset[tuple[Kind, int]]
+"""Kinds with their number of tiles."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What binds.
+
+    Attributes:
+        bytes: that a step needs at the least.
+        operation: while which it needs them; ``None``: it is between operations.
+        live: names and bytes of what is alive there.
+    """
+
+    bytes: int
+    operation: Operation | None
+    live: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of_plan(cls, chosen: Chosen, minimum: int) -> Needs:
+        """At the peak of a plan.
+
+        Args:
+            chosen: the plan.
+            minimum: peak of the programs that were emitted for it, in bytes.
+        """
+        peak = simulate(chosen.followed, chosen.candidate.schedule, list_live=True)
+        return cls(bytes=minimum, operation=peak.operation, live=peak.live)
+
+
+class UnmetError(Exception):
+    """No plan stays within the budget.
+
+    Attributes:
+        needs: what binds.
+        chosen: the plan with the lowest peak; ``None``: one operation alone needs more, and no plan was searched for.
+    """
+
+    def __init__(self, needs: Needs, chosen: Chosen | None = None) -> None:
+        super().__init__()
+        self.needs = needs
+        self.chosen = chosen
+
+
+class MetError(Exception):
+    """A plan that stays within the budget is known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TilingSteps:
+    """How graphs are made and planned.
+
+    Attributes:
+        summed: a copy of a graph in which means are sums.
+        tiled: a copy of a graph in which regions are loops.
+        by_class: the regions of loss heads whose rows are classes.
+        by_segment: the tiles of regions that the chain of segments finds best for a number of bytes and for ever fewer,
+            each with the seconds that a step then takes longer than with nothing recomputed.
+        planned: plans for a budget; raises :class:`UnmetError`, without a search for a plan where one operation alone
+            needs more than so many bytes as the last argument says.
+        share: of a budget that may be used.
+    """
+
+    summed: Callable[[JointGraph], JointGraph]
+    tiled: Callable[[JointGraph, Tiles], JointGraph]
+    by_class: Callable[[JointGraph], Sequence[TileRegion]]
+    by_segment: Callable[[JointGraph, Sequence[TileRegion], int], Iterable[tuple[float, Tiles]]]
+    planned: Callable[[JointGraph, int | float, int | None], Lowered]
+    share: float
+
+
+class Kinds:
+    """The regions of a graph by kind, found as far as they are asked for, and what is known of plans in tiles.
+
+    Args:
+        joint: an annotated graph; not changed.
+        steps: how graphs are made and planned.
+
+    Attributes:
+        is_met_by_known: whether budgets that a known plan stays within are not planned for, only whether they are met.
+    """
+
+    def __init__(self, joint: JointGraph, steps: TilingSteps) -> None:
+        self._joint, self._steps = joint, steps
+        self.is_met_by_known = False
+        self._least: dict[_TilesOfKinds, UnmetError] = {}
+        """What one operation needs alone; found where it is more than a limit."""
+        self._fitting: dict[_TilesOfKinds, int] = {}
+        """The least limit that no operation alone was found to exceed."""
+        self._holding_of: dict[Kind, frozenset[str]] = {}
+        self._lowest: dict[_TilesOfKinds, UnmetError] = {}
+        """The lowest peak of a plan; which that is does not depend on the budget."""
+
+    @functools.cached_property
+    def _graph(self) -> JointGraph:
+        return self._steps.summed(self._joint)
+
+    @functools.cached_property
+    def _regions(self) -> TileRegions:
+        return TileRegions(self._graph)
+
+    @functools.cached_property
+    def _heads(self) -> dict[Kind, list[TileRegion]]:
+        """Loss heads whose rows are classes, by kind."""
+        return by_kind(self._steps.by_class(self._graph))
+
+    @functools.cached_property
+    def _named(self) -> dict[str, fx.Node]:
+        return {node.name: node for node in self._graph.graph.nodes}
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Modelled seconds of the graph without tiles, with nothing recomputed."""
+        return sum(node.meta[Mark.SECONDS] for node in self._joint.computed())
+
+    @property
+    def exist(self) -> bool:
+        """Whether there are any."""
+        return bool(self._regions.as_wide_as(0) or self._heads)
+
+    def most_tiles(self, kind: Kind) -> int:
+        """The largest number of tiles that there can be."""
+        return self._of(kind)[0].most_tiles
+
+    def planned(self, tiles: Mapping[Kind, int], budget: int | float, limit: int | None) -> Lowered:
+        """A plan for a budget, with kinds in so many tiles.
+
+        Args:
+            tiles: by kind; none: the graph as it was.
+            budget: bytes or a share.
+            limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
+
+        Raises:
+            UnmetError: no plan stays within it. One that is known not to is not searched for again.
+            MetError: one does, and only that was asked.
+        """
+        key = frozenset(tiles.items())
+        least, lowest = self._least.get(key), self._lowest.get(key)
+        if limit is not None and least is not None and least.needs.bytes > limit:
+            raise least
+        is_searched = limit is None or least is not None or limit >= self._fitting.get(key, math.inf)
+        if lowest is not None and is_searched:
+            if budget * self._steps.share < lowest.needs.bytes:
+                raise lowest
+            if self.is_met_by_known:
+                raise MetError
+        try:
+            return self.planned_in(self.in_tiles(tiles), budget, limit)
+        except UnmetError as error:
+            if error.chosen is None:
+                self._least[key] = error
+            else:
+                self._lowest[key] = error
+                if limit is not None:
+                    self._fitting[key] = min(limit, self._fitting.get(key, limit))
+            raise
+
+    def in_tiles(self, tiles: Mapping[Kind, int]) -> Tiles:
+        """The regions of kinds, with their number of tiles."""
+        return [(region, count) for kind, count in tiles.items() for region in self._of(kind)]
+
+    def planned_in(self, tiles: Tiles, budget: int | float, limit: int | None = None) -> Lowered:
+        """A plan for a budget, with regions in so many tiles.
+
+        Args:
+            tiles: of regions; none: the graph as it was.
+            budget: bytes or a share.
+            limit: where one operation alone needs more bytes, no plan is searched for; ``None``: one always is.
+
+        Raises:
+            UnmetError: no plan stays within it.
+        """
+        graph = self._steps.tiled(self._graph, tiles) if tiles else self._joint
+        return self._steps.planned(graph, budget, limit)
+
+    def by_segment(self, limit: int, tiles: Tiles) -> Iterable[tuple[float, Tiles]]:
+        """The tiles of regions that are best for a number of bytes and for ever fewer, with seconds.
+
+        Args:
+            limit: bytes.
+            tiles: of a plan. Loss heads that have tiles of classes there have such.
+        """
+        heads = [region for region, _ in tiles if region.online is not None]
+        by_class = frozenset().union(*(operations_of(self._graph, head) for head in heads))
+        regions = self._regions.as_wide_as(0)
+        others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
+        return self._steps.by_segment(self._graph, [*others, *heads], limit)
+
+    def binding(self, needs: Needs, done: Collection[Kind]) -> Kind | None:
+        """The kind that holds most of what binds, but for some; ``None``: none holds any."""
+        values = [self._named[name] for name, _ in needs.live if name in self._named]
+        running = self._running(needs)
+        values += [value for user in running for value in (user, *user.all_input_nodes)]
+        # No region has values that are much wider than its widest.
+        for width in sorted({elements(value) for value in values} | {0}, reverse=True):
+            kinds = by_kind(self._regions.as_wide_as(width))
+            kinds |= {kind: heads for kind, heads in self._heads.items() if elements(heads[0].widest) >= width}
+            held = _held(needs, running, {kind: self._holding(kind) for kind in kinds if kind not in done})
+            if held:
+                return max(held, key=held.__getitem__)
+        return None
+
+    def _holding(self, kind: Kind) -> frozenset[str]:
+        """Names of what is not as wide, or not at all, with the regions of a kind in tiles."""
+        if kind not in self._holding_of:
+            names = (operations_of(self._graph, region) for region in self._of(kind))
+            self._holding_of[kind] = frozenset().union(*names)
+        return self._holding_of[kind]
+
+    def _running(self, needs: Needs) -> list[fx.Node]:
+        """The operation during which bytes are needed; of a slice that is no longer there, what it was between."""
+        if needs.operation is None:
+            return []
+        node = needs.operation.node
+        beside = [node] if node.name in self._named else [*node.all_input_nodes, *node.users]
+        return [self._named[operation.name] for operation in beside if operation.name in self._named]
+
+    def is_by_class(self, kind: Kind) -> bool:
+        """Whether these are loss heads whose rows are classes."""
+        return kind in self._heads
+
+    def beside(self, kind: Kind | None, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
+        """Kinds without those that have operations of another one: a head's rows, and its classes."""
+        if kind is None:
+            return dict(tiles)
+        names = self._holding(kind)
+        return {other: count for other, count in tiles.items() if other == kind or not names & self._holding(other)}
+
+    def more_tiles(self, kind: Kind, tiles: int | None, needs: Needs, limit: int) -> int:
+        """So many tiles as are tried next: twice as many, or what the budget leaves for one is known to need."""
+        region = self._of(kind)[0]
+        if tiles is None:
+            return first_tiles(region)
+        times = 2
+        if needs.operation is not None and _loop_of(needs.operation.node) in _loops([region]):
+            workspace = needs.operation.workspace
+            left = limit - (needs.bytes - workspace)
+            if 0 < left < workspace:
+                times = max(times, 2 ** math.ceil(math.log2(workspace / left)))
+        return min(times * tiles, region.most_tiles)
+
+    def _of(self, kind: Kind) -> list[TileRegion]:
+        return self._heads[kind] if kind in self._heads else by_kind(self._regions.found)[kind]
+
+
+def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[Kind, Collection[str]]) -> dict[Kind, int]:
+    """Bytes that regions hold of what binds, by kind; the kind of the operation that runs there holds some.
+
+    Args:
+        needs: what binds.
+        running: the operation, and what it reads.
+        kinds: names of what the regions of each kind hold; of a name in several, the first holds it.
+    """
+    kind_of: dict[str, Kind] = {}
+    for kind, names in kinds.items():
+        for name in names:
+            kind_of.setdefault(name, kind)
+    held: dict[Kind, int] = {}
+    for name, size in needs.live:
+        if name in kind_of:
+            held[kind_of[name]] = held.get(kind_of[name], 0) + size
+    if needs.operation is not None:
+        loop = _loop_of(needs.operation.node)
+        kinds_held = [kind_of.get(loop or ""), *(kind_of.get(node.name) for node in running)]
+        first = next((kind for kind in kinds_held if kind is not None), None)
+        if first is not None:
+            held[first] = held.get(first, 0) + max(needs.operation.workspace, 1)
+    return held
+
+
+def _loops(regions: Iterable[TileRegion]) -> set[str | None]:
+    return {region.widest.name for region in regions}
+
+
+def _loop_of(node: fx.Node) -> str | None:
+    """The name of the widest value in a loop; ``None``: the operation is none."""
+    return node.target.widest.name if isinstance(node.target, TileLoop) else None
+
+
+def by_kind(regions: Iterable[TileRegion]) -> dict[Kind, list[TileRegion]]:
+    """Regions that do the same on the same shapes."""
+    by_kind: dict[Kind, list[TileRegion]] = {}
+    for region in regions:
+        targets = tuple(str(node.target) for node in region.members)
+        key = tuple(region.widest.meta["val"].shape), region.rows, region.scalar is None, targets
+        by_kind.setdefault(key, []).append(region)
+    return by_kind
+
+
+def first_tiles(region: TileRegion) -> int:
+    """The number of tiles to begin with: a power of two."""
+    tiles, least = 2, _CLASSES if region.online else _ROWS
+    while region.rows // (2 * tiles) >= least:
+        tiles *= 2
+    return min(tiles, region.most_tiles)

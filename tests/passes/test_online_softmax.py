@@ -1,0 +1,263 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import expecttest
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from roundpipe_fx.analysis.tiling import online_softmaxes
+from roundpipe_fx.ir.joint_graph import JointGraph
+from roundpipe_fx.ir.text import joint_text
+from roundpipe_fx.ir.verifier import snapshot, verify
+from roundpipe_fx.passes.annotate import annotate
+from roundpipe_fx.passes.mean_losses import split_mean_losses
+from roundpipe_fx.passes.online_softmax import write_online
+from tests.capturing import capture_joint, run_joint
+from tests.graph_text import CPU, joint_of
+
+HEAD = """
+def joint(
+    primals_1: float32[6, 64],
+    primals_2: int64[6],
+    tangents_1: float32[],
+):
+    # forward
+    scores: float32[6, 64] = aten._log_softmax.default(primals_1, 1, False)
+    nll: (float32[], float32[]) = aten.nll_loss_forward.default(scores, primals_2, None, 2, -100)
+    loss: float32[] = nll[0]
+    # backward
+    ones: float32[] = aten.full.default([], 1.0)
+    nll_loss_backward: float32[6, 64] = aten.nll_loss_backward.default(tangents_1, scores, primals_2, None, 2, -100, ones)
+    back: float32[6, 64] = aten._log_softmax_backward_data.default(nll_loss_backward, scores, 1, torch.float32)
+    return (loss,), (back, None)
+"""
+
+SUM = """
+def joint(
+    primals_1: float32[6, 64],
+    tangents_1: float32[6],
+):
+    # forward
+    scores: float32[6, 64] = aten._log_softmax.default(primals_1, 1, False)
+    neg: float32[6, 64] = aten.neg.default(scores)
+    sum_1: float32[6] = aten.sum.dim_IntList(neg, [1])
+    # backward
+    column: float32[6, 1] = aten.unsqueeze.default(tangents_1, 1)
+    expand: float32[6, 64].strides(1, 0) = aten.expand.default(column, [6, 64])
+    neg_1: float32[6, 64] = aten.neg.default(expand)
+    back: float32[6, 64] = aten._log_softmax_backward_data.default(neg_1, scores, 1, torch.float32)
+    return (sum_1,), (back,)
+"""
+
+ENTROPY = """
+def joint(
+    primals_1: float32[6, 64],
+):
+    # forward
+    scores: float32[6, 64] = aten._log_softmax.default(primals_1, 1, False)
+    exp: float32[6, 64] = aten.exp.default(scores)
+    mul: float32[6, 64] = aten.mul.Tensor(exp, scores)
+    sum_1: float32[6] = aten.sum.dim_IntList(mul, [1])
+    return (sum_1,), ()
+"""
+
+
+def written(text: str) -> str:
+    joint = joint_of(text)
+    before = snapshot(joint)
+    made = write_online(joint, online_softmaxes(joint), CPU)
+    verify(made, "online_softmax", before, {"online_softmax"})
+    return joint_text(made)
+
+
+def test_as_text_a_cross_entropy() -> None:
+    """Rows are numbers that are sums over classes; labels are checked, as the loss checks them."""
+    expecttest.assert_expected_inline(
+        written(HEAD),
+        """\
+def joint(
+    primals_1: float32[6, 64],
+    primals_2: int64[6],
+    tangents_1: float32[],
+):
+    # forward
+    scores_logsumexp: float32[6, 1] = aten.logsumexp.default(primals_1, [1], True)
+    scores_arange: int64[64] = aten.arange.default(64, device=device(type='cpu'), pin_memory=False)
+    scores_reshape: int64[6, 1] = aten.reshape.default(primals_2, [6, 1])
+    scores_eq: bool[6, 1] = aten.eq.Scalar(scores_reshape, -100)
+    scores_masked_fill: int64[6, 1] = aten.masked_fill.Scalar(scores_reshape, scores_eq, 0)
+    scores_reshape_1: int64[6] = aten.reshape.default(scores_masked_fill, [-1])
+    scores_index_select: int64[6] = aten.index_select.default(scores_arange, 0, scores_reshape_1)
+    scores_reshape_2: int64[6, 1] = aten.reshape.default(scores_index_select, [6, 1])
+    scores_ne: bool[6, 64] = aten.ne.Tensor(scores_arange, scores_reshape_2)
+    scores_masked_fill_1: float32[6, 64] = aten.masked_fill.Scalar(primals_1, scores_ne, 0.0)
+    scores_sum: float32[6, 1] = aten.sum.dim_IntList(scores_masked_fill_1, [1], True)
+    scores_sub: float32[6, 1] = aten.sub.Tensor(scores_sum, scores_logsumexp)
+    scores_neg: float32[6, 1] = aten.neg.default(scores_sub)
+    scores_masked_fill_2: float32[6, 1] = aten.masked_fill.Scalar(scores_neg, scores_eq, 0.0)
+    scores_sum_1: float32[] = aten.sum.default(scores_masked_fill_2)
+    # backward
+    scores_expand: float32[6, 1].strides(0, 0) = aten.expand.default(tangents_1, [6, 1])
+    scores_neg_1: float32[6, 1] = aten.neg.default(scores_expand)
+    scores_masked_fill_3: float32[6, 1] = aten.masked_fill.Scalar(scores_neg_1, scores_eq, 0.0)
+    scores_expand_1: float32[6, 64].strides(1, 0) = aten.expand.default(scores_masked_fill_3, [6, 64])
+    scores_masked_fill_4: float32[6, 64] = aten.masked_fill.Scalar(scores_expand_1, scores_ne, 0.0)
+    scores_sub_1: float32[6, 64] = aten.sub.Tensor(primals_1, scores_logsumexp)
+    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_1)
+    scores_mul: float32[6, 64] = aten.mul.Tensor(scores_exp, scores_masked_fill_3)
+    scores_sub_2: float32[6, 64] = aten.sub.Tensor(scores_masked_fill_4, scores_mul)
+    return (scores_sum_1,), (scores_sub_2, None)
+""",
+    )
+
+
+def test_as_text_a_sum_over_classes() -> None:
+    expecttest.assert_expected_inline(
+        written(SUM),
+        """\
+def joint(
+    primals_1: float32[6, 64],
+    tangents_1: float32[6],
+):
+    # forward
+    scores_logsumexp: float32[6, 1] = aten.logsumexp.default(primals_1, [1], True)
+    scores_sum: float32[6, 1] = aten.sum.dim_IntList(primals_1, [1], True)
+    scores_mul: float32[6, 1] = aten.mul.Scalar(scores_logsumexp, 64)
+    scores_sub: float32[6, 1] = aten.sub.Tensor(scores_sum, scores_mul)
+    scores_neg: float32[6, 1] = aten.neg.default(scores_sub)
+    scores_reshape: float32[6] = aten.reshape.default(scores_neg, [6])
+    # backward
+    column: float32[6, 1] = aten.unsqueeze.default(tangents_1, 1)
+    scores_neg_1: float32[6, 1] = aten.neg.default(column)
+    scores_mul_1: float32[6, 1] = aten.mul.Scalar(scores_neg_1, 64)
+    scores_sub_1: float32[6, 64] = aten.sub.Tensor(primals_1, scores_logsumexp)
+    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_1)
+    scores_mul_2: float32[6, 64] = aten.mul.Tensor(scores_exp, scores_mul_1)
+    scores_sub_2: float32[6, 64] = aten.sub.Tensor(scores_neg_1, scores_mul_2)
+    return (scores_reshape,), (scores_sub_2,)
+""",
+    )
+
+
+def test_as_text_what_needs_all_classes_of_a_row_stays() -> None:
+    assert written(ENTROPY).strip() == ENTROPY.strip()
+
+
+def smoothed(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As the Trainer's label smoother does."""
+    log_probabilities = -F.log_softmax(scores, dim=-1)
+    column = labels.clamp(min=0).unsqueeze(-1)
+    ignored = labels.unsqueeze(-1).eq(-100)
+    of_labels = log_probabilities.gather(-1, column).masked_fill(ignored, 0.0)
+    of_all = log_probabilities.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
+    return 0.9 * of_labels.sum() / 7 + 0.1 * of_all.sum() / 7 / scores.shape[-1]
+
+
+def flat(**options: object) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), **options)  # type: ignore[arg-type]
+        return (found * found.detach()).sum()
+
+    return loss
+
+
+WEIGHTS = torch.arange(1.0, 41.0, dtype=torch.float64)
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mean": flat(),
+    "sum": flat(reduction="sum"),
+    "none": flat(reduction="none"),
+    "smoothed": flat(label_smoothing=0.1),
+    "smoothed, none": flat(label_smoothing=0.2, reduction="none"),
+    "weights": flat(weight=WEIGHTS),
+    "weights, none": flat(weight=WEIGHTS, reduction="none"),
+    "another label ignored": lambda scores, labels: flat(ignore_index=3)(scores, labels.clamp(min=3)),
+    "classes second": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels),
+    "classes second, weights": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels, WEIGHTS),
+    "classes first": lambda scores, labels: F.nll_loss(
+        F.log_softmax(scores.permute(2, 0, 1), 0).permute(1, 0, 2), labels
+    ),
+    "log-probabilities rearranged": lambda scores, labels: F.nll_loss(
+        F.log_softmax(scores, -1).transpose(1, 2), labels, reduction="sum"
+    ),
+    "gathered": lambda scores, labels: -F.log_softmax(scores, -1).gather(-1, labels.clamp(min=0)[..., None]).mean(),
+    "gathered twice": lambda scores, labels: (
+        F.log_softmax(scores, -1).gather(-1, labels.clamp(min=0)[..., None]).mean()
+        - 0.5 * F.log_softmax(scores, -1).gather(-1, (labels + 101)[..., None] % 40).square().mean()
+    ),
+    "label smoother": smoothed,
+    "sum of everything": lambda scores, labels: F.log_softmax(scores, -1).sum() + labels.sum(),
+    "sum over rows first": lambda scores, labels: (F.log_softmax(scores, -1).sum((0, 2)) * labels.sum(0)).sum(),
+}
+
+
+class Head(nn.Module):
+    def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(8, 40).double(), loss
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.loss(self.head(x), y)
+
+
+def summed_graph(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> tuple[JointGraph, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model, labels = Head(loss), torch.randint(0, 40, (2, 5))
+    labels[0, 1] = labels[1, 3] = -100
+    x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
+    joint = split_mean_losses(annotate(capture_joint(model, x, labels), CPU), CPU)
+    given: list[torch.Tensor] = []
+    known = {(40, 8): model.head.weight, (40,): model.head.bias, (2, 5, 8): x, (2, 5): labels, (): torch.tensor(0.7)}
+    for node in joint.inputs:
+        value = node.meta["val"]
+        found = WEIGHTS if joint.label(node) == "WEIGHTS" else known[tuple(value.shape)]
+        given.append(found.detach().to(value.dtype))
+    return joint, given
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_gradients_are_the_same(name: str) -> None:
+    joint, given = summed_graph(LOSSES[name])
+    expected = run_joint(joint, given)
+    names = online_softmaxes(joint)
+    assert names
+    found = run_joint(write_online(joint, names, CPU), given)
+    assert not any(node.target is torch.ops.aten._log_softmax.default for node in joint.graph.nodes)
+    for one, other in zip(found, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            assert one.dtype == other.dtype and one.shape == other.shape
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "entropy": lambda scores, _: (scores.softmax(-1) * F.log_softmax(scores, -1)).sum(),
+    "divergence": lambda scores, _: F.kl_div(F.log_softmax(scores, -1), scores.detach().softmax(-1), reduction="sum"),
+    "largest": lambda scores, _: F.log_softmax(scores, -1).amax(-1).sum(),
+    "squares": lambda scores, _: F.log_softmax(scores, -1).square().sum(),
+    "probabilities": lambda scores, labels: F.nll_loss(scores.softmax(-1).flatten(0, 1), labels.flatten()),
+    "over rows": lambda scores, labels: F.nll_loss(F.log_softmax(scores, 1).flatten(0, 1), labels.flatten()),
+    "other classes": lambda scores, labels: (
+        F.log_softmax(scores, -1).gather(-1, labels[:, :, None].expand(2, 5, 3) % 40).sum()
+    ),
+    "soft labels": lambda scores, _: F.cross_entropy(scores.flatten(0, 1), torch.full((10, 40), 1 / 40).double()),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_what_reads_more_of_a_row_stays(name: str) -> None:
+    joint, _ = summed_graph(MIXED[name])
+    assert not online_softmaxes(joint)
+
+
+def test_a_returned_one_stays() -> None:
+    def loss(scores: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        log_probabilities = F.log_softmax(scores, -1)
+        return F.nll_loss(log_probabilities.flatten(0, 1), labels.flatten()), log_probabilities
+
+    model = Head(loss)  # type: ignore[arg-type]
+    x, labels = torch.randn(2, 5, 8).double(), torch.randint(0, 40, (2, 5))
+    joint = split_mean_losses(annotate(capture_joint(model, x, labels), CPU), CPU)
+    assert not online_softmaxes(joint)
