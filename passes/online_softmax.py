@@ -24,7 +24,7 @@ from roundpipe_fx.analysis.tiling.online_softmax import Scaled, Uses, summed_dim
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 
-__all__ = ["log_sum_exp_of", "write_online"]
+__all__ = ["log_sum_exp_of", "scores_of", "write_online"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -51,20 +51,24 @@ def write_online(
         if node.name in names:
             uses = uses_of(joint, node)
             assert uses is not None, f"{node.name} cannot be written with sums over its classes"
-            added |= _Writer(node).write(uses)
+            added |= _OnlineWriter(node).write(uses)
     joint.drop_unread()
     annotate_added([node for node in joint.computed() if node in added], costs, device, eager)
     return joint
 
 
-def log_sum_exp_of(joint: JointGraph, name: str) -> tuple[fx.Node, int]:
-    """The scores of a log-softmax that has been written with sums, and the dimension of their classes.
+def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
+    """The log-sum-exp of a log-softmax that has been written with sums.
 
     Args:
         joint: the graph.
         name: of the log-softmax.
     """
-    log_sum_exp = next(node for node in joint.in_phase(Phase.FORWARD) if node.name == _named(name, "logsumexp"))
+    return next(node for node in joint.in_phase(Phase.FORWARD) if node.name == _named(name, "logsumexp"))
+
+
+def scores_of(log_sum_exp: fx.Node) -> tuple[fx.Node, int]:
+    """What a log-sum-exp is of, and the dimension of its classes."""
     (scores,) = log_sum_exp.all_input_nodes
     (place,) = log_sum_exp.args[1]  # type: ignore[misc, str-unpack]
     return scores, int(place)  # type: ignore[arg-type]
@@ -74,7 +78,7 @@ def _named(softmax: str, what: str) -> str:
     return f"{softmax}_{what}"
 
 
-class _Writer:
+class _OnlineWriter:
     """Writes one log-softmax with sums. A *column* has one entry for each row, in the dimensions of the scores."""
 
     def __init__(self, softmax: fx.Node) -> None:
@@ -93,9 +97,8 @@ class _Writer:
             scores = self._call(softmax, aten._to_copy.default, scores, dtype=self._dtype)
         self._scores = scores
         self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._place], True)
-        words = self._call(
-            softmax, aten.arange.default, self._shape[self._place], device=softmax.meta["val"].device, pin_memory=False
-        )
+        count, device = self._shape[self._place], softmax.meta["val"].device
+        words = self._call(softmax, aten.arange.default, count, dtype=torch.int32, device=device, pin_memory=False)
         behind = len(self._shape) - self._place - 1
         self._words = words
         self._classes = self._call(softmax, aten.view.default, words, [-1, *[1] * behind]) if behind else words

@@ -286,7 +286,7 @@ _PASSES = (
         "online_softmax",
         lambda joint, context: write_online(
             joint,
-            {region.online for region, _ in context.tiles if region.online},
+            {name for region, _ in context.tiles for name in region.online},
             context.costs,
             context.device if _device_present(context) else None,
             _eager(context),

@@ -37,6 +37,7 @@ def draw_ways(seed: int, number: int, count: int = 3) -> tuple[dict[str, Any], .
     for way in ways:
         if way["mode"] in ("step", "pipeline") and rng.random() < 0.25:
             way["tiles"] = rng.choice([2, 2, 3, 5, 64])
+            way["by_class"] = rng.random() < 0.5
     if rng.random() < 0.3:
         ways[-1] = _tiled(rng)
     if rng.random() < 0.65:  # another batch takes long: few programs, but then in most ways
@@ -104,7 +105,7 @@ def compile_options(way: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
         if way.get(name) is not None
     }
     if way.get("tiles"):
-        options["passes"] = tiled_passes(way["tiles"])
+        options["passes"] = tiled_passes(way["tiles"], way.get("by_class", False))
     stages = way.get("stages", "auto")
     if isinstance(stages, str) and stages.startswith("names"):
         called = [

@@ -6,17 +6,24 @@ from collections.abc import Callable, Sequence
 
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.analysis.tiling import BodyCosts, TileRegions
+from roundpipe_fx.compiler.class_tiles import class_regions, operations_of
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.passes.entry import Pass, PassContext
 from roundpipe_fx.passes.mean_losses import split_mean_losses
+from roundpipe_fx.passes.online_softmax import write_online
 from roundpipe_fx.passes.reinplace import reinplace
 from roundpipe_fx.passes.tiles import tile_regions
 
 __all__ = ["tiled_passes"]
 
 
-def tiled_passes(tiles: int) -> Callable[[list[Pass]], Sequence[Pass]]:
-    """For the option ``passes``: every region of every graph is carried out in so many tiles."""
+def tiled_passes(tiles: int, by_class: bool = False) -> Callable[[list[Pass]], Sequence[Pass]]:
+    """For the option ``passes``: every region of every graph is carried out in so many tiles.
+
+    Args:
+        tiles: at most.
+        by_class: whether loss heads have tiles of their classes, where they can have such.
+    """
 
     def run(joint: JointGraph, context: PassContext) -> JointGraph:
         joint = split_mean_losses(joint, context.costs, context.device)
@@ -27,8 +34,12 @@ def tiled_passes(tiles: int) -> Callable[[list[Pass]], Sequence[Pass]]:
             eager=True,
             rewrite=reinplace,
         )
+        heads = class_regions(joint, context.costs) if by_class else []
+        replaced = frozenset().union(*(operations_of(joint, head) for head in heads))
         regions = TileRegions(joint).as_wide_as(0)
-        return tile_regions(joint, [(region, min(tiles, region.rows)) for region in regions], costs)
+        others = [region for region in regions if replaced.isdisjoint(operations_of(joint, region))]
+        joint = write_online(joint, {name for head in heads for name in head.online}, context.costs, context.device)
+        return tile_regions(joint, [(region, min(tiles, region.rows)) for region in (*others, *heads)], costs)
 
     def passes(given: list[Pass]) -> list[Pass]:
         place = next(number for number, one in enumerate(given) if one.name == "mean_losses")

@@ -7,10 +7,12 @@ backward makes the logits again, as it cannot begin before the log-sum-exp of al
 
 from __future__ import annotations
 
+import dataclasses
+
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
 from roundpipe_fx.ir.joint_graph import JointGraph
-from roundpipe_fx.passes.online_softmax import log_sum_exp_of, write_online
+from roundpipe_fx.passes.online_softmax import log_sum_exp_of, scores_of, write_online
 
 __all__ = ["class_regions", "operations_of"]
 
@@ -29,11 +31,15 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     if not names:
         return []
     copy = write_online(joint.copy(), names, costs)
-    regions = TileRegions(copy)
+    regions, found = TileRegions(copy), []
+    log_sum_exps = {name: log_sum_exp_of(copy, name) for name in names}
     for name in names:
-        scores, place = log_sum_exp_of(copy, name)
-        regions.around(scores, (place,), name)
-    return regions.found
+        scores, place = scores_of(log_sum_exps[name])
+        region = regions.around(scores, (place,))
+        if region is not None:
+            online = tuple(other for other, made in log_sum_exps.items() if made in region.members)
+            found.append(dataclasses.replace(region, online=online))
+    return found
 
 
 def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
@@ -44,10 +50,10 @@ def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
         region: of this graph, or of a loss head's classes: then those are among them that sums over classes replace.
     """
     names = {node.name for node in region.members if node not in region.whole}
-    if region.online is None:
+    if not region.online:
         return frozenset(names)
     left = {node.name for node in region.widest.graph.nodes}
-    waiting = [node for node in joint.graph.nodes if node.name == region.online]
+    waiting = [node for node in joint.graph.nodes if node.name in region.online]
     while waiting:
         node = waiting.pop()
         names.add(node.name)

@@ -215,7 +215,7 @@ class Kinds:
             limit: bytes.
             tiles: of a plan. Loss heads that have tiles of classes there have such.
         """
-        heads = [region for region, _ in tiles if region.online is not None]
+        heads = [region for region, _ in tiles if region.online]
         by_class = frozenset().union(*(operations_of(self._graph, head) for head in heads))
         regions = self._regions.as_wide_as(0)
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]

@@ -173,8 +173,8 @@ def _shortest(kinds: Kinds, tiles: Tiles, met: Lowered, share: float) -> Lowered
     return met
 
 
-def _named(tiles: Tiles) -> set[tuple[str, int]]:
-    return {(region.online or region.widest.name, count) for region, count in tiles}
+def _named(tiles: Tiles) -> set[tuple[str, ...]]:
+    return {(region.widest.name, *region.online, str(count)) for region, count in tiles}
 
 
 def _seconds(lowered: Lowered) -> float:

@@ -84,7 +84,7 @@ MODELS = st.builds(
 SHAPES = st.sampled_from([(12,), (7,), (3, 5), (2, 8), (1, 4)])
 
 
-def _check(model: Random, shape: tuple[int, ...], tiles: int, share: float, seed: int) -> bool:
+def _check(model: Random, shape: tuple[int, ...], tiles: int, by_class: bool, share: float, seed: int) -> bool:
     torch.manual_seed(seed)
     model = copy.deepcopy(model).double()
     for p in model.parameters():
@@ -96,7 +96,7 @@ def _check(model: Random, shape: tuple[int, ...], tiles: int, share: float, seed
     expected = step(model, model, batch, seed=seed)
     torch._dynamo.reset()
     own = copy.deepcopy(model)
-    compiled = roundpipe_fx.compile(own, memory_budget=share, passes=tiled_passes(tiles))
+    compiled = roundpipe_fx.compile(own, memory_budget=share, passes=tiled_passes(tiles, by_class))
     assert_close(step(compiled, own, batch, seed=seed), expected, 1e-11)
     with roundpipe_fx.measure_peak("cpu") as peak:
         compiled(**batch).backward()
@@ -118,11 +118,12 @@ def _property(examples: int) -> Callable[[], None]:
         model=MODELS,
         shape=SHAPES,
         tiles=st.sampled_from([2, 3, 16]),
+        by_class=st.booleans(),
         share=st.sampled_from([0.0, 0.5, 1.0]),
         seed=st.integers(0, 1 << 20),
     )
-    def run(model: Random, shape: tuple[int, ...], tiles: int, share: float, seed: int) -> None:
-        tiled.append(_check(model, shape, tiles, share, seed))
+    def run(model: Random, shape: tuple[int, ...], tiles: int, by_class: bool, share: float, seed: int) -> None:
+        tiled.append(_check(model, shape, tiles, by_class, share, seed))
 
     def check() -> None:
         run()

@@ -85,13 +85,13 @@ def joint(
 ):
     # forward
     scores_logsumexp: float32[6, 1] = aten.logsumexp.default(primals_1, [1], True)
-    scores_arange: int64[64] = aten.arange.default(64, device=device(type='cpu'), pin_memory=False)
+    scores_arange: int32[64] = aten.arange.default(64, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
     scores_reshape: int64[6, 1] = aten.reshape.default(primals_2, [6, 1])
     scores_eq: bool[6, 1] = aten.eq.Scalar(scores_reshape, -100)
     scores_masked_fill: int64[6, 1] = aten.masked_fill.Scalar(scores_reshape, scores_eq, 0)
     scores_reshape_1: int64[6] = aten.reshape.default(scores_masked_fill, [-1])
-    scores_index_select: int64[6] = aten.index_select.default(scores_arange, 0, scores_reshape_1)
-    scores_reshape_2: int64[6, 1] = aten.reshape.default(scores_index_select, [6, 1])
+    scores_index_select: int32[6] = aten.index_select.default(scores_arange, 0, scores_reshape_1)
+    scores_reshape_2: int32[6, 1] = aten.reshape.default(scores_index_select, [6, 1])
     scores_ne: bool[6, 64] = aten.ne.Tensor(scores_arange, scores_reshape_2)
     scores_masked_fill_1: float32[6, 64] = aten.masked_fill.Scalar(primals_1, scores_ne, 0.0)
     scores_sum: float32[6, 1] = aten.sum.dim_IntList(scores_masked_fill_1, [1], True)
@@ -100,7 +100,7 @@ def joint(
     scores_masked_fill_2: float32[6, 1] = aten.masked_fill.Scalar(scores_neg, scores_eq, 0.0)
     scores_sum_1: float32[] = aten.sum.default(scores_masked_fill_2)
     # backward
-    scores_expand: float32[6, 1].strides(0, 0) = aten.expand.default(tangents_1, [6, 1])
+    scores_expand: float32[6, 1].strides(0, 1) = aten.expand.default(tangents_1, [6, 1])
     scores_neg_1: float32[6, 1] = aten.neg.default(scores_expand)
     scores_masked_fill_3: float32[6, 1] = aten.masked_fill.Scalar(scores_neg_1, scores_eq, 0.0)
     scores_expand_1: float32[6, 64].strides(1, 0) = aten.expand.default(scores_masked_fill_3, [6, 64])

@@ -73,8 +73,7 @@ class TileRegion:
         where: by value, where its rows are; what has none is the same for each tile, or a sum over tiles.
         scalar: the scalar that the whole backward of the region is proportional to, where it waits for nothing else;
             then forward and backward can be one loop. ``None``: they cannot.
-        online: name of the log-softmax that must be written with sums over its classes, which are the rows; ``None``:
-            none must.
+        online: names of the log-softmaxes that must be written with sums over their classes, which are the rows.
     """
 
     widest: fx.Node
@@ -83,7 +82,7 @@ class TileRegion:
     where: Mapping[fx.Node, Rows]
     whole: frozenset[fx.Node] = frozenset()
     scalar: fx.Node | None = None
-    online: str | None = None
+    online: tuple[str, ...] = ()
 
     def in_phase(self, phase: Phase) -> list[fx.Node]:
         """Members of one phase, in graph order."""
@@ -165,20 +164,22 @@ class TileRegions:
                 self._look_around(widest, _candidates(widest))
         return self.found
 
-    def around(self, widest: fx.Node, rows: Rows, online: str) -> None:
-        """Find the one whose rows are where it is said.
+    def around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
+        """The one whose rows are where it is said; ``None`` if there is none, or another one has this value.
 
         Args:
             widest: one of its widest values; the region's is the first of them.
             rows: where that has its rows.
-            online: name of the log-softmax that was written with sums over these.
         """
         count = len(self.found)
-        self._look_around(widest, [rows])
-        for place, region in enumerate(self.found[count:], count):
-            size = self._sizes[widest]
-            first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
-            self.found[place] = dataclasses.replace(region, widest=first, online=online)
+        if widest not in self._taken:
+            self._look_around(widest, [rows])
+        if len(self.found) == count:
+            return None
+        region, size = self.found.pop(), self._sizes[widest]
+        first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
+        self.found.append(dataclasses.replace(region, widest=first))
+        return self.found[-1]
 
     def by_width(self) -> Iterator[list[TileRegion]]:
         """What is found with ever narrower widest values: each time all so far, those of one more width last."""
