@@ -246,6 +246,17 @@ class TiedHead(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+class VocabularyHead(nn.Module):
+    """The logits of all rows exist for a few words at a time, and the head's gradient is put together of these."""
+
+    def __init__(self, width: int = 8, words: int = 256) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(width, width), nn.Linear(width, words, bias=False)
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(torch.tanh(self.body(x))), targets)
+
+
 class WideMLP(nn.Module):
     """The inner width of an MLP exists for one tile at a time; its backward makes it again, tile by tile."""
 
@@ -337,6 +348,11 @@ BUDGETED: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]],
     "checkpoints": (CheckpointedMLP, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "gradient_checkpoint_scope": (NoisyWeight, lambda: {"x": torch.randn(8, 4)}, {"stages": 1}),
     "tiled_head": (TiedHead, lambda: _tokens(2, 8, 64), {"stages": 1, "memory_budget": 6000}),
+    "tiled_vocabulary": (
+        VocabularyHead,
+        lambda: {"x": torch.randn(4, 8), "targets": torch.randint(256, (4,))},
+        {"stages": 1, "memory_budget": 12_000},
+    ),
     "tiled_mlp": (WideMLP, lambda: {"x": torch.randn(2, 48, 8)}, {"stages": 1, "memory_budget": 30_000}),
     "budget": (AttentionLayer, lambda: {"x": torch.randn(2, 4, 8)}, {"stages": 1, "memory_budget": 0.3}),
 }
