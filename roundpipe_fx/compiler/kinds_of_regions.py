@@ -15,9 +15,9 @@ from torch import fx
 
 from roundpipe_fx.analysis.operations import Operation
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
-from roundpipe_fx.compiler.class_tiles import operations_of
+from roundpipe_fx.compiler.class_tiles import instead_of_rows, operations_of, seconds_of
 from roundpipe_fx.compiler.lowered import Lowered
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.schedule import simulate
@@ -123,6 +123,7 @@ class Kinds:
         self._fitting: dict[_TilesOfKinds, int] = {}
         """The least limit that no operation alone was found to exceed."""
         self._holding_of: dict[Kind, frozenset[str]] = {}
+        self._quicker: dict[tuple[Kind, Kind, int], int | None] = {}
         self._lowest: dict[_TilesOfKinds, UnmetError] = {}
         """The lowest peak of a plan; which that is does not depend on the budget."""
 
@@ -146,7 +147,7 @@ class Kinds:
     @functools.cached_property
     def seconds(self) -> float:
         """Modelled seconds of the graph without tiles, with nothing recomputed."""
-        return sum(node.meta[Mark.SECONDS] for node in self._joint.computed())
+        return seconds_of(self._joint)
 
     @property
     def exist(self) -> bool:
@@ -221,8 +222,14 @@ class Kinds:
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
         return self._steps.by_segment(self._graph, [*others, *heads], limit)
 
-    def binding(self, needs: Needs, done: Collection[Kind]) -> Kind | None:
-        """The kind that holds most of what binds, but for some; ``None``: none holds any."""
+    def binding(self, needs: Needs, tiles: Collection[Kind], done: Collection[Kind]) -> Kind | None:
+        """The kind that holds most of what binds; ``None``: none holds any.
+
+        Args:
+            needs: what binds.
+            tiles: the kinds that are in tiles. Of kinds with the same operations, these hold them.
+            done: kinds that are left out.
+        """
         values = [self._named[name] for name, _ in needs.live if name in self._named]
         running = self._running(needs)
         values += [value for user in running for value in (user, *user.all_input_nodes)]
@@ -230,7 +237,8 @@ class Kinds:
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = by_kind(self._regions.as_wide_as(width))
             kinds |= {kind: heads for kind, heads in self._heads.items() if elements(heads[0].widest) >= width}
-            held = _held(needs, running, {kind: self._holding(kind) for kind in kinds if kind not in done})
+            first = sorted(kinds, key=lambda kind: kind not in tiles)
+            held = _held(needs, running, {kind: self._holding(kind) for kind in first if kind not in done})
             if held:
                 return max(held, key=held.__getitem__)
         return None
@@ -254,10 +262,29 @@ class Kinds:
         """Whether these are loss heads whose rows are classes."""
         return kind in self._heads
 
-    def beside(self, kind: Kind | None, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
+    def quicker(self, kind: Kind, count: int, done: Collection[Kind]) -> tuple[Kind, int]:
+        """A head's classes instead of its rows, where as many tiles of them take fewer modelled seconds.
+
+        Args:
+            kind: what is to be tiled.
+            count: in so many tiles.
+            done: kinds that are left out.
+        """
+        tiles = self.in_tiles({kind: count})
+        for other, heads in self._heads.items():
+            if other in done or other == kind or self._holding(other).isdisjoint(self._holding(kind)):
+                continue
+            key = kind, other, count
+            if key not in self._quicker:
+                chosen = instead_of_rows(self._graph, tiles, heads, self._steps.tiled)
+                self._quicker[key] = next((own for region, own in chosen if region.online), None)
+            own = self._quicker[key]
+            if own is not None:
+                return other, own
+        return kind, count
+
+    def beside(self, kind: Kind, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
         """Kinds without those that have operations of another one: a head's rows, and its classes."""
-        if kind is None:
-            return dict(tiles)
         names = self._holding(kind)
         return {other: count for other, count in tiles.items() if other == kind or not names & self._holding(other)}
 

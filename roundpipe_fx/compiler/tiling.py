@@ -16,11 +16,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions
-from roundpipe_fx.compiler.class_tiles import operations_of
+from roundpipe_fx.compiler.class_tiles import instead_of_rows, operations_of
 from roundpipe_fx.compiler.kinds_of_regions import (
     Kind,
     Kinds,
@@ -104,27 +104,32 @@ def tile_down(joint: JointGraph, steps: TilingSteps) -> None:
             _in_tiles(kinds, error, 0, 0)
 
 
-def tile_sequence(joint: JointGraph, heads: Sequence[TileRegion] = ()) -> Iterator[list[tuple[TileRegion, int]]]:
+def tile_sequence(
+    joint: JointGraph, heads: Sequence[TileRegion], tiled: Callable[[JointGraph, Tiles], JointGraph]
+) -> Iterator[list[tuple[TileRegion, int]]]:
     """What is tiled where it is not known what binds: more and more kinds, the widest first, then all in more tiles.
 
     Args:
         joint: an annotated graph in which means are sums.
-        heads: of loss heads, whose rows are classes; tried at last, in place of the regions of their rows.
+        heads: of loss heads, whose rows are classes; they are taken where they are quicker than tiles of their rows,
+            and at last in any case.
+        tiled: a copy of a graph in which regions are loops.
     """
     kinds: list[list[TileRegion]] = []
+    tiles: list[tuple[TileRegion, int]] = []
     for regions_so_far in TileRegions(joint).by_width():  # narrower ones only if the wider ones do not suffice
         known, kinds = len(kinds), list(by_kind(regions_so_far).values())
         first = [first_tiles(kind[0]) for kind in kinds]
         for count in range(known + 1, len(kinds) + 1):
-            yield [(region, tiles) for kind, tiles in zip(kinds[:count], first, strict=False) for region in kind]
-    tiles: list[tuple[TileRegion, int]] = []
+            tiles = [(region, own) for kind, own in zip(kinds[:count], first, strict=False) for region in kind]
+            yield instead_of_rows(joint, tiles, heads, tiled)
     for times in _MORE if kinds else ():
         tiles = [
             (region, min(times * count, region.most_tiles))
             for kind, count in zip(kinds, first, strict=True)
             for region in kind
         ]
-        yield tiles
+        yield instead_of_rows(joint, tiles, heads, tiled)
     by_class = frozenset().union(*(operations_of(joint, head) for head in heads))
     others = [(region, count) for region, count in tiles if by_class.isdisjoint(operations_of(joint, region))]
     for times in (1, *_MORE) if heads else ():
@@ -217,15 +222,16 @@ def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTi
     lowest, done = unmet, set[Kind]()
     heads: dict[Kind, tuple[int, Needs]] = {}  # by classes, that are not in tiles, as they were tried last
     while True:
-        kind = kinds.binding(lowest.needs, done)
+        kind = kinds.binding(lowest.needs, tiles, done)
         if kind is None and lowest.chosen is not None:
             raise lowest
-        tried = kinds.beside(kind, tiles)
+        tried = dict(tiles)
         if kind is not None:
             count, needs = tiles.get(kind), lowest.needs
             if count is None and kind in heads:
                 count, needs = heads[kind]
-            tried[kind] = kinds.more_tiles(kind, count, needs, limit)
+            kind, count = kinds.quicker(kind, kinds.more_tiles(kind, count, needs, limit), done | heads.keys())
+            tried = {**kinds.beside(kind, tiles), kind: count}
         try:
             bounded = kind is not None and lowest.chosen is None
             return tried, kinds.planned(tried, budget, limit if bounded else None)

@@ -275,7 +275,8 @@ def _shortest(
 def _as_it_is_and_in_tiles(joint: JointGraph, setting: Setting) -> Iterator[JointGraph]:
     yield joint.copy()
     graph = summed(joint, setting)
-    for tiles in tile_sequence(graph, class_regions(graph, setting.costs)):
+    heads = class_regions(graph, setting.costs)
+    for tiles in tile_sequence(graph, heads, lambda joint, tiles: tiled(joint, tiles, setting)):
         yield tiled(graph, tiles, setting)
 
 

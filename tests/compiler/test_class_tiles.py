@@ -70,14 +70,25 @@ def test_gradients_in_half_precision_are_not_summed(count: int, monkeypatch: pyt
     assert_no_worse(gradients(compiled), gradients(plain), gradients(exact))
 
 
-def test_a_budget_that_tiles_of_rows_meet_is_met_with_these(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They make the logits once, tiles of words twice."""
-    model, given = Wide().bfloat16(), rows_of_words(256, torch.bfloat16)
-    by_rows = without_classes(monkeypatch, model, given)
-    torch._dynamo.reset()
-    compiled = roundpipe_fx.compile(model, memory_budget=by_rows)
-    compiled(**given).backward()
-    assert is_tiled(compiled) and not is_by_class(compiled)
+@pytest.mark.parametrize(("count", "words", "dtype"), [(256, 4096, torch.bfloat16), (1024, 64, torch.float32)])
+def test_the_quicker_tiles_are_taken(
+    count: int, words: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of a gradient are read and written for each tile of rows; logits are made twice with tiles of words."""
+    model, given = Wide(words).to(dtype), rows_of_words(count, dtype, words)
+    budget = without_classes(monkeypatch, model, given)
+    seconds = []
+    for is_patched in (False, True):
+        torch._dynamo.reset()
+        with monkeypatch.context() as patched:
+            if is_patched:
+                patched.setattr("roundpipe_fx.compiler.lower.class_regions", lambda *_: [])
+            compiled = roundpipe_fx.compile(copy.deepcopy(model), memory_budget=budget)
+            compiled.trace(**given)
+        assert is_tiled(compiled) and is_by_class(compiled) == (words == 4096 and not is_patched)
+        stages = compiled.plan.stages
+        seconds.append(sum(one.forward_seconds + one.recompute_seconds + one.backward_seconds for one in stages))
+    assert seconds[0] <= seconds[1]
 
 
 def test_few_rows() -> None:
