@@ -212,6 +212,14 @@ _PARTS = (
         "for the long sequence, the MLP too. Steps are timed in pairs at the peer's peak, which is our budget.",
     ),
     _Part(
+        "tiling_vocabulary",
+        "Loss heads in tiles of their words",
+        "benchmarks.tiling_vocabulary",
+        "Planned, not run: the norm, the linear layer and the loss that a model ends with, in bfloat16 with float32 "
+        "logits. The least memory that tiles of rows reach, and what tiles of words reach; seconds of the step there. "
+        "The gradient of the weight exists when a step ends.",
+    ),
+    _Part(
         "tiling_planning",
         "Planning with tiles",
         "benchmarks.tiling",

@@ -25,6 +25,7 @@ BENCHMARKS = (
     "processes",
     "growth",
     "tiling",
+    "tiling_vocabulary",
     "before",
 )
 

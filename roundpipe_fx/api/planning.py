@@ -40,6 +40,7 @@ def plan(
     shard: str | None = None,
     network: Network | None = None,
     stages: int | str | list[str] | tuple[str, ...] = "auto",
+    tiling: str | None = None,
     offloaded: bool = False,
     num_microbatches: int | None = None,
     schedule: str | Schedule | None = None,
@@ -103,6 +104,7 @@ def plan(
         network: the links of the mesh; ``None``: the usual ones of such devices, eight of them on a node.
         stages: as for :func:`roundpipe_fx.compile`. ``"auto"`` with a number as ``mesh_shape``: one, two, four, … on
             each device, whichever takes the shortest step.
+        tiling: as for :func:`roundpipe_fx.compile`.
         offloaded: whether the model stays on the CPU, while the device holds what the current stage reads, as with
             ``roundpipe_fx.compile(model, devices=["cuda:0"])``; all devices are then of one process.
         num_microbatches: as for :func:`roundpipe_fx.compile`; by default twice the number of devices if there are
@@ -130,7 +132,9 @@ def plan(
     name = device_name(device)
     if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
         raise ValueError(f"devices={devices!r}: plan() takes a number of devices, at least 1, all of the same kind.")
-    options = Options.parse({"stages": stages, "memory_budget": memory_budget, "stage_compiler": "eager"})
+    options = Options.parse(
+        {"stages": stages, "memory_budget": memory_budget, "tiling": tiling, "stage_compiler": "eager"}
+    )
     budget = options.memory_budget
     replicas, ranks = 1, tensor_parallel_ranks(model)
     given_ranks = None
@@ -335,6 +339,7 @@ _OPTIONS = (
     "shard",
     "network",
     "stages",
+    "tiling",
     "offloaded",
     "num_microbatches",
     "schedule",

@@ -33,6 +33,7 @@ def _planned(asked: argparse.Namespace, named: Named, rows: int, **mesh: Any) ->
         memory_budget=asked.memory_budget,
         device=asked.device,
         devices=asked.devices,
+        tiling=asked.tiling,
         offloaded=asked.offloaded,
         num_microbatches=None if microbatches is None else min(rows, microbatches),  # each has a row at least
         **mesh,

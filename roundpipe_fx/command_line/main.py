@@ -121,6 +121,7 @@ def _add_model(parser: argparse.ArgumentParser, help: str = _MODEL) -> None:
         "--devices", type=_positive, default=1, metavar="N", help="number of devices to pipeline over; default 1"
     )
     parser.add_argument("--memory-budget", type=_budget, metavar="BYTES", help="such as 6GiB, or a share in [0, 1]")
+    parser.add_argument("--tiling", choices=["auto", "never"], help="default: tiles where no plan fits without")
     parser.add_argument("--dtype", help="of the parameters, such as bfloat16")
     parser.add_argument("--offloaded", action="store_true", help="the model stays on the host")
     parser.add_argument("--num-microbatches", type=_positive, metavar="N", help="that a batch is split into")

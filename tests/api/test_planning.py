@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
+from torch import nn
 
 import roundpipe_fx
 from roundpipe_fx.analysis.cost import DEVICES
@@ -320,3 +322,25 @@ def test_tokens_of_a_mesh() -> None:
 def test_what_is_no_mesh(given: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         roundpipe_fx.plan(torch.nn.Linear(4, 4), torch.empty(8, 4), **({"device": "cpu"} | given))
+
+
+def test_plans_are_in_tiles_as_asked() -> None:
+    """Where a budget needs them, wherever they pay, or never; within a share as they are where nothing is compiled."""
+
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 8192, bias=False)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(self.head(torch.tanh(self.body(x))), y)
+
+    with torch.device("meta"):
+        model = Head()
+        given = {"x": torch.empty(512, 16), "y": torch.empty(512, dtype=torch.long)}
+    options: dict[str, Any] = {**given, "device": "H100", "memory_budget": "8MiB"}
+    assert roundpipe_fx.plan(model, **options).tiles and roundpipe_fx.plan(model, **options, tiling="auto").tiles
+    with pytest.raises(roundpipe_fx.InfeasibleBudgetError):
+        roundpipe_fx.plan(model, **options, tiling="never")
+    with pytest.raises(ValueError, match="tiling='always': valid values are"):
+        roundpipe_fx.plan(model, **options, tiling="always")
