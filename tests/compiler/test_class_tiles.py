@@ -17,6 +17,7 @@ from roundpipe_fx.codegen.loop_text import loops_of
 from tests.compiler.test_tiling_odd_input import assert_no_worse
 from tests.compiler.tiled import TOLERANCE, assert_close, check, is_tiled, minimum, step
 from tests.compiler.tiled_models import WORDS, Head, batch, gradients
+from tests.hugging_face import bert, gpt2, language_batch, llama, t5
 from tests.passes.test_online_softmax import LOSSES
 
 WIDTH = 8
@@ -239,3 +240,29 @@ def test_in_a_pipeline() -> None:
     for found in (gradients(compiled), gradients(plain)):
         errors = [(own.double() - other).norm() for own, other in zip(found, true, strict=True)]
         assert max(errors) <= 2.0**-8 * max(gradient.norm() for gradient in true)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("make", [gpt2, llama, bert, t5])
+def test_language_models(make: Callable[[], nn.Module]) -> None:
+    """Everything in tiles, the head in tiles of its words."""
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make()
+
+        def forward(self, **given: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(**given).loss
+            return loss
+
+    torch.manual_seed(0)
+    model, given = Loss().train(), language_batch(8, 16)
+    given["labels"] = given["labels"].clone()
+    given["labels"][0, :5] = -100
+    expected = step(model, model, given)
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(own, memory_budget=1.0, passes=tiled_passes(7, by_class=True))
+    assert_close(step(compiled, own, given), expected, TOLERANCE[torch.float32])
+    assert is_by_class(compiled)
