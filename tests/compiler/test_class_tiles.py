@@ -266,3 +266,93 @@ def test_language_models(make: Callable[[], nn.Module]) -> None:
     compiled = roundpipe_fx.compile(own, memory_budget=1.0, passes=tiled_passes(7, by_class=True))
     assert_close(step(compiled, own, given), expected, TOLERANCE[torch.float32])
     assert is_by_class(compiled)
+
+
+class Adapted(nn.Module):
+    """A frozen head with a low-rank adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64, bias=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, 64, bias=False)
+        self.head.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        return F.cross_entropy(self.head(hidden) + self.up(self.down(hidden)), y)
+
+
+class Returning(nn.Module):
+    """The logits are returned, and differentiated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 64)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        scores = self.head(torch.tanh(self.body(x)))
+        return {"loss": F.cross_entropy(scores, y), "scores": scores}
+
+
+class Two(nn.Module):
+    """Two heads of different sizes, and two losses of one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.words, self.kinds = nn.Linear(WIDTH, 64), nn.Linear(WIDTH, 96, bias=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.body(x))
+        scores, others = self.words(hidden), 5 * torch.tanh(self.kinds(hidden) / 5)
+        normalizer = 1e-2 * torch.logsumexp(scores, -1).square().mean()
+        losses = F.cross_entropy(scores, y) + F.cross_entropy(scores / 2, y.flip(0), label_smoothing=0.1)
+        return losses + 3 * F.cross_entropy(others, y + 32, reduction="none").square().mean() + normalizer
+
+
+@pytest.mark.parametrize("make", [Adapted, Two, Returning])
+@pytest.mark.parametrize("tiles", [2, 5])
+def test_heads(make: Callable[[], nn.Module], tiles: int) -> None:
+    torch.manual_seed(0)
+    model, given = make().double(), rows_of_words(40, torch.float64, 64)
+    both = make is Returning
+
+    def backward(output: Any) -> torch.Tensor:
+        loss = output["loss"] + output["scores"].square().mean() if both else output
+        loss.backward()
+        return loss.detach().clone()
+
+    expected = step(model, model, given, backward)
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(own, memory_budget=1.0, passes=tiled_passes(tiles, by_class=True))
+    assert_close(step(compiled, own, given, backward), expected, TOLERANCE[torch.float64])
+    assert is_by_class(compiled)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    """The loss is in float32 there, also where products are in half precision."""
+    model, given = Head(), batch(dtype=torch.float32)
+    exact, plain = copy.deepcopy(model).double(), copy.deepcopy(model)
+    exact(given["x"].double(), given["y"]).backward()
+    compiled = roundpipe_fx.compile(model, memory_budget=1.0, passes=tiled_passes(4, by_class=True))
+    for run in (plain, compiled):
+        with torch.autocast("cpu", dtype):
+            loss = run(**given)
+        loss.backward()
+    assert is_by_class(compiled)
+    assert_no_worse(gradients(model), gradients(plain), gradients(exact))
+
+
+def test_hooks_on_the_head() -> None:
+    model, given = Head().double(), batch()
+    seen: list[torch.Tensor] = []
+    model.head.register_forward_hook(lambda module, args, output: output * 2)
+    expected = step(model, model, given)
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    own.head.weight.register_hook(lambda gradient: seen.append(gradient.clone()) or gradient)
+    compiled = roundpipe_fx.compile(own, memory_budget=1.0, passes=tiled_passes(4, by_class=True))
+    assert_close(step(compiled, own, given), expected, TOLERANCE[torch.float64])
+    assert is_by_class(compiled) and torch.equal(seen[0], own.head.weight.grad)
