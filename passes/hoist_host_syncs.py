@@ -131,11 +131,11 @@ def _mixes(node: fx.Node) -> bool:
 
 
 def _tangent_dependent(joint: JointGraph) -> set[fx.Node]:
-    found: set[fx.Node] = set(joint.tangents)
+    dependent: set[fx.Node] = set(joint.tangents)
     for node in joint.computed():
-        if any(source in found for source in input_nodes(node)):
-            found.add(node)
-    return found
+        if any(source in dependent for source in input_nodes(node)):
+            dependent.add(node)
+    return dependent
 
 
 def _move_to_forward(joint: JointGraph, node: fx.Node) -> None:

@@ -144,7 +144,7 @@ def levels_of_course(
         return first
     for storage in course.lasting:
         allocator.give_back(storage)
-    return max(first, levels(), key=lambda found: max(found, default=0))
+    return max(first, levels(), key=lambda step_levels: max(step_levels, default=0))
 
 
 def _take_inputs(course: Course, allocator: CachingAllocator, owners: Collection[int]) -> None:

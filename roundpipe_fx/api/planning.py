@@ -192,8 +192,8 @@ def plan(
             parsed,
             # Offloaded, devices are of one process: those beside the first get copies of inputs, as others there do.
             devices=tuple(
-                torch.device("cpu", number) if number and offloaded else own
-                for number, own in enumerate(parsed.devices)
+                torch.device("cpu", number) if number and offloaded else worker
+                for number, worker in enumerate(parsed.devices)
             ),
             offloaded=offloaded,
             over_processes=over_processes,
@@ -211,13 +211,13 @@ def plan(
         )
     model = copy.deepcopy(model, stand_ins)
     planned = compiled_module(model, options, fullgraph=True, dynamic=False, pipelining=pipelining)
-    found = planned.trace(*args, **kwargs)
-    if found.pipeline is None or found.pipeline.mesh is None:
-        return found
+    step_plan = planned.trace(*args, **kwargs)
+    if step_plan.pipeline is None or step_plan.pipeline.mesh is None:
+        return step_plan
     if undivided is not None:
-        tokens //= found.pipeline.mesh.replicas
-    mesh = dataclasses.replace(found.pipeline.mesh, tokens=tokens)
-    return dataclasses.replace(found, pipeline=dataclasses.replace(found.pipeline, mesh=mesh))
+        tokens //= step_plan.pipeline.mesh.replicas
+    mesh = dataclasses.replace(step_plan.pipeline.mesh, tokens=tokens)
+    return dataclasses.replace(step_plan, pipeline=dataclasses.replace(step_plan.pipeline, mesh=mesh))
 
 
 def _mesh_sizes(mesh_shape: Any, devices: int, offloaded: bool) -> tuple[int, int, int]:
@@ -310,8 +310,8 @@ def _microbatch_of(inputs: Any, devices: int, ranks: int, num_microbatches: int 
             "all divisions of the devices are to run equal microbatches. Give a divisor of the rows."
         )
     # A part of a batch would be priced with the storage of all of it.
-    own = tree_map_only(torch.Tensor, _alone, split_inputs(args, kwargs, count)[0])
-    return Undivided(devices, count, ranks), own
+    microbatch = tree_map_only(torch.Tensor, _alone, split_inputs(args, kwargs, count)[0])
+    return Undivided(devices, count, ranks), microbatch
 
 
 def _alone(value: torch.Tensor) -> torch.Tensor:
@@ -406,10 +406,10 @@ def device_name(device: str | None) -> str:
 
 def _stand_ins(model: nn.Module, inputs: Any, fake: Callable[[torch.Tensor], torch.Tensor]) -> dict[int, Any]:
     """By ``id``, a tensor without memory for each tensor of a model and its inputs."""
-    found: dict[int, Any] = {}
+    stand_ins: dict[int, Any] = {}
     for parameter in model.parameters():
-        found[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
+        stand_ins[id(parameter)] = nn.Parameter(fake(parameter), parameter.requires_grad)
     for value in tree_leaves([inputs, *(list(vars(module).values()) for module in model.modules())]):
-        if isinstance(value, torch.Tensor) and id(value) not in found:
-            found[id(value)] = fake(value)
-    return found
+        if isinstance(value, torch.Tensor) and id(value) not in stand_ins:
+            stand_ins[id(value)] = fake(value)
+    return stand_ins

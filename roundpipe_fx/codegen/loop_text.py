@@ -24,9 +24,9 @@ def loop_text(loop: TileLoop) -> str:
     If the tiles do not divide the rows, the operations are shown once more for the remaining rows.
     """
     whole = loop.bodies[loop.size]
-    given = [node.name for node in whole.graph.find_nodes(op="placeholder")]
-    operands = given[: len(loop.dims)]
-    sums = iter(given[len(loop.dims) :])
+    placeholders = [node.name for node in whole.graph.find_nodes(op="placeholder")]
+    operands = placeholders[: len(loop.dims)]
+    sums = iter(placeholders[len(loop.dims) :])
     output = whole.graph.output_node()
     parts = iter(f"{node.name}_rows" for node in output.args[0])
     names = [next(sums) if result.dim is None else next(parts) for result in loop.results]

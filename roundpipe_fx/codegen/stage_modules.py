@@ -193,7 +193,7 @@ def moved(module: fx.GraphModule, device: torch.device) -> fx.GraphModule:
         if isinstance(node.target, TileLoop):
             node.target = node.target.mapped(lambda body: moved(body, device))
         node.args, node.kwargs = tree_map_only(
-            torch.device, lambda given: given if _stays(given, device) else device, (node.args, node.kwargs)
+            torch.device, lambda original: original if _stays(original, device) else device, (node.args, node.kwargs)
         )
         value = node.meta.get("val")
         if value is not None:
@@ -208,8 +208,8 @@ def _fake_on(value: torch.Tensor, device: torch.device) -> torch.Tensor:
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
 
 
-def _stays(given: torch.device, device: torch.device) -> bool:
-    return given.type == "cpu" and device.type not in ("cpu", "meta")
+def _stays(original: torch.device, device: torch.device) -> bool:
+    return original.type == "cpu" and device.type not in ("cpu", "meta")
 
 
 _KEPT_META = (

@@ -160,14 +160,14 @@ def compare(asked: argparse.Namespace) -> tuple[str, Any]:
     """Two plans side by side."""
     plans = [_read(path) for path in asked.plans]
     figures: list[tuple[str, str, Callable[[Plan], float], Callable[[float], str]]] = [
-        ("stages", "stages", lambda found: len(found.stages), lambda value: str(int(value))),
-        ("peak", "peak_bytes", lambda found: found.peak_bytes, lambda value: bytes_text(int(value))),
-        ("saved", "saved_bytes", lambda found: found.saved_bytes, lambda value: bytes_text(int(value))),
-        ("forward, ms", "forward_seconds", lambda found: found.forward_seconds, lambda value: f"{value * 1e3:.3f}"),
+        ("stages", "stages", lambda plan: len(plan.stages), lambda value: str(int(value))),
+        ("peak", "peak_bytes", lambda plan: plan.peak_bytes, lambda value: bytes_text(int(value))),
+        ("saved", "saved_bytes", lambda plan: plan.saved_bytes, lambda value: bytes_text(int(value))),
+        ("forward, ms", "forward_seconds", lambda plan: plan.forward_seconds, lambda value: f"{value * 1e3:.3f}"),
         (
             "recomputed, ms",
             "recompute_seconds",
-            lambda found: found.recompute_seconds,
+            lambda plan: plan.recompute_seconds,
             lambda value: f"{value * 1e3:.3f}",
         ),
     ]

@@ -33,15 +33,15 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     if not names:
         return []
     copy = write_online(joint.copy(), names, costs)
-    regions, found = TileRegions(copy), []
+    regions, heads = TileRegions(copy), []
     log_sum_exps = {name: log_sum_exp_of(copy, name) for name in names}
     for name in names:
         scores, place = scores_of(log_sum_exps[name])
         region = regions.around(scores, (place,))
         if region is not None:
             online = tuple(other for other, made in log_sum_exps.items() if made in region.members)
-            found.append(dataclasses.replace(region, online=online))
-    return found
+            heads.append(dataclasses.replace(region, online=online))
+    return heads
 
 
 def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
@@ -83,13 +83,13 @@ def instead_of_rows(
         heads: of loss heads, whose rows are classes.
         tiled: a copy of a graph in which regions are loops.
     """
-    found = list(tiles)
+    chosen = list(tiles)
     for head in heads:
         names = operations_of(joint, head)
-        rows = [(region, count) for region, count in found if not names.isdisjoint(operations_of(joint, region))]
+        rows = [(region, count) for region, count in chosen if not names.isdisjoint(operations_of(joint, region))]
         if not rows:
             continue
         classes = [(head, min(max(count for _, count in rows), head.most_tiles))]
         if seconds_of(tiled(joint, classes)) < seconds_of(tiled(joint, rows)):
-            found = [*(one for one in found if one not in rows), *classes]
-    return found
+            chosen = [*(one for one in chosen if one not in rows), *classes]
+    return chosen

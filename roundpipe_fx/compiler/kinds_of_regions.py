@@ -277,10 +277,10 @@ class Kinds:
             key = kind, other, count
             if key not in self._quicker:
                 chosen = instead_of_rows(self._graph, tiles, heads, self._steps.tiled)
-                self._quicker[key] = next((own for region, own in chosen if region.online), None)
-            own = self._quicker[key]
-            if own is not None:
-                return other, own
+                self._quicker[key] = next((number for region, number in chosen if region.online), None)
+            number = self._quicker[key]
+            if number is not None:
+                return other, number
         return kind, count
 
     def beside(self, kind: Kind, tiles: Mapping[Kind, int]) -> dict[Kind, int]:
@@ -302,7 +302,7 @@ class Kinds:
         return min(times * tiles, region.most_tiles)
 
     def _of(self, kind: Kind) -> list[TileRegion]:
-        return self._heads[kind] if kind in self._heads else by_kind(self._regions.found)[kind]
+        return self._heads[kind] if kind in self._heads else by_kind(self._regions.regions)[kind]
 
 
 def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[Kind, Collection[str]]) -> dict[Kind, int]:

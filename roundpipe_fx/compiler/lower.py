@@ -267,8 +267,8 @@ def _plan_file(joint: JointGraph, setting: Setting) -> PlanFile | None:
     """Where the plan of a captured graph is cached; ``None`` if it is planned each time."""
     options, context = setting.options, setting.context
     budget = asked_budget(joint, options, setting.device)
-    own = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
-    if budget is None or own or not context.training or setting.step is not None or options.cost != "roofline":
+    customized = options.passes is not None or options.rotor is not None or not isinstance(setting.compiler, str)
+    if budget is None or customized or not context.training or setting.step is not None or options.cost != "roofline":
         return None
     return plan_file(
         joint,
@@ -309,15 +309,15 @@ def _recalled(joint: JointGraph, setting: Setting, cached: CachedPlan) -> Lowere
     joint = mark_as_cached(joint, cached.marks)
     # Copies are made as in planning: nodes that passes add to them are named by what else has been there.
     whole = setting.knowing(everything_saved=True).run(joint.copy(), PassLevel.STAGED) if cached.shared else joint
-    own = whole.copy()
-    schedule = schedule_from_data(cached.schedule, own)
+    copy = whole.copy()
+    schedule = schedule_from_data(cached.schedule, copy)
 
     @functools.cache
     def operations() -> OperationGraph:
         return operations_of(setting.run(joint, PassLevel.STAGED), setting)
 
     recalled = Recalled(cached.limit, cached.frontier, operations)
-    lowered = emit(own, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
+    lowered = emit(copy, _looking_in_tiles(joint, setting).knowing(schedule=schedule), chosen=recalled)
     if lowered.peak.bytes != cached.peak:
         raise ValueError(f"its programs peak at {lowered.peak.bytes} bytes, not {cached.peak}")
     log.info("%s", lowered.plan)
@@ -364,9 +364,9 @@ def _within(joint: JointGraph, setting: Setting, budget: int | float, limit: int
         excess = 0
         # Emitted programs may need a little more than was planned: then nothing is early.
         for tried in (schedule,) if early is schedule else (early, schedule):
-            own = (joint if followed is not whole or shared is None else shared).copy()
-            remat = remat_schedule(followed, tried).on(own.graph)
-            lowered = emit(own, setting.knowing(schedule=remat), chosen=chosen)
+            copy = (joint if followed is not whole or shared is None else shared).copy()
+            remat = remat_schedule(followed, tried).on(copy.graph)
+            lowered = emit(copy, setting.knowing(schedule=remat), chosen=chosen)
             excess = lowered.peak.bytes - chosen.limit
             if excess <= 0:
                 return lowered

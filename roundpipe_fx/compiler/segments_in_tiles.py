@@ -72,13 +72,13 @@ def tilings_by_segment(
 
 def _ever_more(regions: Sequence[TileRegion], limit: int) -> list[_Numbers]:
     """Powers of two, from one on, until a tile hardly counts."""
-    found: list[_Numbers] = [(1,) * len(regions)]
+    choices: list[_Numbers] = [(1,) * len(regions)]
     for part in _PARTS:
         most = max(limit // part, 1)
         numbers = tuple(_power_of_two(region, most) for region in regions)
-        if numbers != found[-1]:
-            found.append(numbers)
-    return found
+        if numbers != choices[-1]:
+            choices.append(numbers)
+    return choices
 
 
 def _power_of_two(region: TileRegion, most: int) -> int:
@@ -102,8 +102,8 @@ def _chain(
     """The segments of a copy with regions in so many tiles."""
     tiles = [(region, number) for region, number in zip(regions, numbers, strict=True) if number > 1]
     copy = tiled(joint, tiles, setting) if tiles else joint.copy()
-    own = setting.knowing(segment_starts=_starts(copy, segments), stage_starts=(0,))
-    staged = own.run(cut(copy, own), PassLevel.STAGED)
+    tiled_setting = setting.knowing(segment_starts=_starts(copy, segments), stage_starts=(0,))
+    staged = tiled_setting.run(cut(copy, tiled_setting), PassLevel.STAGED)
     chain, _ = chain_of(Blocks(operations_of(staged, setting)))
     return ChainInTiles(chain, tuple(segment.seconds for segment in staged.segments))
 
@@ -120,8 +120,8 @@ def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Se
     begins = [True] * len(joint.segments)
     for region in regions:
         # What sums over classes replace is of the graph, and what they are is not.
-        own = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD) if node.name in cut_of]
-        begins[min(own) + 1 : max(own) + 1] = [False] * (max(own) - min(own))
+        covered = [cut_of[node.name] for node in region.in_phase(Phase.FORWARD) if node.name in cut_of]
+        begins[min(covered) + 1 : max(covered) + 1] = [False] * (max(covered) - min(covered))
     number = [count - 1 for count in accumulate(begins)]
     return _Segments(
         count=number[-1] + 1,
@@ -132,10 +132,10 @@ def _with_regions_whole(joint: JointGraph, regions: Sequence[TileRegion]) -> _Se
 
 def _starts(copy: JointGraph, segments: _Segments) -> list[int]:
     """Positions in the forward of a copy with loops at which the segments but the first begin."""
-    found: list[int] = []
+    segment_numbers: list[int] = []
     for node in copy.in_phase(Phase.FORWARD):
         # A loop, and what is beside it, has the number of an operation of its region; its name may be another's.
         is_known = node.name in segments.by_name and not isinstance(node.target, TileLoop)
-        own = segments.by_name[node.name] if is_known else segments.by_seq_nr.get(node.meta.get("seq_nr", -1), 0)
-        found.append(max(found[-1], own) if found else own)
-    return [bisect_left(found, segment) for segment in range(1, segments.count)]
+        number = segments.by_name[node.name] if is_known else segments.by_seq_nr.get(node.meta.get("seq_nr", -1), 0)
+        segment_numbers.append(max(segment_numbers[-1], number) if segment_numbers else number)
+    return [bisect_left(segment_numbers, segment) for segment in range(1, segments.count)]

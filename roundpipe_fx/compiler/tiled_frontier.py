@@ -79,8 +79,8 @@ def plans_in_tiles(joint: JointGraph, setting: Setting) -> PlansInTiles:
         tile_down(joint, steps)
         if anywhere:
             graph = steps.summed(joint)
-            found = steps.by_segment(graph, TileRegions(graph).as_wide_as(0), least[0])
-            for _, tiles in spread([*found], _TILINGS):
+            tilings = steps.by_segment(graph, TileRegions(graph).as_wide_as(0), least[0])
+            for _, tiles in spread([*tilings], _TILINGS):
                 with contextlib.suppress(UnmetError):
                     planned(steps.tiled(graph, tiles) if tiles else joint, 0, None)
     return PlansInTiles(plans=noted.alternatives(), seconds=whole[0], anywhere=anywhere)

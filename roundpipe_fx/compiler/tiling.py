@@ -121,7 +121,7 @@ def tile_sequence(
         known, kinds = len(kinds), list(by_kind(regions_so_far).values())
         first = [first_tiles(kind[0]) for kind in kinds]
         for count in range(known + 1, len(kinds) + 1):
-            tiles = [(region, own) for kind, own in zip(kinds[:count], first, strict=False) for region in kind]
+            tiles = [(region, number) for kind, number in zip(kinds[:count], first, strict=False) for region in kind]
             yield instead_of_rows(joint, tiles, heads, tiled)
     for times in _MORE if kinds else ():
         tiles = [

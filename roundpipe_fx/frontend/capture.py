@@ -151,7 +151,7 @@ def _return_objects_of_primals(module: fx.GraphModule, num_forward_outputs: int)
     for place, node in enumerate(results[:num_forward_outputs]):
         if isinstance(node, fx.Node) and node.op == "placeholder" and node not in primals:
             same = torch_private.is_same_object
-            results[place] = next((own for own in objects if same(own.meta["val"], node.meta["val"])), node)
+            results[place] = next((primal for primal in objects if same(primal.meta["val"], node.meta["val"])), node)
     output.args = (tuple(results),)
 
 

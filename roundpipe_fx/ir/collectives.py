@@ -52,7 +52,7 @@ def group_of(node: fx.Node) -> list[int]:
         node: a call of a functional collective, or of DTensor's own.
     """
     arguments = node.target._schema.arguments  # type: ignore[union-attr]
-    named = {**dict(zip((own.name for own in arguments), node.args, strict=False)), **node.kwargs}
+    named = {**dict(zip((argument.name for argument in arguments), node.args, strict=False)), **node.kwargs}
     return group_ranks(named["group_name"]) if "group_name" in named else []
 
 

@@ -394,18 +394,20 @@ def is_view(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         (source,) = input_nodes(node)
         return is_view(source)
-    own = storages(node)
-    if len(own) == 1:  # nearly always
-        return any(own[0] in storages(source) for source in node.all_input_nodes)
-    return bool(own) and set(own).issubset(storage for source in node.all_input_nodes for storage in storages(source))
+    node_storages = storages(node)
+    if len(node_storages) == 1:  # nearly always
+        return any(node_storages[0] in storages(source) for source in node.all_input_nodes)
+    return bool(node_storages) and set(node_storages).issubset(
+        storage for source in node.all_input_nodes for storage in storages(source)
+    )
 
 
 def viewed(node: fx.Node) -> fx.Node:
     """The base of a view, through any number of views; the node itself if it is not a view."""
     while is_view(node):
-        own = set(storages(node))
+        node_storages = set(storages(node))
         sources = [source for source in input_nodes(node) if tensor_values(source)]
-        node = next((source for source in sources if own & set(storages(source))), sources[0])
+        node = next((source for source in sources if node_storages & set(storages(source))), sources[0])
     return node
 
 

@@ -100,8 +100,10 @@ def cut_for_schedule(
             count = _stages_to_average(joint) if known is None else len(known)
             setting = setting.knowing(options=dataclasses.replace(asked, stages=count))
         if like is not None and not isinstance(like.cut, RoundPipePartition):
-            found = same_boundaries(like.cut, like.starts, segment_starts(joint))
-            setting = setting.knowing(stage_starts=tuple(found[first] for first in like.cut) if found else None)
+            boundaries = same_boundaries(like.cut, like.starts, segment_starts(joint))
+            setting = setting.knowing(
+                stage_starts=tuple(boundaries[first] for first in like.cut) if boundaries else None
+            )
         joint = setting.run(joint, PassLevel.SEGMENTED)
         cut = tuple(stage.first for stage in joint.cuts)
     joint = setting.run(joint, PassLevel.STAGED)
@@ -127,8 +129,8 @@ def _averages_by_stages(setting: Setting, pipelining: Pipelining) -> bool:
     and again for each microbatch: where there are several, all are gathered once instead.
     """
     replicated = setting.context.training and pipelining.over_processes and pipelining.replicas > 1
-    given = isinstance(pipelining.schedule, Schedule)
-    return replicated and not given and (not pipelining.sharded or pipelining.microbatches == 1)
+    has_schedule = isinstance(pipelining.schedule, Schedule)
+    return replicated and not has_schedule and (not pipelining.sharded or pipelining.microbatches == 1)
 
 
 def _stages_to_average(joint: JointGraph) -> int:
@@ -187,10 +189,10 @@ def _same_slots(
     cut: RoundPipePartition, theirs: Sequence[OperationKey | None], ours: Sequence[OperationKey | None]
 ) -> RoundPipePartition | None:
     slots = (*cut.forward, cut.fused, *cut.backward)
-    found = same_boundaries([first for first, _ in slots], theirs, ours)
-    if found is None:
+    boundaries = same_boundaries([first for first, _ in slots], theirs, ours)
+    if boundaries is None:
         return None
-    runs = [(found[first], found[last + 1] - 1) for first, last in slots]
+    runs = [(boundaries[first], boundaries[last + 1] - 1) for first, last in slots]
     forward = len(cut.forward)
     return RoundPipePartition(tuple(runs[:forward]), runs[forward], tuple(runs[forward + 1 :]))
 

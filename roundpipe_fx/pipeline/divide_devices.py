@@ -60,8 +60,8 @@ def divisions_of(
     Raises:
         NoDivisionError: there is none.
     """
-    found = []
-    for pipeline in (own for own in range(1, undivided.devices + 1) if undivided.devices % own == 0):
+    divisions = []
+    for pipeline in (size for size in range(1, undivided.devices + 1) if undivided.devices % size == 0):
         replicas = undivided.devices // pipeline
         if undivided.microbatches % replicas:
             continue
@@ -70,12 +70,12 @@ def divisions_of(
                 if "1f1b" in schedules and _is_1f1b(schedule, pipeline, undivided.microbatches // replicas):
                     continue
                 counts = [stages] if isinstance(stages, int) else _stage_counts(pipeline, replicas, schedule)
-                found += [
+                divisions += [
                     Division(pipeline=pipeline, replicas=replicas, sharded=sharded, stages=count, schedule=schedule)
                     for count in counts
                     if pipeline <= count <= segments
                 ]
-    if not found:
+    if not divisions:
         most = min(stages, segments) if isinstance(stages, int) else segments
         each = "devices" if undivided.group == 1 else f"groups of {undivided.group} devices"
         raise NoDivisionError(
@@ -84,7 +84,7 @@ def divisions_of(
             f"model is cut. Give a batch with a multiple of {undivided.devices} microbatches, or another number of "
             "devices."
         )
-    return found
+    return divisions
 
 
 def _is_1f1b(schedule: str, devices: int, microbatches: int) -> bool:
@@ -168,16 +168,18 @@ class _DivisionSearch:
 
     def run(self) -> None:
         """Plan divisions until no other has a shorter step, or until enough are planned."""
-        left = [own for own in self._bounds if math.isfinite(self._least(own))]
-        left.sort(key=lambda own: (self._least(own), self._bounds[own].bytes, own))
+        left = [division for division in self._bounds if math.isfinite(self._least(division))]
+        left.sort(key=lambda candidate: (self._least(candidate), self._bounds[candidate].bytes, candidate))
         first = left[:_ESTIMATED]
-        first.sort(key=lambda own: (self._simulated(own, True), self._bounds[own].bytes, own))
+        first.sort(key=lambda candidate: (self._simulated(candidate, True), self._bounds[candidate].bytes, candidate))
         left[: len(first)] = first
         count = 0
         while left and count < self._most:
             # Where the first half did not fit, those that need least may.
             leanest = self.best is None and count >= self._most / 2
-            division = min(left, key=lambda own: (self._bounds[own].bytes, own)) if leanest else left[0]
+            division = (
+                min(left, key=lambda candidate: (self._bounds[candidate].bytes, candidate)) if leanest else left[0]
+            )
             left.remove(division)
             if self.best is None or self._refined(division) < self.best[0]:
                 self._plan(division)

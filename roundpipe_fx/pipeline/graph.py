@@ -83,8 +83,8 @@ def plan_of_pipeline(graph: PipelinedGraph) -> Plan:
         order="\n".join(f"{device}: {' '.join(map(str, actions))}" for device, actions in enumerate(order)),
         brought_bytes=timing.brought_bytes,
         loss_reduction=pipelining.loss_reduction,
-        sent_bytes=sum(own.bytes for own in timing.offloads),
-        sent_values=sum(len(own.values) for own in timing.offloads),
+        sent_bytes=sum(offload.bytes for offload in timing.offloads),
+        sent_values=sum(len(offload.values) for offload in timing.offloads),
         offloaded=_offloaded_values(pipeline, timing),
         host_weight_bytes=host.weights,
         host_gradient_bytes=host.gradients,
@@ -129,7 +129,7 @@ def _seconds_within(pipeline: LoweredPipeline, timing: Timing) -> float:
     for node in pipeline.main.lowered.joint.computed():
         if is_collective(node.target):
             seconds[node.meta[Mark.STAGE], node.meta[Mark.PHASE]] += node.meta[Mark.SECONDS]
-    of_step = {step: seconds[own.stage, own.phase] for step, own in pipeline.main.steps.modules.items()}
+    of_step = {step: seconds[module.stage, module.phase] for step, module in pipeline.main.steps.modules.items()}
     orders = device_orders(timing.schedule)
     return max((sum(of_step.get(step, 0.0) for step in order.steps) for order in orders), default=0.0)
 
@@ -138,9 +138,9 @@ def _offloaded_values(pipeline: LoweredPipeline, timing: Timing) -> tuple[Offloa
     """The values that leave the devices, in the order in which they are computed."""
     leaving: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
-    for own in timing.offloads:
-        for number, size in own.values:
-            leaving.setdefault(number, set()).add(own.microbatch)
+    for offload in timing.offloads:
+        for number, size in offload.values:
+            leaving.setdefault(number, set()).add(offload.microbatch)
             sizes[number] = max(size, sizes.get(number, 0))
     nodes = list(pipeline.main.steps.maker)
     return tuple(
@@ -165,14 +165,16 @@ def with_optimizer(plan: Plan, pipelining: Pipelining) -> Plan:
     Raises:
         HostMemoryError: the host has no memory for it.
     """
-    own = plan.pipeline
-    if own is None or not plan.training or not own.host_bytes:
+    pipeline = plan.pipeline
+    if pipeline is None or not plan.training or not pipeline.host_bytes:
         return plan
     memory = pipelining.optimizer
-    needed = HostMemory(own.host_weight_bytes, own.host_gradient_bytes, own.host_value_bytes, memory.bytes)
+    needed = HostMemory(
+        pipeline.host_weight_bytes, pipeline.host_gradient_bytes, pipeline.host_value_bytes, memory.bytes
+    )
     if memory.bytes > memory.allocated:
-        check_host_memory(needed, host_budget_beside(own.host_weight_bytes, pipelining))
-    return dataclasses.replace(plan, pipeline=dataclasses.replace(own, host_optimizer_bytes=memory.bytes))
+        check_host_memory(needed, host_budget_beside(pipeline.host_weight_bytes, pipelining))
+    return dataclasses.replace(plan, pipeline=dataclasses.replace(pipeline, host_optimizer_bytes=memory.bytes))
 
 
 class Seen(NamedTuple):
@@ -222,19 +224,19 @@ def pipelined_graph(
 
 def primals_read(programs: Sequence[PipelineProgram]) -> list[int]:
     """Inputs that programs read, update or return gradients of."""
-    found: set[int] = set()
+    primals: set[int] = set()
     for program in programs:
-        found.update(program.mutations.values())
-        found.update(own.primal for own in program.gradients if own.source is not None)
+        primals.update(program.mutations.values())
+        primals.update(gradient.primal for gradient in program.gradients if gradient.source is not None)
         sources = [*program.outputs, *(source for code in program.steps.values() for source in code.inputs)]
-        found.update(source.index for source in sources if source is not None and source.kind == "primal")
-    return sorted(found)
+        primals.update(source.index for source in sources if source is not None and source.kind == "primal")
+    return sorted(primals)
 
 
 def _numbers(lowered: Lowered) -> set[int]:
     """Inputs that may stand for Python numbers: Dynamo passes these as they are, or as tensors on the CPU."""
-    own = lowered.parameters.union(lowered.updates.values())
-    values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in own}
+    of_model = lowered.parameters.union(lowered.updates.values())
+    values = {place: node.meta.get("val") for place, node in enumerate(lowered.forward.inputs) if place not in of_model}
     return {
         place
         for place, value in values.items()
@@ -248,8 +250,8 @@ def _tangents(lowered: Lowered) -> list[fx.Node]:
         return []
     returned = {node for node in lowered.forward.results if isinstance(node, fx.Node)}
     inputs = lowered.backward.inputs
-    found = [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
-    return [node for node in found if not is_effect_token(node)]
+    tangents = [node for node in inputs if node not in returned and is_tensor(node) and not is_sum(node)]
+    return [node for node in tangents if not is_effect_token(node)]
 
 
 def _program(
@@ -264,8 +266,10 @@ def _program(
     known |= {node: Source("primal", place) for place, node in enumerate(lowered.forward.inputs)}
     outside = set(lowered.forward.inputs)
     known |= {node: Source("tangent", place) for place, node in enumerate(_tangents(lowered))}
-    given = lowered.backward.inputs if lowered.backward is not None else ()
-    known |= {node: Source("token", 0) for node in given if node.op == "placeholder" and is_effect_token(node)}
+    backward_inputs = lowered.backward.inputs if lowered.backward is not None else ()
+    known |= {
+        node: Source("token", 0) for node in backward_inputs if node.op == "placeholder" and is_effect_token(node)
+    }
     backward = lowered.backward.results if lowered.backward is not None else ()
     known |= {
         _sum_before(node): Source("sum", number)
@@ -352,7 +356,7 @@ def union(graphs: Sequence[StageGraph]) -> StageGraph:
     reads: dict[StageAction, tuple[StageAction, ...]] = {}
     carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for graph in graphs:
-        for all_of, own in ((reads, graph.reads), (carried, graph.carried)):
-            for step, sources in own.items():
+        for all_of, sources_of in ((reads, graph.reads), (carried, graph.carried)):
+            for step, sources in sources_of.items():
                 all_of[step] = tuple(dict.fromkeys((*all_of.get(step, ()), *sources)))
     return StageGraph(reads, carried)

@@ -75,10 +75,10 @@ def offloaded(
             f"{here[0]!r} lies on the CPU and {away[0]!r} does not: move the whole model to "
             f"{str(devices[0])!r}, or all of it to the CPU, from where stages get what they need while they run."
         )
-    found = known or Offloaded(devices[0])
-    own = (part for _, value in named.values() for part in tensors_of(value))
-    found.tensors = {id(value): value for value in (*own, *beside)}
-    return found
+    model = known or Offloaded(devices[0])
+    tensors = (part for _, value in named.values() for part in tensors_of(value))
+    model.tensors = {id(value): value for value in (*tensors, *beside)}
+    return model
 
 
 def tensors_of(value: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -173,12 +173,12 @@ class Offloaded:
 
     def _stand_in(self, key: int, value: torch.Tensor) -> tuple[torch.Tensor, int]:
         """A tensor like another, on the device and without memory, and the bytes that it would have."""
-        found = self._without_memory.get(key)
-        if found is None or not _alike(found[0], value):
+        cached = self._without_memory.get(key)
+        if cached is None or not _alike(cached[0], value):
             made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=self.device)
-            found = self._without_memory[key] = made, made.untyped_storage().nbytes()
+            cached = self._without_memory[key] = made, made.untyped_storage().nbytes()
             made.untyped_storage().resize_(0)
-        return found
+        return cached
 
 
 def _alike(first: torch.Tensor, second: torch.Tensor) -> bool:

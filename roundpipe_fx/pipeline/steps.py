@@ -68,12 +68,12 @@ def _carried(
 ) -> dict[StageAction, tuple[StageAction, ...]]:
     """For each step, those that computed, for the previous microbatch, the new value of an input that it reads."""
     writers = {lowered.forward.inputs[i]: maker.get(lowered.forward.results[o]) for o, i in lowered.updates.items()}
-    found: dict[StageAction, tuple[StageAction, ...]] = {}
+    carried: dict[StageAction, tuple[StageAction, ...]] = {}
     for step, module in modules.items():
         before = dict.fromkeys(writer for node in module.inputs if (writer := writers.get(node)) is not None)
         if before:
-            found[step] = tuple(before)
-    return found
+            carried[step] = tuple(before)
+    return carried
 
 
 def _draws(call: StageModule) -> bool:
@@ -151,17 +151,17 @@ def _held(held: Sequence[HeldBytes], steps: Steps, step_of: Mapping[str, StageAc
         kind: type of the device.
     """
     numbers = {node: number for number, node in enumerate(steps.maker)}
-    found: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool, bool], list[tuple[int, int]]] = {}
-    for own in held:
-        maker, readers = step_of[own.maker], tuple(step_of[name] for name in own.readers)
-        node = None if own.result is None else steps.modules[maker].outputs[own.result]
-        may_leave = node is not None and not own.lasts and _may_be_offloaded(node, kind)
+    alike: dict[tuple[StageAction, tuple[StageAction, ...], bool, bool, bool], list[tuple[int, int]]] = {}
+    for value in held:
+        maker, readers = step_of[value.maker], tuple(step_of[name] for name in value.readers)
+        node = None if value.result is None else steps.modules[maker].outputs[value.result]
+        may_leave = node is not None and not value.lasts and _may_be_offloaded(node, kind)
         wanted = may_leave and node is not None and _is_wanted(node)
         number = numbers[node] if node is not None else -1
-        found.setdefault((maker, readers, own.lasts, may_leave, wanted), []).append((number, own.bytes))
+        alike.setdefault((maker, readers, value.lasts, may_leave, wanted), []).append((number, value.bytes))
     return tuple(
         Held(sum(size for _, size in values), maker, readers, lasts, tuple(values) if may_leave else ())
-        for (maker, readers, lasts, may_leave, _), values in found.items()
+        for (maker, readers, lasts, may_leave, _), values in alike.items()
     )
 
 
@@ -174,7 +174,7 @@ def _may_be_offloaded(node: fx.Node, kind: str) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.device.type != kind:
         return False
     computed = node.args[0] if node.target is operator.getitem else node
-    hoisted = any(isinstance(own, fx.Node) and Mark.MUST_SAVE in own.meta for own in (node, computed))
+    hoisted = any(isinstance(source, fx.Node) and Mark.MUST_SAVE in source.meta for source in (node, computed))
     if hoisted and not _is_wanted(node):
         return False
     sizes = (*value.shape, *value.stride())
@@ -186,7 +186,7 @@ def _is_wanted(node: fx.Node) -> bool:
     """Whether the user wants a value on the host, what it is a view of, or the operation that computes it."""
     base = viewed(node)
     computed = base.all_input_nodes if base.target is operator.getitem else []
-    return any(Mark.ON_HOST in own.meta for own in (base, *computed))
+    return any(Mark.ON_HOST in source.meta for source in (base, *computed))
 
 
 def _of(gradients: Mapping[int, int], owners: Collection[int]) -> dict[int, int]:

@@ -65,8 +65,8 @@ def join(copies: Sequence[ChainInTiles]) -> JoinedChain:
     for segment, stage in enumerate(whole.chain.stages):
         options: list[tuple[int, ChainStageOption]] = []
         for number, copy in enumerate(copies):
-            own, longer = copy.chain.stages[segment], copy.seconds[segment] - whole.seconds[segment]
-            options += [(number, _beside(option, own, stage, longer)) for option in own.options]
+            tiled_stage, longer = copy.chain.stages[segment], copy.seconds[segment] - whole.seconds[segment]
+            options += [(number, _beside(option, tiled_stage, stage, longer)) for option in tiled_stage.options]
         best = _worthwhile(options)
         # Nothing is recomputed in these solutions but by options, so the rest of a stage is not read.
         stages.append(dataclasses.replace(stage, options=tuple(option for _, option in best)))
@@ -86,26 +86,30 @@ def tiled_segments(joined: JoinedChain, limit: int) -> Iterator[tuple[float, tup
     seen = set()
     for memory in sorted(levels(solution), key=lambda memory: float(solution.seconds[memory])):
         decisions = solution.decisions(memory)
-        chosen = {own.stage: joined.copies[own.stage][own.option] for own in decisions if own.option is not None}
-        found = tuple(chosen[segment] for segment in range(len(joined.chain.stages)))
-        if found not in seen:
-            seen.add(found)
-            yield float(solution.seconds[memory]), found
+        chosen = {
+            decision.stage: joined.copies[decision.stage][decision.option]
+            for decision in decisions
+            if decision.option is not None
+        }
+        copies = tuple(chosen[segment] for segment in range(len(joined.chain.stages)))
+        if copies not in seen:
+            seen.add(copies)
+            yield float(solution.seconds[memory]), copies
 
 
-def _beside(option: ChainStageOption, own: ChainStage, stage: ChainStage, longer: float) -> ChainStageOption:
+def _beside(option: ChainStageOption, tiled_stage: ChainStage, stage: ChainStage, longer: float) -> ChainStageOption:
     """An option of a copy's segment as one of the graph's, whose resident bytes and seconds are counted elsewhere."""
     return dataclasses.replace(
         option,
         seconds=option.seconds + longer,
-        forward=option.forward + own.resident_forward - stage.resident_forward,
-        backward=option.backward + own.resident - stage.resident,
+        forward=option.forward + tiled_stage.resident_forward - stage.resident_forward,
+        backward=option.backward + tiled_stage.resident - stage.resident,
     )
 
 
 def _worthwhile(options: Sequence[tuple[int, ChainStageOption]]) -> list[tuple[int, ChainStageOption]]:
     """Those that no other dominates in bytes held, peaks and seconds."""
-    figures = np.array([(own.seconds, own.held, own.backward, own.forward) for _, own in options])
+    figures = np.array([(option.seconds, option.held, option.backward, option.forward) for _, option in options])
     order = sorted(range(len(options)), key=lambda place: (tuple(figures[place]), options[place][0]))
     best: list[int] = []
     for place in order:

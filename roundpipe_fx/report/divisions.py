@@ -20,7 +20,7 @@ def division_lines(mesh: PlannedMesh, most: int | None = None) -> list[str]:
     ordered = sorted(mesh.divisions, key=_key)
     devices = f"{ordered[0].pipeline * ordered[0].replicas} "
     devices += f"groups of {mesh.tensor_parallel} devices" if mesh.tensor_parallel > 1 else "devices"
-    planned = sum(own.planned for own in ordered)
+    planned = sum(division.planned for division in ordered)
     shown = ordered if most is None else ordered[:most]
     lines = [
         f"ways to divide {devices}: {len(ordered)}, of which {planned} planned; {_proof(ordered)}",
@@ -38,7 +38,11 @@ def _key(division: PlannedDivision) -> tuple[bool, bool, float, int, int]:
 def _proof(ordered: list[PlannedDivision]) -> str:
     """Whether a division that was not planned may have a shorter step."""
     chosen = ordered[0].seconds or 0.0
-    open_ones = [own for own in ordered if not own.planned and own.seconds is not None and own.seconds < chosen]
+    open_ones = [
+        division
+        for division in ordered
+        if not division.planned and division.seconds is not None and division.seconds < chosen
+    ]
     if open_ones:
         return f"{len(open_ones)} that were not planned may take less"
     return "the others take longer at the least (≥), or do not fit"

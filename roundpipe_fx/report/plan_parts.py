@@ -264,10 +264,10 @@ class PlannedPipeline:
     @property
     def device_bytes(self) -> tuple[int, ...]:
         """For each device, the bytes of its weights, optimizer state and a step; only where a mesh was planned."""
-        own = self.mesh
-        if own is None:
+        mesh = self.mesh
+        if mesh is None:
             return ()
-        return tuple(map(sum, zip(own.weight_bytes, own.optimizer_bytes, self.peak_bytes, strict=True)))
+        return tuple(map(sum, zip(mesh.weight_bytes, mesh.optimizer_bytes, self.peak_bytes, strict=True)))
 
     @property
     def tokens_per_second(self) -> float | None:

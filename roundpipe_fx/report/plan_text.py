@@ -98,11 +98,11 @@ def stage_lines(stage: PlannedStage, training: bool, offloaded: Collection[str] 
 def tiles_text(tiles: Sequence[PlannedTiles]) -> str:
     """All that is carried out in tiles, in one line; equal regions are named once."""
     alike: dict[tuple[str, int], list[PlannedTiles]] = {}
-    for own in tiles:
-        alike.setdefault((own.type, own.tiles), []).append(own)
+    for planned in tiles:
+        alike.setdefault((planned.type, planned.tiles), []).append(planned)
     parts = []
     for (kind, count), same in list(alike.items())[:_SHOWN]:
-        modules = list(dict.fromkeys(own.module or "the model" for own in same))
+        modules = list(dict.fromkeys(planned.module or "the model" for planned in same))
         more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
         parts.append(f"{modules[0]}{more} ({kind}, {bytes_text(same[0].bytes)}) in {count} tiles")
     if len(alike) > _SHOWN:
@@ -159,11 +159,11 @@ def _gather_lines(pipeline: PlannedPipeline) -> list[str]:
     """What devices gather of sharded parameters, and what of it stays."""
     if not pipeline.gathered_bytes:
         return []
-    stages = [own for own in pipeline.gathered if own.gaps]
-    kept = sorted((own for own in stages if own.kept), key=lambda own: own.stage)
+    stages = [stage for stage in pipeline.gathered if stage.gaps]
+    kept = sorted((stage for stage in stages if stage.kept), key=lambda stage: stage.stage)
     texts = [
-        f"stage {own.stage}" + ("" if own.kept == own.gaps else f" ({own.kept} of {own.gaps} times)")
-        for own in kept[:_SHOWN]
+        f"stage {stage.stage}" + ("" if stage.kept == stage.gaps else f" ({stage.kept} of {stage.gaps} times)")
+        for stage in kept[:_SHOWN]
     ]
     if len(kept) > _SHOWN:
         texts.append(f"… {len(kept) - _SHOWN} more")

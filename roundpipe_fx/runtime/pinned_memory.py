@@ -97,9 +97,9 @@ class PinnedGradients:
 
 
 def _give_back(gradients: weakref.ref[PinnedGradients], pages: _Pages) -> None:
-    found = gradients()
-    if found is not None:
-        found.give(pages)
+    owner = gradients()
+    if owner is not None:
+        owner.give(pages)
 
 
 class _Pages(mmap.mmap):

@@ -126,11 +126,11 @@ def buffer_bytes(offloads: Sequence[Offload], lengths: Sequence[int], taken: Cal
         taken: bytes that a buffer of a size takes.
     """
     changes: dict[tuple[int, int], Counter[int]] = {}
-    for own in offloads:
-        for _, size in own.values:
-            change = changes.setdefault((own.device, size), Counter())
-            change[own.leaves] += 1
-            change[own.back + 1] -= 1
+    for offload in offloads:
+        for _, size in offload.values:
+            change = changes.setdefault((offload.device, size), Counter())
+            change[offload.leaves] += 1
+            change[offload.back + 1] -= 1
     total = 0
     for (device, size), change in changes.items():
         levels = np.zeros(lengths[device] + 1, dtype=np.int64)

@@ -57,7 +57,7 @@ def dispatch(devices: int, seconds: Sequence[float], microbatches: int, once: bo
         for groups in counts
         for sharing in range(1, min(devices, _SHARING) + 1)
     )
-    return min(tried, key=lambda found: found.makespan)
+    return min(tried, key=lambda candidate: candidate.makespan)
 
 
 def _by_groups(devices: int, seconds: Sequence[float], microbatches: int, groups: int, sharing: int) -> Dispatch:

@@ -117,8 +117,8 @@ class StepCosts:
             for of in (self.copied_bytes, self.base_bytes)
         )
         return [
-            residency_windows(order[:, 1], own, reads, gradients, backward_start(order, schedule))
-            for order, own in zip(schedule.orders, codes, strict=True)
+            residency_windows(order[:, 1], order_codes, reads, gradients, backward_start(order, schedule))
+            for order, order_codes in zip(schedule.orders, codes, strict=True)
         ]
 
     def gathers(self, schedule: Schedule, kept: Sequence[KeptGathered]) -> list[list[Gather]]:
@@ -131,7 +131,7 @@ class StepCosts:
         if self.sharded is None:
             return [[] for _ in schedule.orders]
         return [
-            gathers_of(order, self.sharded, [own for own in kept if own.device == order.device])
+            gathers_of(order, self.sharded, [gathered for gathered in kept if gathered.device == order.device])
             for order in device_orders(schedule)
         ]
 
@@ -148,13 +148,13 @@ class StepCosts:
             step: {number: whole.get(number, size) for number, size in of_step.items()}
             for step, of_step in self.base_bytes.items()
         }
-        found = [buckets_of(order.steps, gradients, late) for order in orders]
-        for order, own in zip(orders, found, strict=True):
+        buckets = [buckets_of(order.steps, gradients, late) for order in orders]
+        for order, device_buckets in zip(orders, buckets, strict=True):
             added = [gradients.get(step, {}).items() for step in set(order.steps)]
             sizes = {number: size for of_step in added for number, size in of_step if number in late}
             if sizes:
-                own.append(Bucket(len(order.steps) - 1, sizes))
-        return found
+                device_buckets.append(Bucket(len(order.steps) - 1, sizes))
+        return buckets
 
     def without_communication(self) -> StepCosts:
         """The same where sending, gathering and reducing take no time."""

@@ -34,15 +34,15 @@ def collective_seconds(node: fx.Node, network: Network) -> float | None:
     if not ranks:
         return None
     ring = network.ring_of(ranks)
-    given = sum(_bytes(source) for source in input_nodes(node))
+    input_bytes = sum(_bytes(source) for source in input_nodes(node))
     if name.startswith("all_reduce"):
-        return ring.all_reduce_seconds(given)
+        return ring.all_reduce_seconds(input_bytes)
     if name.startswith("all_gather"):
         return ring.gather_seconds(_bytes(node))
     if name.startswith("reduce_scatter") or name in ("all_to_all_single", "shard_dim_alltoall"):
-        return ring.gather_seconds(given)
+        return ring.gather_seconds(input_bytes)
     if name.startswith("broadcast"):
-        return ring.latency + given / ring.bandwidth
+        return ring.latency + input_bytes / ring.bandwidth
     return None
 
 

@@ -242,12 +242,12 @@ def _run_small(target: Any, args: Any, kwargs: tuple[tuple[str, Any], ...]) -> t
         numbers = torch.ones(max(reach, 1), dtype=value.dtype, device=value.device)
         return numbers.as_strided(sizes, strides)
 
-    def given(value: Any) -> Any:
+    def materialized(value: Any) -> Any:
         return tree_map(real, value, is_leaf=lambda item: isinstance(item, _Small))
 
     with without_modes(), torch.no_grad():
         try:
-            result = target(*map(given, args), **{name: given(value) for name, value in kwargs})
+            result = target(*map(materialized, args), **{name: materialized(value) for name, value in kwargs})
         except (RuntimeError, IndexError, TypeError, NotImplementedError, AssertionError) as error:
             # No such kernel, no such device, or small tensors do not suit the operator: nothing is known of it.
             log.info("the layout of what %s returns cannot be tried: %s", target, error)

@@ -225,14 +225,14 @@ def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
         return None
     if packet is aten.expand:
         shape = list(source.meta["val"].shape)
-        own = value.place - len(value.shape) + len(shape)
-        return (value,) if own < 0 or shape[own] == 1 else None
+        source_place = value.place - len(value.shape) + len(shape)
+        return (value,) if source_place < 0 or shape[source_place] == 1 else None
     if packet is aten.add and len(node.args) == 2 and not node.kwargs:
         operands = [Scaled(node=one, place=value.place, factor=value.factor) for one in node.all_input_nodes]
         if len(operands) < 2 or any(one.shape != value.shape for one in operands):
             return None
-        found = [_parts(one, node) for one in operands]
-        return None if None in found else tuple(part for parts in found for part in parts or ())
+        parts_of_operands = [_parts(one, node) for one in operands]
+        return None if None in parts_of_operands else tuple(part for parts in parts_of_operands for part in parts or ())
     place: int | None = value.place
     if packet in _VIEWS:
         place = _place_in(source, value)

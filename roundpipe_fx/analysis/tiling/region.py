@@ -5,9 +5,9 @@ the inner width of an MLP, attention scores. From the widest value on, its maker
 on each row alone (:mod:`roundpipe_fx.analysis.dimensions`), forward and backward together; the region ends where values
 are narrow. What has no rows is read by every tile (weights), or is the sum over tiles (gradients of weights).
 
-The rows of a loss head may be its classes (the words of a vocabulary) instead: then gradients of its weights are put
-together of tiles, and what it reads is the same for each. For this a copy of the graph has its log-softmax written with
-sums over classes (:mod:`roundpipe_fx.analysis.tiling.online_softmax`).
+The rows of a loss head may be its classes (the words of a vocabulary) instead: gradients of its weights are then
+assembled from tiles, and every tile reads the same input. For this, the log-softmax is rewritten with sums over classes
+in a copy of the graph (:mod:`roundpipe_fx.analysis.tiling.online_softmax`).
 
 Regions of this kind are AutoChunk's (Zhao et al., ICLR 2024) for the forward alone, and what is written by hand in
 Arctic Long Sequence Training and Liger's fused loss.
@@ -140,7 +140,7 @@ class TileRegions:
         joint: an annotated graph; not changed.
 
     Attributes:
-        found: so far.
+        regions: those found so far.
     """
 
     def __init__(self, joint: JointGraph) -> None:
@@ -152,7 +152,7 @@ class TileRegions:
         self._sizes = {node: elements(node) for node in joint.graph.nodes}
         self._taken: set[fx.Node] = set()
         self._seen: set[fx.Node] = set()
-        self.found: list[TileRegion] = []
+        self.regions: list[TileRegion] = []
         by_width = sorted(joint.in_phase(Phase.FORWARD), key=lambda node: -self._sizes[node])
         self._waiting = deque(node for node in by_width if _may_be_widest(node))
 
@@ -162,7 +162,7 @@ class TileRegions:
             widest = self._waiting.popleft()
             if widest not in self._taken and widest not in self._seen:
                 self._look_around(widest, _candidates(widest))
-        return self.found
+        return self.regions
 
     def around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
         """The one whose rows are where it is said; ``None`` if there is none, or another one has this value.
@@ -171,15 +171,15 @@ class TileRegions:
             widest: one of its widest values; the region's is the first of them.
             rows: where that has its rows.
         """
-        count = len(self.found)
+        count = len(self.regions)
         if widest not in self._taken:
             self._look_around(widest, [rows])
-        if len(self.found) == count:
+        if len(self.regions) == count:
             return None
-        region, size = self.found.pop(), self._sizes[widest]
+        region, size = self.regions.pop(), self._sizes[widest]
         first = next(node for node in region.members if self._sizes[node] == size and _may_be_widest(node))
-        self.found.append(dataclasses.replace(region, widest=first))
-        return self.found[-1]
+        self.regions.append(dataclasses.replace(region, widest=first))
+        return self.regions[-1]
 
     def by_width(self) -> Iterator[list[TileRegion]]:
         """What is found with ever narrower widest values: each time all so far, those of one more width last."""
@@ -218,9 +218,9 @@ class TileRegions:
             whole=frozenset(best.whole),
         )
         region = dataclasses.replace(region, scalar=_scalar(self._joint, region, self._tangential))
-        if _is_acyclic(self._joint, [*self.found, region]):
+        if _is_acyclic(self._joint, [*self.regions, region]):
             self._taken.update(set(region.members) - region.whole)
-            self.found.append(region)
+            self.regions.append(region)
 
 
 def _is_acyclic(joint: JointGraph, regions: Sequence[TileRegion]) -> bool:

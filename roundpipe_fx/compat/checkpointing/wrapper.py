@@ -96,8 +96,8 @@ def _new(base: Any, offload_to_cpu: bool, *arguments: Any) -> nn.Module:
 @contextlib.contextmanager
 def _running_statistics_kept(module: nn.Module) -> Iterator[None]:
     """Context manager in which batch norms in training update copies of their running statistics."""
-    norms = [own for own in module.modules() if isinstance(own, RunningNorm) and own.training]
-    kept = [(own._buffers, dict(own._buffers)) for own in norms]
+    norms = [norm for norm in module.modules() if isinstance(norm, RunningNorm) and norm.training]
+    kept = [(norm._buffers, dict(norm._buffers)) for norm in norms]
     for buffers, before in kept:
         buffers.update({name: value.clone() for name, value in before.items() if value is not None})
     try:

@@ -223,6 +223,6 @@ def test_regions_are_found_as_far_as_they_are_asked_for() -> None:
     (wide,) = asked.as_wide_as(64 * 33)
     assert "tanh" in names(wide)
     assert [names(region) for region in asked.as_wide_as(1)] == [names(region) for region in regions(text)]
-    assert len(asked.found) == 2
+    assert len(asked.regions) == 2
     by_width = [len(found) for found in TileRegions(joint_of(text)).by_width()]
     assert by_width == sorted(by_width) and {1, 2} <= set(by_width)

@@ -1,0 +1,87 @@
+"""Words: variables, parameters and attributes are named for what they are (``offload``, not ``own``)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+NO_NAMES = {"own", "given", "found"}
+"""Words that name nothing in particular."""
+
+LEFT = {
+    "roundpipe_fx/api/compilation.py",
+    "roundpipe_fx/api/tensor_parallel.py",
+    "roundpipe_fx/distributed/ownership.py",
+    "roundpipe_fx/distributed/sharding.py",
+    "roundpipe_fx/pipeline/alternatives.py",
+    "roundpipe_fx/pipeline/compared_texts.py",
+    "roundpipe_fx/pipeline/distributed.py",
+    "roundpipe_fx/pipeline/lowered_pipeline.py",
+    "roundpipe_fx/pipeline/lowering.py",
+    "roundpipe_fx/pipeline/offload_values.py",
+    "roundpipe_fx/pipeline/over_processes.py",
+    "roundpipe_fx/report/alternatives.py",
+    "roundpipe_fx/report/plan.py",
+    "roundpipe_fx/report/plan_details.py",
+    "roundpipe_fx/schedules/choose_offloads.py",
+    "roundpipe_fx/torch_private/aot.py",
+    "roundpipe_fx/torch_private/canary.py",
+}
+"""Files that still use them. A file that no longer does is removed from here, and none is added."""
+
+_NAMED_BY = {
+    ast.Name: "id",
+    ast.Attribute: "attr",
+    ast.arg: "arg",
+    ast.keyword: "arg",
+    ast.FunctionDef: "name",
+    ast.AsyncFunctionDef: "name",
+    ast.ExceptHandler: "name",
+    ast.MatchAs: "name",
+    ast.MatchStar: "name",
+    ast.MatchMapping: "rest",
+    ast.alias: "asname",
+}
+"""By type of syntax node, the attribute that holds the name that it binds or reads."""
+
+
+def _names(source: str) -> Iterator[str]:
+    for node in ast.walk(ast.parse(source)):
+        name = getattr(node, _NAMED_BY.get(type(node), ""), None)
+        if name is not None:
+            yield name
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "own = 1",
+        "[0 for own in values]",
+        "for own, other in values: pass",
+        "lambda own: 0",
+        "def name(*, own): pass",
+        "name(own=1)",
+        "value.own",
+        "class Name:\n    own: int",
+        "with value as own: pass",
+        "import value as own",
+        "try: pass\nexcept ValueError as own: pass",
+        "match value:\n    case [*own]: pass",
+    ],
+)
+def test_each_way_to_name_something_is_seen(source: str) -> None:
+    assert "own" in set(_names(source))
+
+
+def test_variables_are_named_for_what_they_are() -> None:
+    files = {
+        path.relative_to(ROOT).as_posix()
+        for path in [*ROOT.glob("roundpipe_fx/**/*.py"), *ROOT.glob("passes/*.py")]
+        if not NO_NAMES.isdisjoint(_names(path.read_text(encoding="utf-8")))
+    }
+    assert files == LEFT
