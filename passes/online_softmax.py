@@ -1,14 +1,14 @@
-"""online_softmax: a cross entropy is written with sums over its classes, so that these can be divided into tiles.
+"""online_softmax: rewrites a cross entropy with sums over its classes, so that the classes can be divided into tiles.
 
-Of the log-probabilities of a row, a loss reads the one of its label, and perhaps their sum; the gradient of its scores
-is made of each score alone, once the row's log-sum-exp is known::
+Of the log-probabilities of a row, a loss reads the one of its label, and perhaps their sum. Once the log-sum-exp of the
+row is known, the gradient of each score depends on no other score::
 
     log_softmax(x)[label]  =  sum(x where it is the label's)  -  logsumexp(x)
     gradient               =  (a where it is the label's)  +  b  -  exp(x - logsumexp(x)) * (a + classes * b)
 
-with one ``a`` and one ``b`` a row, which are made of the loss's gradient. What is summed over classes can be summed
-over tiles of them, the exponentials of a log-sum-exp too (Milakov and Gimelshein, "Online normalizer calculation for
-softmax", 2018).
+with one ``a`` and one ``b`` per row, which are computed from the gradient of the loss. Sums over classes can be
+accumulated over tiles of classes, and so can the exponentials of a log-sum-exp (Milakov and Gimelshein, "Online
+normalizer calculation for softmax", 2018).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def write_online(
     device: torch.device | None = None,
     eager: bool = True,
 ) -> JointGraph:
-    """Write log-softmaxes with sums over their classes. The names of what is added depend on the log-softmax alone.
+    """Rewrite log-softmaxes with sums over their classes. Names of added nodes depend only on the log-softmax's name.
 
     Args:
         joint: an annotated graph; it is rewritten.
-        names: some of :func:`roundpipe_fx.analysis.tiling.online_softmaxes`.
-        costs: of what is added.
-        device: where it runs; ``None``: that device is not present.
-        eager: whether it runs as it is.
+        names: log-softmaxes to rewrite, among :func:`roundpipe_fx.analysis.tiling.online_softmaxes`.
+        costs: cost model for the added operations.
+        device: the device that they run on; ``None``: that device is not present.
+        eager: whether they run without a compiler.
     """
     added: set[fx.Node] = set()
     for node in joint.in_phase(Phase.FORWARD):
@@ -58,7 +58,7 @@ def write_online(
 
 
 def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
-    """The log-sum-exp of a log-softmax that has been written with sums.
+    """The log-sum-exp of a log-softmax that has been rewritten with sums.
 
     Args:
         joint: the graph.
@@ -68,7 +68,7 @@ def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
 
 
 def scores_of(log_sum_exp: fx.Node) -> tuple[fx.Node, int]:
-    """What a log-sum-exp is of, and the dimension of its classes."""
+    """The scores that a log-sum-exp reduces, and the dimension of their classes."""
     (scores,) = log_sum_exp.all_input_nodes
     (place,) = log_sum_exp.args[1]  # type: ignore[misc, str-unpack]
     return scores, int(place)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def _named(softmax: str, what: str) -> str:
 
 
 class _OnlineWriter:
-    """Writes one log-softmax with sums. A *column* has one entry for each row, in the dimensions of the scores."""
+    """Rewrites one log-softmax with sums. A *column* has the shape of the scores, with one class."""
 
     def __init__(self, softmax: fx.Node) -> None:
         self._softmax = softmax
@@ -104,7 +104,7 @@ class _OnlineWriter:
         self._classes = self._call(softmax, aten.view.default, words, [-1, *[1] * behind]) if behind else words
 
     def write(self, uses: Uses) -> set[fx.Node]:
-        """Replace what reads the log-probabilities; returns the operations that were added."""
+        """Replace the readers of the log-probabilities; returns the operations that were added."""
         for read in uses.reads:
             self._replace(read.node, read)
         for gradient, parts in uses.gradients:
@@ -124,13 +124,13 @@ class _OnlineWriter:
         return self._call(before, aten.reshape.default, value, self._column)
 
     def _label(self, before: fx.Node, labels: fx.Node, ignored: Any) -> tuple[fx.Node, fx.Node | None, fx.Node]:
-        """Of each row its label, and whether it is ignored, as columns; and which scores are other classes'."""
+        """For each row, its label and whether it is ignored, as columns, and a mask of the scores of other classes."""
         if (labels, ignored) not in self._labels:
             column, is_ignored = self._as_column(before, labels), None
             if ignored is not None:
                 is_ignored = self._call(before, aten.eq.Scalar, column, ignored)
                 column = self._call(before, aten.masked_fill.Scalar, column, is_ignored, 0)
-            # What is read at the labels is these again; a label out of range is an error, as it is for the loss.
+            # Indexing 0, 1, … with the labels returns them again, and raises for one out of range, as the loss does.
             flat = self._call(before, aten.reshape.default, column, [-1])
             column = self._as_column(before, self._call(before, aten.index_select.default, self._words, 0, flat))
             others = self._call(before, aten.ne.Tensor, self._classes, column)
@@ -163,7 +163,7 @@ class _OnlineWriter:
         return self._call(before, aten.mul.Tensor, column, weights)
 
     def _replace(self, node: fx.Node, value: Scaled) -> None:
-        """Write what an operation of the forward reads of the log-probabilities."""
+        """Replace an operation of the forward that reads the log-probabilities."""
         packet = node.target.overloadpacket  # type: ignore[union-attr]
         if packet in (aten.nll_loss_forward, aten.nll_loss2d_forward):
             self._replace_cross_entropy(node, value.factor)
@@ -180,7 +180,7 @@ class _OnlineWriter:
         node.replace_all_uses_with(made)
 
     def _summed(self, node: fx.Node, place: int) -> fx.Node:
-        """The log-probabilities of all classes added up, over rows too where the sum is."""
+        """The sum of the log-probabilities over all classes, and over rows if the original sum includes them."""
         total = self._call(node, aten.sum.dim_IntList, self._scores, [self._place], True)
         less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._place])
         made = self._call(node, aten.sub.Tensor, total, less)
@@ -235,7 +235,7 @@ class _OnlineWriter:
         return total
 
     def _of_all(self, before: fx.Node, part: Scaled) -> fx.Node:
-        """The gradient that all classes of a row have, as a column."""
+        """The gradient that all classes of a row share, as a column."""
         (source, *_), shape = part.node.args, part.shape
         shape[part.place] = 1
         assert isinstance(source, fx.Node)
@@ -245,7 +245,7 @@ class _OnlineWriter:
         return self._times(before, self._as_column(before, column), part.factor)
 
     def _of_label(self, before: fx.Node, part: Scaled) -> tuple[fx.Node, fx.Node]:
-        """The gradient of the rows' labels, as a column, and which scores are other classes'."""
+        """The gradient at the label of each row, as a column, and a mask of the scores of other classes."""
         if part.node.target.overloadpacket is aten.scatter_add:  # type: ignore[union-attr]
             index, column = part.node.args[2:]
             *_, others = self._label(before, index, None)  # type: ignore[arg-type]

@@ -1,9 +1,9 @@
-"""Loss heads in tiles of their classes: the words of a vocabulary, where the loss is a cross entropy.
+"""Loss heads in tiles of their classes (the words of a vocabulary), where the loss is a cross entropy.
 
-Beside tiles of rows, the logits of all rows exist for a few words at a time. The gradient of the head's weight is put
-together of tiles, in its own precision; with tiles of rows it is their sum, in single precision, and is read and
-written once a tile. What it costs: the backward makes the logits again, as it cannot begin before the log-sum-exp of
-all words is known. So tiles of words are quicker where rows are many, and tiles of rows where they are few.
+A tile has the logits of all rows for a few words, instead of those of a few rows for all words. The gradient of the
+head's weight is assembled from tiles, in its own precision; with tiles of rows it is a sum over tiles in single
+precision, which is read and written once per tile. In return, the backward recomputes the logits, since it cannot begin
+before the log-sum-exp of all words is known. Modelled seconds decide which of the two is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
         costs: of operations.
 
     Returns:
-        regions with nodes of copies of the graph in which their log-softmax is written with sums over classes.
+        regions whose nodes are those of a copy of the graph, in which log-softmaxes are written with sums over classes.
     """
     names = online_softmaxes(joint)
     if not names:
@@ -45,11 +45,12 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
 
 
 def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
-    """Names of the operations that a loop stands for.
+    """Names of the operations that the loop of a region replaces.
 
     Args:
         joint: the graph in which means are sums.
-        region: of this graph, or of a loss head's classes: then those are among them that sums over classes replace.
+        region: of this graph, or of the classes of a loss head; the latter also replaces the operations that are
+            rewritten with sums over classes.
     """
     names = {node.name for node in region.members if node not in region.whole}
     if not region.online:
@@ -65,7 +66,7 @@ def operations_of(joint: JointGraph, region: TileRegion) -> frozenset[str]:
 
 
 def seconds_of(joint: JointGraph) -> float:
-    """Modelled seconds of a graph, with nothing recomputed but what loops recompute."""
+    """Modelled seconds of a graph in which only loops recompute."""
     return sum(node.meta[Mark.SECONDS] for node in joint.computed())
 
 
@@ -75,13 +76,13 @@ def instead_of_rows(
     heads: Sequence[TileRegion],
     tiled: Callable[[JointGraph, Sequence[tuple[TileRegion, int]]], JointGraph],
 ) -> list[tuple[TileRegion, int]]:
-    """Tiles with those of classes in place of as many tiles of a loss head's rows, where they are quicker.
+    """Replace tiles of a loss head's rows by as many tiles of its classes, where these are quicker.
 
     Args:
         joint: the graph in which means are sums; not changed.
         tiles: regions of this graph, with their number of tiles.
-        heads: of loss heads, whose rows are classes.
-        tiled: a copy of a graph in which regions are loops.
+        heads: regions of loss heads whose rows are classes.
+        tiled: returns a copy of a graph in which regions are loops.
     """
     chosen = list(tiles)
     for head in heads:

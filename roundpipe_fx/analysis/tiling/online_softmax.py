@@ -1,8 +1,8 @@
-"""Which log-softmaxes need of each row only numbers that are sums over its classes: they can be made in tiles of these.
+"""Finds the log-softmaxes that can be computed in tiles of classes, because their readers need only sums over classes.
 
-That is so if the forward reads log-probabilities of labels, or their sum over all classes; and if the gradient that
-arrives is, for each row, one of its label and one that all classes have alike. Cross entropies are such, with weights,
-labels that are ignored, and smoothed labels.
+The forward must read only log-probabilities of labels or their sum over all classes, and the incoming gradient must
+consist, for each row, of a value at its label and a value that is the same for all classes. Cross entropies qualify,
+also with class weights, ignored labels and label smoothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GRADIENTS = (aten.nll_loss_backward, aten.nll_loss2d_backward)
 
 @dataclass(frozen=True, kw_only=True)
 class Scaled:
-    """A value that is log-probabilities, or a gradient of these, times a number.
+    """Log-probabilities, or a gradient of log-probabilities, times a number.
 
     Attributes:
         node: the value.
@@ -57,11 +57,11 @@ class Scaled:
 
 @dataclass(frozen=True, kw_only=True)
 class Uses:
-    """What log-probabilities are read for.
+    """How log-probabilities are used.
 
     Attributes:
         reads: the operations that read them in the forward.
-        gradients: the gradients of scores, each with the parts that the gradient of the log-probabilities is a sum of.
+        gradients: the gradients of scores, each with the summands of the gradient of the log-probabilities.
     """
 
     reads: tuple[Scaled, ...]
@@ -69,7 +69,7 @@ class Uses:
 
 
 def online_softmaxes(joint: JointGraph) -> list[str]:
-    """The log-softmaxes that can be written with sums over their classes.
+    """The log-softmaxes that can be rewritten with sums over their classes.
 
     Args:
         joint: an annotated graph.
@@ -81,7 +81,7 @@ def online_softmaxes(joint: JointGraph) -> list[str]:
 
 
 def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
-    """What a log-softmax is read for; ``None``: it is none, or what reads it needs all classes of a row together."""
+    """How a log-softmax is used; ``None``: not a log-softmax, or a reader needs all classes of a row together."""
     if softmax.target is not aten._log_softmax.default:
         return None
     shape = softmax.meta["val"].shape
@@ -120,7 +120,7 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
 
 
 def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
-    """What is the same log-probabilities, rearranged or times a number; ``None``: something else."""
+    """The same log-probabilities, reshaped, permuted or scaled by a user; ``None``: it computes another value."""
     packet = getattr(user.target, "overloadpacket", None)
     if not user.args or user.args[0] is not value.node or value.node in (*user.args[1:], *user.kwargs.values()):
         return None
@@ -139,7 +139,7 @@ def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
 
 
 def _place_in(view: fx.Node, value: Scaled) -> int | None:
-    """The dimension of the classes in another shape of the same elements; ``None``: they are not one dimension."""
+    """The dimension of the classes after a change of shape; ``None``: the classes are not a single dimension there."""
     shape, whole = list(view.meta["val"].shape), value.shape
     before = math.prod(whole[: value.place])
     for place, size in enumerate(shape):
@@ -149,7 +149,7 @@ def _place_in(view: fx.Node, value: Scaled) -> int | None:
 
 
 def _order(node: fx.Node) -> list[int]:
-    """The dimensions of the operand in the order of those of the result."""
+    """For each dimension of the result, the corresponding dimension of the operand."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     rank = source.meta["val"].dim()
@@ -167,7 +167,7 @@ def _keeps_rows(order: Sequence[int], place: int) -> bool:
 
 
 def _number(node: fx.Node) -> float | None:
-    """What an operation multiplies its first operand by, where that is a number."""
+    """The constant that an operation multiplies its first operand by; ``None``: it does something else."""
     packet = getattr(node.target, "overloadpacket", None)
     if packet is aten.neg:
         return -1.0
@@ -196,20 +196,20 @@ def _is_read(node: fx.Node, value: Scaled) -> bool:
 
 
 def summed_dims(node: fx.Node, rank: int) -> set[int]:
-    """The dimensions that a sum is over."""
+    """The dimensions that a sum reduces."""
     dims = node.args[1] if len(node.args) > 1 else None
     return {int(dim) % rank for dim in dims} if dims else set(range(rank))  # type: ignore[union-attr, arg-type]
 
 
 def _parts(value: Scaled, reader: fx.Node) -> tuple[Scaled, ...] | None:
-    """The gradients that a gradient of log-probabilities is the sum of, each of a label's or of all classes alike.
+    """The summands of a gradient of log-probabilities: each is at the label of a row, or the same for all its classes.
 
     Args:
         value: the gradient.
-        reader: what reads it, alone.
+        reader: its only reader.
 
     Returns:
-        the operations that make them; ``None``: some are made in another way.
+        the operations that compute them; ``None``: a summand is of another form.
     """
     node, packet = value.node, getattr(value.node.target, "overloadpacket", None)
     if set(node.users) != {reader} or node.op != "call_function":
