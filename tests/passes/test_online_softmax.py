@@ -242,6 +242,9 @@ MIXED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "other classes": lambda scores, labels: (
         F.log_softmax(scores, -1).gather(-1, labels[:, :, None].expand(2, 5, 3) % 40).sum()
     ),
+    "labels in bytes": lambda scores, labels: F.nll_loss(
+        F.log_softmax(scores, -1).flatten(0, 1), labels.clamp(min=0).flatten().byte()
+    ),
     "soft labels": lambda scores, _: F.cross_entropy(scores.flatten(0, 1), torch.full((10, 40), 1 / 40).double()),
 }
 
