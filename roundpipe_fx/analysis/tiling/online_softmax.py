@@ -187,9 +187,6 @@ def _is_read(node: fx.Node, value: Scaled) -> bool:
         items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         weights = items[1].users if 1 in items else ()
         known = all(getattr(user.target, "overloadpacket", None) in _GRADIENTS for user in weights)
-        labels = node.args[1]
-        assert isinstance(labels, fx.Node)
-        known = known and labels.meta["val"].dtype is torch.int64
         return known and node.args[3] in (_NONE, _SUM) and value.place == 1 and len(shape) > 1
     if packet is aten.gather:
         return int(node.args[1]) % len(shape) == value.place and value.is_column(node.args[2])  # type: ignore[arg-type]
