@@ -11,7 +11,7 @@ from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.segments_on_host import segments_on_host
 from roundpipe_fx.remat.chain import Decision, SegmentChain
 from roundpipe_fx.remat.in_flight import SegmentRun
-from roundpipe_fx.remat.options_on_host import decisions_at_price
+from roundpipe_fx.remat.options_on_host import SegmentOnHost, any_fits, decisions_at_price
 from roundpipe_fx.remat.schedule import RematChoice
 from roundpipe_fx.remat.segment_chain import SaveOption, remat_choice_of
 
@@ -41,8 +41,12 @@ class LinkPrices:
     ) -> None:
         self._graph, self._chain, self._save_options, self._runs = graph, chain, save_options, runs
         costs = first.pipeline.main.costs
-        self._segments = segments_on_host(first.timing, costs, cuts)
+        self._segments = segments_on_host(first.timing, costs, cuts, chain, runs)
         self._byte_seconds = 1 / costs.host_bandwidth
+
+    def any_fits(self, limit: int) -> bool:
+        """Whether the chain knows a way to stay within so many bytes of a device."""
+        return all(any_fits(*self._part(run), limit) for run in self._runs)
 
     def choice_at(self, price: float, limit: int) -> RematChoice:
         """What is saved at a price, within a limit or as near to it as possible.
@@ -53,14 +57,12 @@ class LinkPrices:
         """
         decisions: list[Decision] = []
         for run in self._runs:
-            own = decisions_at_price(
-                self._chain.part(run.first, run.end, alone=True),
-                self._segments[run.first : run.end],
-                limit,
-                price * self._byte_seconds,
-            )
+            own = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
             decisions += [_moved(decision, run.first) for decision in own]
         return remat_choice_of(self._graph, self._save_options, decisions)
+
+    def _part(self, run: SegmentRun) -> tuple[SegmentChain, Sequence[SegmentOnHost]]:
+        return self._chain.part(run.first, run.end, alone=True), self._segments[run.first : run.end]
 
 
 def _moved(decision: Decision, first: int) -> Decision:

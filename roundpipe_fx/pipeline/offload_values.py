@@ -30,6 +30,8 @@ _PRICES = (-2 * _STEP, -_STEP, 0.0)
 """Prices that are tried first, as powers of two."""
 _ROUNDS = 3
 """How often prices between the best one and its neighbours are tried."""
+_SHARES = (0.9, 0.8)
+"""Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
 
 
 def with_offloads(attempt: Attempt, limit: int) -> Attempt:
@@ -58,13 +60,13 @@ def _by_rule(attempt: Attempt, rule: OffloadRule) -> Attempt:
 
 
 def quickest_offloaded(
-    attempt_at: Callable[[float], Attempt], limit: int, pipelining: Pipelining, host_budget: int | None
+    attempt_at: Callable[[float, int], Attempt], limit: int, pipelining: Pipelining, host_budget: int | None
 ) -> list[Attempt]:
     """Attempts with values on the host: at some prices of the link, and at prices around the best of them.
 
     Args:
-        attempt_at: the attempt at a price, with nothing on the host; its price is a multiple of the seconds in which
-            the link carries a byte.
+        attempt_at: the attempt at a price and within bytes of a device as the chain counts them, with nothing on the
+            host. The price is a multiple of the seconds in which the link carries a byte.
         limit: bytes per device.
         pipelining: the user's.
         host_budget: bytes of the host; ``None``: no limit.
@@ -72,11 +74,11 @@ def quickest_offloaded(
     found: dict[float, Attempt] = {}
     sent: dict[int, Attempt] = {}
 
-    def try_price(power: float) -> None:
-        attempt = attempt_at(2.0**power)
+    def attempt_with(power: float, share: float = 1.0) -> Attempt:
+        attempt = attempt_at(2.0**power, int(limit * share))
         if id(attempt) not in sent:  # prices that differ often make the same choice
             sent[id(attempt)] = with_offloads(attempt, limit)
-        found[power] = sent[id(attempt)]
+        return sent[id(attempt)]
 
     def cost(power: float) -> tuple[int, int, float]:
         attempt = found[power]
@@ -88,7 +90,7 @@ def quickest_offloaded(
         return beyond, on_host, seconds
 
     for power in _PRICES:
-        try_price(power)
+        found[power] = attempt_with(power)
     for _ in range(_ROUNDS):
         powers = sorted(found)
         best = min(powers, key=cost)
@@ -97,7 +99,11 @@ def quickest_offloaded(
         higher = powers[place + 1] if place + 1 < len(powers) else best + 2 * _STEP
         for other in (lower, higher):
             if found.get(other) is not found[best]:
-                try_price((best + other) / 2)
+                between = (best + other) / 2
+                found[between] = attempt_with(between)
+    best = min(found, key=cost)
+    for share in _SHARES:
+        attempt_with(best - _STEP / 4, share)
     return list(sent.values())
 
 

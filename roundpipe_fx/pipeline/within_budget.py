@@ -69,7 +69,7 @@ def within_budget(
         budget: bytes per device, or a share of the way from the least that can be reached to saving everything.
         stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
         fewer_weights: whether the graph can be cut for fewer weights on a device at one time. That makes a shorter step
-            than a plan which fits only because its values were chosen by the price of the link.
+            than a plan for which there is hardly room.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
@@ -87,9 +87,12 @@ def within_budget(
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
+    may_leave = pipelining.offloaded and not forwards_before_backwards
+    prices = LinkPrices(blocks.graph, chain, save_options, runs, first, cut.joint.cuts) if may_leave else None
+    if fewer_weights and prices is not None and not prices.any_fits(limit):
+        raise _refusal(limit, first.peak, cut.structure, pipelining)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
-    may_leave = pipelining.offloaded and not forwards_before_backwards
     sent: list[Attempt] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
     if may_leave and isinstance(budget, int):
@@ -112,10 +115,9 @@ def within_budget(
     # The least budget that a refusal names does not depend on these: they depend on what was asked.
     priced: list[Attempt] = []
     on_host = host_budget_of(first.pipeline, pipelining) if pipelining.offloaded else None
-    if may_leave and (not fewer_weights or any(attempt.peak <= limit for attempt in tried)):
-        prices = LinkPrices(blocks.graph, chain, save_options, runs, first, cut.joint.cuts)
+    if prices is not None:
         priced = quickest_offloaded(
-            lambda price: attempts.with_choice(prices.choice_at(price, limit)), limit, pipelining, on_host
+            lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
         )
     fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:

@@ -29,7 +29,7 @@ from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, Seg
 from roundpipe_fx.remat.search import FINE_SLOTS, levels
 from roundpipe_fx.remat.solve_chain import solve_chain
 
-__all__ = ["ChainOnHost", "SegmentOnHost", "decisions_at_price"]
+__all__ = ["ChainOnHost", "SegmentOnHost", "any_fits", "decisions_at_price"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ class SegmentOnHost:
             segments, those of the others count too.
         copied: number of microbatches whose saved values are on the device while the last segment runs even though
             they leave: those that are copied then.
-        forward: bytes of weights while its forward runs.
-        backward: bytes of weights and of their gradients while its backward runs.
+        forward: bytes beyond what the chain counts while its forward runs, of weights for instance.
+        backward: the same for its backward.
     """
 
     in_flight: int = 1
@@ -133,16 +133,22 @@ def decisions_at_price(
     """
     joined = ChainOnHost.of(chain, segments, price)
     solution = solve_chain(joined.chain, limit, FINE_SLOTS, nested=False)
-    if not levels(solution):
+    reached = levels(solution)
+    if reached:
+        decisions = solution.decisions(reached[-1])
+    else:
         solution = solve_chain(joined.chain, _most(joined.chain), FINE_SLOTS, nested=False)
         decisions = solution.decisions(levels(solution)[0])
-    else:
-        decisions = solution.decisions(levels(solution)[-1])
     return [
         dataclasses.replace(own, option=joined.origins[own.stage][own.option])
         for own in decisions
         if own.option is not None
     ]
+
+
+def any_fits(chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int) -> bool:
+    """Whether there are options within a limit: arguments as for :func:`decisions_at_price`."""
+    return bool(levels(solve_chain(ChainOnHost.of(chain, segments, 0.0).chain, limit, FINE_SLOTS, nested=False)))
 
 
 def _most(chain: SegmentChain) -> int:
