@@ -93,6 +93,8 @@ def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[
     copied: dict[int, dict[tuple[int, int], set[int]]] = {}
     for own in may_leave:
         order = orders[own.device]
+        if order[own.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
+            continue  # gradients on their way from slot to slot
         beside = copied.setdefault(int(order[own.leaves - 1, 1]), {})
         for place in (*range(own.leaves, own.freed), *range(own.reloads, own.back)):
             if order[place, 1] in innermost:
