@@ -359,7 +359,10 @@ def _lower_for_schedule(
     if pipelining.checkpoint is None:
         budget = asked_budget(cut.joint, setting.options, setting.device)
         if budget is not None:
-            return within_budget(cut, pipelining, split, forwards_before_backwards, budget, stage_inputs)
+            fewer_weights = weight_limit is not None
+            return within_budget(
+                cut, pipelining, split, forwards_before_backwards, budget, stage_inputs, fewer_weights=fewer_weights
+            )
     return _by_policy(cut, pipelining, split, forwards_before_backwards, {**SAVE_POLICIES, "full": stage_inputs})
 
 
