@@ -4,6 +4,10 @@ Ranks plan alike because planning is deterministic. Where options, batches, code
 differ too, and ranks would wait for each other for ever. So digests are exchanged, and texts if they differ: options
 and batch before anything is traced, so that a wrong batch leaves no rank with a graph that others do not have; graph
 and plan before anything runs. Replicas of a pipeline have batches of their own, and may plan differently for them.
+
+Most steps repeat one that was agreed on. A rank finds its graph and plan for such a batch without tracing, and digests
+of all that is compared are exchanged at once, as numbers (:func:`known_to_all`). If a rank has something else, or has
+to trace, all ranks go through the exchanges above, which say what differs.
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.run_end import EndBytes
 
-__all__ = ["FIRST_BATCH", "GATHERS", "Statement", "agree", "together"]
+__all__ = ["FIRST_BATCH", "GATHERS", "KnownByAll", "KnownStep", "Statement", "agree", "known_to_all", "together"]
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
@@ -43,6 +50,69 @@ class Statement:
     generator: bytes = b""
     failure: str | None = None
     figures: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownStep:
+    """A step that this rank has agreed on before.
+
+    Attributes:
+        alike: texts that are to be the same on all ranks of all pipelines.
+        within: texts that are to be the same on the ranks of one pipeline.
+        generator: the state of the generator that the step draws from.
+        end_bytes: of the record at the end of the step, as this rank needs it.
+    """
+
+    alike: tuple[str, ...]
+    within: tuple[str, ...]
+    generator: bytes
+    end_bytes: EndBytes
+
+
+@dataclass(frozen=True)
+class KnownByAll:
+    """What the ranks know of a step before it.
+
+    Attributes:
+        shown: whether all have the same digest of what steps have shown, and their plans take it into account.
+        same: whether all know the step, and agree on it.
+        generators: for each pipeline, digests of the states of its ranks' generators.
+        end_bytes: the most of any rank.
+    """
+
+    shown: bool
+    same: bool
+    generators: list[list[int]]
+    end_bytes: EndBytes
+
+
+def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size: int) -> KnownByAll:
+    """Compare what ranks know of a step, in one exchange of a few numbers.
+
+    Args:
+        ranks: of one pipeline or of several, one after another.
+        known: what this rank knows; ``None``: it does not know the step.
+        shown: what steps have shown to this rank; ``None``: its plans do not take it into account.
+        size: how many ranks a pipeline has.
+    """
+    row = [0] * 7
+    if known is not None:
+        texts = "\0".join(known.alike), "\0".join(known.within)
+        numbers = [_number(text) for text in (*texts, known.generator)]
+        row[:6] = [1, *numbers, known.end_bytes.state, known.end_bytes.outputs]
+    row[6] = _number(shown) if shown is not None else 0
+    rows = ranks.gather_record(torch.tensor(row)).tolist()
+    first = [rows[rank - rank % size] for rank in range(len(rows))]
+    same = all(
+        own[0] and own[1] == rows[0][1] and own[2] == of_first[2] for own, of_first in zip(rows, first, strict=True)
+    )
+    generators = [own[3] for own in rows]
+    return KnownByAll(
+        all(own[6] and own[6] == rows[0][6] for own in rows),
+        same,
+        [generators[start : start + size] for start in range(0, len(rows), size)],
+        EndBytes(*(max(own[column] for own in rows) for column in (4, 5))),
+    )
 
 
 def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
@@ -133,6 +203,12 @@ def _around_difference(first: str, other: str) -> tuple[str, str]:
     start = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, start - _SHOWN // 2)
     return first[start : start + _SHOWN], other[start : start + _SHOWN]
+
+
+def _number(text: str | bytes) -> int:
+    """A digest as a number, which is not 0."""
+    digest = hashlib.sha256(text if isinstance(text, bytes) else text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True) or 1
 
 
 def _digest(text: str | bytes) -> str:

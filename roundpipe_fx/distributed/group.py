@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.own_groups import OwnGroup
-from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.ranks import Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
 __all__ = ["DATA", "PIPELINE", "PipelineGroup", "Replicas", "check_mesh", "size_of"]
@@ -84,9 +84,7 @@ class Replicas(Ranks):
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """Start gathering the parts of all replicas, one-dimensional and equally large, in one tensor."""
         assert self._gathers is not None
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # deprecated since 2.13
-        work: dist.Work = gather(whole, part, group=self._gathers(), async_op=True)
-        return work
+        return gather_into(whole, part, self._gathers())
 
     def start_sum_of_part(self, part: torch.Tensor, whole: torch.Tensor) -> dist.Work:
         """Start adding a one-dimensional tensor over all replicas, each of which gets its part of the sum."""
@@ -102,7 +100,7 @@ class Replicas(Ranks):
 
     def share_tensor(self, value: torch.Tensor) -> None:
         """Overwrite a dense tensor with the first replica's. Every rank must call it."""
-        dist.broadcast(value, group_src=0, group=self._group(value))
+        dist.broadcast(value, group_src=self.place(0), group=self._group(value))
 
     def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
         return self._host() if value.device.type == "cpu" else self._tensors()
@@ -160,7 +158,7 @@ class PipelineGroup(Ranks):
     def share_tensor(self, value: torch.Tensor, root: int) -> None:
         """Overwrite a dense tensor with a rank's. Every rank must call it."""
         group = self._host if value.device.type == "cpu" else self._up
-        dist.broadcast(value, group_src=root, group=group())
+        dist.broadcast(value, group_src=self.place(root), group=group())
 
     def start_send(self, value: torch.Tensor, target: int, channel: int) -> dist.Work:
         """Start sending a dense tensor, which must not be freed or changed until it was waited for.
@@ -170,13 +168,13 @@ class PipelineGroup(Ranks):
             target: number of the receiver.
             channel: messages between two ranks arrive in order within a channel.
         """
-        work = dist.isend(value, group=self._group(self.rank, target, value), tag=channel, group_dst=target)
+        work = dist.isend(value, group=self._group(self.rank, target, value), tag=channel, group_dst=self.place(target))
         assert work is not None
         return work
 
     def start_receive(self, value: torch.Tensor, source: int, channel: int) -> dist.Work:
         """Start receiving into a dense tensor: see :meth:`start_send`."""
-        work = dist.irecv(value, group=self._group(source, self.rank, value), tag=channel, group_src=source)
+        work = dist.irecv(value, group=self._group(source, self.rank, value), tag=channel, group_src=self.place(source))
         assert work is not None
         return work
 

@@ -22,7 +22,6 @@ from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
-from roundpipe_fx.runtime.random_streams import RandomStream
 
 __all__ = ["Replication"]
 
@@ -38,14 +37,15 @@ class Replication:
     Attributes:
         synchronizing: whether steps average gradients.
         first_stream: number of the stream of the first microbatch's random numbers.
+        alike: for each replica that runs with this one, the first whose generator has the same state. A step leaves
+            them in the same state again.
     """
 
     def __init__(self, ownership: Ownership, group: PipelineGroup, budgeted: bool = False) -> None:
         self._ownership, self._group, self._budgeted = ownership, group, budgeted
         self.synchronizing = True
         self.first_stream = 0
-        self._alike: list[int] = [group.replica]
-        """Numbers of the replicas with the same state of the generator."""
+        self.alike = [0]
         self._unsynchronized: set[int] = set()
 
     @contextlib.contextmanager
@@ -87,27 +87,17 @@ class Replication:
             if part.data_ptr() != value.data_ptr():  # not dense, so a copy
                 value.copy_(strided(part.view(value.dtype), value.shape, value.stride()))
 
-    def number_streams(self, generators: Sequence[str] | None, microbatches: int) -> None:
+    def number_streams(self, generators: Sequence[object] | None, microbatches: int) -> None:
         """Decide of which streams a step draws.
 
         Args:
             generators: digests of the states of each replica's generator; ``None``: of this replica's alone.
             microbatches: into how many a batch is split at most.
         """
-        here = self._group.replica
-        self._alike = [here]
-        if generators is not None:
-            self._alike = [replica for replica, state in enumerate(generators) if state == generators[here]]
-        self.first_stream = self._alike.index(here) * microbatches
-
-    def share_generator(self, stream: RandomStream) -> None:
-        """Leave a step with the state of the first one of the replicas that began it with the same."""
-        if self._group.replicas is None or len(self._alike) == 1:
-            return
-        first = self._alike[0]
-        state = stream.state if self._group.replica == first else None
-        stream.state = self._group.replicas.gather(state)[first]
-        stream.drawn = True
+        of_each: list[object] = [None] if generators is None else list(generators)
+        number = 0 if generators is None else self._group.replica
+        self.alike = [of_each.index(state) for state in of_each]
+        self.first_stream = self.alike[:number].count(self.alike[number]) * microbatches
 
     def averaging(
         self,

@@ -231,7 +231,7 @@ class Pipeline:
         made: list[Any] = []
 
         def capture() -> CapturedCalls:
-            made.extend(make())
+            made[:] = make()
             return self._take(made[0], forwards_before_backwards)
 
         def prepare() -> tuple[CapturedCalls, Scheduled]:
