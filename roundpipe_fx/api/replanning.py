@@ -110,7 +110,7 @@ def _over_processes(
         try:
             return again()
         except NewlyShown:
-            ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group
+            ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group.sharers
             for largest in ranks.gather(learned.largest):
                 learned.merge(largest)
             if learned.stale:

@@ -41,6 +41,7 @@ class Statement:
         texts: by name (options), what is to be the same on all ranks of all pipelines; empty after a failure.
         within: by name (batch, graph, plan), what is to be the same on the ranks of one pipeline.
         generator: the state of the generator that the step draws from.
+        among: by name, what is to be the same on the ranks of one replica, whatever part of the layers they have.
         failure: what tracing or planning has raised; ``None`` if nothing.
         figures: of the failure, which the other ranks need to try again; ``None`` if they cannot.
     """
@@ -48,6 +49,7 @@ class Statement:
     texts: dict[str, str] = field(default_factory=dict)
     within: dict[str, str] = field(default_factory=dict)
     generator: bytes = b""
+    among: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     figures: tuple[int, int] | None = None
 
@@ -59,12 +61,14 @@ class KnownStep:
     Attributes:
         alike: texts that are to be the same on all ranks of all pipelines.
         within: texts that are to be the same on the ranks of one pipeline.
+        among: texts that are to be the same on the ranks of one replica.
         generator: the state of the generator that the step draws from.
         end_bytes: of the record at the end of the step, as this rank needs it.
     """
 
     alike: tuple[str, ...]
     within: tuple[str, ...]
+    among: tuple[str, ...]
     generator: bytes
     end_bytes: EndBytes
 
@@ -86,7 +90,7 @@ class KnownByAll:
     end_bytes: EndBytes
 
 
-def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size: int) -> KnownByAll:
+def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size: int, parts: int = 1) -> KnownByAll:
     """Compare what ranks know of a step, in one exchange of a few numbers.
 
     Args:
@@ -94,34 +98,40 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
         known: what this rank knows; ``None``: it does not know the step.
         shown: what steps have shown to this rank; ``None``: its plans do not take it into account.
         size: how many ranks a pipeline has.
+        parts: how many pipelines a replica has.
     """
-    row = [0] * 7
+    row = [0] * 8
     if known is not None:
-        texts = "\0".join(known.alike), "\0".join(known.within)
-        numbers = [_number(text) for text in (*texts, known.generator)]
-        row[:6] = [1, *numbers, known.end_bytes.state, known.end_bytes.outputs]
-    row[6] = _number(shown) if shown is not None else 0
+        texts = ["\0".join(each) for each in (known.alike, known.among, known.within)]
+        row[:7] = [
+            1,
+            *(_number(text) for text in texts),
+            _number(known.generator),
+            known.end_bytes.state,
+            known.end_bytes.outputs,
+        ]
+    row[7] = _number(shown) if shown is not None else 0
     rows = ranks.gather_record(torch.tensor(row)).tolist()
-    first = [rows[rank - rank % size] for rank in range(len(rows))]
-    same = all(
-        own[0] and own[1] == rows[0][1] and own[2] == of_first[2] for own, of_first in zip(rows, first, strict=True)
-    )
-    generators = [own[3] for own in rows]
+    same = all(own[0] for own in rows)
+    for column, of_one in ((1, ranks.size), (2, size * parts), (3, size)):
+        same &= all(own[column] == rows[rank - rank % of_one][column] for rank, own in enumerate(rows))
+    generators = [own[4] for own in rows]
     return KnownByAll(
-        all(own[6] and own[6] == rows[0][6] for own in rows),
+        all(own[7] and own[7] == rows[0][7] for own in rows),
         same,
         [generators[start : start + size] for start in range(0, len(rows), size)],
-        EndBytes(*(max(own[column] for own in rows) for column in (4, 5))),
+        EndBytes(*(max(own[column] for own in rows) for column in (5, 6))),
     )
 
 
-def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
+def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]]:
     """Compare the statements of all ranks.
 
     Args:
         ranks: of one pipeline or of several, one after another.
         statement: this rank's.
         size: how many ranks a pipeline has.
+        parts: how many pipelines a replica has.
 
     Returns:
         for each pipeline, digests of the states of its ranks' generators.
@@ -130,7 +140,7 @@ def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within}.items()}
+    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within, **statement.among}.items()}
     gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.figures))
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and statement.failure is None:
@@ -140,6 +150,7 @@ def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
         raise error
     if not failed:
         _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
+        _compare(ranks, statement.among, [each for each, *_ in gathered], size * parts)
         _compare(ranks, statement.within, [each for each, *_ in gathered], size)
     generators = [generator for _, generator, *_ in gathered]
     return [generators[start : start + size] for start in range(0, len(generators), size)]

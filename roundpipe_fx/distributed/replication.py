@@ -37,15 +37,15 @@ class Replication:
     Attributes:
         synchronizing: whether steps average gradients.
         first_stream: number of the stream of the first microbatch's random numbers.
-        alike: for each replica that runs with this one, the first whose generator has the same state. A step leaves
-            them in the same state again.
+        alike: for each pipeline that runs with this one, that of the same part of the layers in the first replica whose
+            generator has the same state. A step leaves them in the same state again.
     """
 
     def __init__(self, ownership: Ownership, group: PipelineGroup, budgeted: bool = False) -> None:
         self._ownership, self._group, self._budgeted = ownership, group, budgeted
         self.synchronizing = True
         self.first_stream = 0
-        self.alike = [0]
+        self.alike = [*range(group.parts)]
         self._unsynchronized: set[int] = set()
 
     @contextlib.contextmanager
@@ -96,8 +96,10 @@ class Replication:
         """
         of_each: list[object] = [None] if generators is None else list(generators)
         number = 0 if generators is None else self._group.replica
-        self.alike = [of_each.index(state) for state in of_each]
-        self.first_stream = self.alike[:number].count(self.alike[number]) * microbatches
+        first = [of_each.index(state) for state in of_each]
+        self.first_stream = first[:number].count(first[number]) * microbatches
+        parts = self._group.parts
+        self.alike = [replica * parts + part for replica in first for part in range(parts)]
 
     def averaging(
         self,
@@ -137,13 +139,12 @@ class Replication:
             ),
             unsynchronized=frozenset(self._unsynchronized),
             sharded=self._ownership.shards.by_traced,
-            receivers=self._ownership.shards.receivers,
+            receivers=self._ownership.receivers(),
         )
 
     def _parameters(self) -> dict[int, torch.Tensor]:
         """The model's, as they are traced, by identity."""
-        named = (value for _, value in self._ownership.named() if isinstance(value, torch.nn.Parameter))
-        return {id(value): value for value in named}
+        return {id(value): value for _, value in self._ownership.traced_parameters()}
 
     def note_unsynchronized(self, keys: Collection[int]) -> None:
         """A step has added gradients of some tensors, by identity, that were not averaged."""
@@ -152,7 +153,7 @@ class Replication:
 
     def replace_unsynchronized(self) -> None:
         """A step's gradients include what ``.grad`` has of steps without averaging: they replace it."""
-        for key, value in (self._parameters() | self._ownership.shards.receivers).items():
+        for key, value in {**self._parameters(), **self._ownership.receivers()}.items():
             if key in self._unsynchronized:
                 value.grad = None
         self._unsynchronized.clear()

@@ -36,7 +36,7 @@ from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
 from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
-from roundpipe_fx.pipeline.compared_texts import batch_text, gradients_text, graph_text, shapes_text
+from roundpipe_fx.pipeline.compared_texts import batch_text, collectives_text, gradients_text, graph_text, shapes_text
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
 from roundpipe_fx.pipeline.scheduled import Scheduled
 from roundpipe_fx.pipeline.shared_outputs import end_bytes_of, replace_updates, run_end_of, shared_outputs_of
@@ -60,6 +60,7 @@ class _Plan:
         graphs: the code of all stages.
         digest: of all ranks' orders.
         gradients: which stage actions compute those of the model's tensors.
+        collectives: of each stage, in order.
         gathers: the parameters that are gathered from replicas, in order; ``None``: they are not sharded.
     """
 
@@ -67,6 +68,7 @@ class _Plan:
     graphs: str
     digest: str
     gradients: str
+    collectives: str
     gathers: str | None = None
 
 
@@ -153,22 +155,23 @@ class ProcessPipeline:
         first, synchronizing = not self._agreed, self.replication.synchronizing
         # Replicas may evaluate different numbers of batches, unless they gather parameters from each other.
         alone = not (first or torch.is_grad_enabled() or self.ownership.shards.mesh is not None)
-        ranks, size = self.group if alone else self.group.everyone, self.group.size
+        ranks, size, parts = self.group.sharers if alone else self.group.everyone, self.group.size, self.group.parts
         texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
-        within = {"batch": batch_text(batch)}
+        among = {"batch": batch_text(batch)}
         ready = functools.partial(self._ready, generator_device, microbatches=microbatches, alone=alone)
         if not first:
-            prepared = self._known(within["batch"], prepare, runs)
+            prepared = self._known(among["batch"], prepare, runs)
             known = None
             if prepared is not None:
                 everywhere, decided = self._compared(prepared.plan, first)
                 known = KnownStep(
                     alike=(*texts.values(), *everywhere.values()),
-                    within=(*within.values(), *decided.values()),
+                    among=(*among.values(), prepared.plan.digest, prepared.plan.collectives),
+                    within=(*decided.values(),),
                     generator=self._generator(generator_device, prepared.captured),
                     end_bytes=end_bytes_of(prepared.captured, generator_device(prepared.captured)),
                 )
-            by_all = known_to_all(ranks, known, self.shown() if runs else "", size)
+            by_all = known_to_all(ranks, known, self.shown() if runs else "", size, parts)
             if not by_all.shown:
                 raise NewlyShown
             if by_all.same:
@@ -176,7 +179,7 @@ class ProcessPipeline:
                 return ready(prepared.captured, generators=by_all.generators, end_bytes=by_all.end_bytes)
         if first and self.group.replicas is not None:
             texts[FIRST_BATCH] = shapes_text(batch)
-        agree(ranks, Statement(texts, within), size)
+        agree(ranks, Statement(texts, among=among), size, parts)
         try:
             prepared = self._prepared(prepare, runs)
         except BaseException as error:
@@ -186,7 +189,8 @@ class ProcessPipeline:
         everywhere, decided = self._compared(prepared.plan, first)
         state = self._generator(generator_device, prepared.captured)
         try:
-            generators = agree(ranks, Statement(everywhere, decided, state), size)
+            among_parts = {"plan": prepared.plan.digest, "collectives": prepared.plan.collectives} if parts > 1 else {}
+            generators = agree(ranks, Statement(everywhere, decided, state, among=among_parts), size, parts)
         except RemoteError as error:
             if error.figures is not None:
                 raise UnequalMicrobatchesError(*error.figures) from None
@@ -198,7 +202,7 @@ class ProcessPipeline:
             self._agreed = True
             self.replication.share_tensors(value for _, value in self.ownership.named())
             self.ownership.shard()
-        self._tries.setdefault(within["batch"], _TRIES)
+        self._tries.setdefault(among["batch"], _TRIES)
         return captured
 
     def _known(
@@ -243,12 +247,12 @@ class ProcessPipeline:
     def _compared(self, plan: _Plan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Texts by name: what is to be the same on all ranks of all pipelines, and on those of one."""
         decided = {"graph": plan.graphs, "plan": plan.digest}
-        everywhere = dict(decided) if first else {}
+        everywhere = dict(decided) if first and self.group.parts == 1 else {}
         if plan.gathers is not None:
             everywhere[GATHERS] = plan.gathers
         if self.group.replicas is not None:
             everywhere["gradients of stages"] = plan.gradients
-        return everywhere, {} if first else decided
+        return everywhere, {} if first and self.group.parts == 1 else decided
 
     def _generator(self, device_of: Callable[[CapturedCalls], torch.device], captured: CapturedCalls) -> bytes:
         return random_streams.state_of(device_of(captured)).numpy().tobytes()
@@ -265,10 +269,13 @@ class ProcessPipeline:
     ) -> CapturedCalls:
         """A step that all ranks agree on, with the generator's state that is its pipeline's."""
         draws = any(program.draws for program in captured.programs)
-        if draws and len(set(generators[0 if alone else self.group.replica])) > 1:
+        parts = self.group.parts  # of a replica, each a pipeline; all of them draw alike
+        first = 0 if alone else self.group.replica * parts
+        if draws and len({state for of_part in generators[first : first + parts] for state in of_part}) > 1:
             device = device_of(captured)
-            random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
-        self.replication.number_streams(None if alone else [of_rank[0] for of_rank in generators], microbatches)
+            random_streams.set_state(device, self.group.sharers.share(random_streams.state_of(device), 0))
+        of_replicas = [of_part[0] for of_part in generators[::parts]]
+        self.replication.number_streams(None if alone else of_replicas, microbatches)
         synchronizing = self.replication.synchronizing
         return dataclasses.replace(captured, alone=alone, averaged=synchronizing, end_bytes=end_bytes)
 
@@ -289,7 +296,8 @@ class ProcessPipeline:
                 ranks = range(len(instructions))
                 gathers = "\n\n".join(text_of(self._gathers(captured, scheduled, rank), names) for rank in ranks)
             graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
-            self._plans[key] = _Plan(transfers[self.group.rank], graphs, digest, gradients, gathers)
+            collectives = "\n".join(map(collectives_text, captured.graphs))
+            self._plans[key] = _Plan(transfers[self.group.rank], graphs, digest, gradients, collectives, gathers)
         return self._plans[key]
 
     def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
@@ -357,6 +365,7 @@ class ProcessPipeline:
         )
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
+        self.ownership.distribute(finished.gradients)
         for output in shared_outputs:
             if output not in end.outputs:
                 of_batch = finished.outputs[output.microbatch]

@@ -98,10 +98,10 @@ def run_end_of(
         stream: of the first microbatch, after which a step leaves the generator.
     """
     drawn = [step for step in captured.programs[0].draws if (step, 0) in where]
-    number = 0 if captured.alone else group.replica
+    number = group.part if captured.alone else group.replica * group.parts + group.part
     different = sorted(set(alike))
     return RunEnd(
-        ranks=group if captured.alone else group.everyone,
+        ranks=group.sharers if captured.alone else group.everyone,
         device=group.device,
         rank=group.rank,
         sizes=captured.end_bytes,

@@ -317,7 +317,7 @@ class Pipeline:
         return contextlib.nullcontext() if self._processes is None else self._processes.ownership.shards.traced()
 
     def _sharded(self) -> Mapping[int, torch.Tensor]:
-        return {} if self._processes is None else self._processes.ownership.shards.receivers
+        return {} if self._processes is None else self._processes.ownership.receivers()
 
     def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
         self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded

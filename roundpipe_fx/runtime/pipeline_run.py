@@ -415,6 +415,8 @@ class _PipelineRun:
                     outside = self._tangents if source.kind == "tangent" else self._primals
                     key = id(self._primals[batch][gradient.primal])
                     value = outside[batch][source.index]
+                    if not isinstance(value, torch.Tensor):
+                        continue  # the mesh of a DTensor, beside its local tensor
                     value = value.cpu() if key in self._on_host else value
                     gradients[key] = gradients[key] + value if key in gradients else value
         self.transport.average(gradients)

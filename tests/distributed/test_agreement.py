@@ -110,7 +110,11 @@ def test_all_ranks_see_whether_all_know_a_step(
             return None
         sizes = EndBytes(number, 3 - number)
         return KnownStep(
-            alike=(options[number],), within=(batches[number],), generator=batches[number].encode(), end_bytes=sizes
+            alike=(options[number],),
+            among=(),
+            within=(batches[number],),
+            generator=batches[number].encode(),
+            end_bytes=sizes,
         )
 
     everywhere = _on_each(
