@@ -130,8 +130,9 @@ def check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) -> 
     for name, value in parallel:
         if wanted is None or value.device_mesh != wanted:
             raise ValueError(
-                f"{name!r} is a DTensor on {value.device_mesh}. With mesh= layers are distributed over the mesh's "
-                f"dimension {TENSOR!r}: parallelize_module(model, mesh[{TENSOR!r}], …), and "
+                f"{name!r} is a DTensor on {value.device_mesh}. "
+                "With mesh= layers are distributed over the mesh's dimension "
+                f"{TENSOR!r}: parallelize_module(model, mesh[{TENSOR!r}], …), and "
                 f"mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=({PIPELINE!r}, {TENSOR!r}))."
             )
         if value.device.type == "meta":

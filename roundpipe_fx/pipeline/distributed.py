@@ -1,7 +1,8 @@
 """Models that are distributed over processes, which a pipeline of threads in each process cannot run.
 
 A pipeline bypasses the part of AOTAutograd that unwraps distributed tensors, and its threads would start collectives in
-a different order in each process. They can be planned, though, for a machine elsewhere.
+a different order in each process. Over processes with one worker each stages may be tensor parallel
+(:mod:`roundpipe_fx.pipeline.over_processes`), and models can be planned for a machine elsewhere.
 """
 
 from __future__ import annotations
@@ -112,8 +113,9 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
     """
     if any(is_opaque(node.meta.get("val")) for node in joint.primals):
         raise DistributedTensorError(
-            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor). Compile it without "
-            "devices and num_microbatches; a memory_budget works with tensor parallelism."
+            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor) in one process. Give "
+            "mesh= with a dimension 'tp', or compile it without devices and num_microbatches; a memory_budget works "
+            "with tensor parallelism."
         )
     collective = next((node for node in joint.computed() if is_collective(node.target)), None)
     if collective is not None and workers > 1:

@@ -196,7 +196,7 @@ class Pipeline:
         made: list[functools.partial[Any]] = []
 
         def noted(calls: tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]) -> Any:
-            made.extend(calls[0])
+            made[:] = calls[0]  # of the last time: what was known to this rank alone is prepared again
             return calls
 
         loss_fn = kwargs.get("loss_fn")

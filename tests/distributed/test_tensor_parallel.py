@@ -137,7 +137,11 @@ def _check(
     mesh: DeviceMesh,
     **options: Any,
 ) -> Any:
-    """Two steps with an optimizer are those of one process, to rounding; returns the model."""
+    """Two steps with an optimizer are those of one process, to rounding; returns the model.
+
+    In float64: AdamW's first step has the size of the learning rate whatever a gradient's, so it magnifies rounding.
+    """
+    plain = plain.double()
     model = parallel(copy.deepcopy(plain), mesh["tp"])
     expected = roundpipe_fx.compile(plain, num_microbatches=4)
     found = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=4, schedule="1f1b", **options)
@@ -154,16 +158,16 @@ def _check(
             optimizer.zero_grad()
             losses.append(own.forward_backward(**batch))
             norms.append(own.clip_grad_norm_(1.0) if own is found else nn.utils.clip_grad_norm_(own.parameters(), 1.0))
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-        torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
+        torch.testing.assert_close(*losses, rtol=1e-7, atol=0)
+        torch.testing.assert_close(*norms, rtol=1e-7, atol=0)
         for name, value in found.named_parameters():
             gradient = plain.get_parameter(name).grad
             assert value.grad is not None and gradient is not None, name
-            torch.testing.assert_close(_whole(value.grad), gradient, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(_whole(value.grad), gradient, rtol=1e-6, atol=1e-9)
         for optimizer in optimizers:
             optimizer.step()
     for name, value in found.named_parameters():
-        torch.testing.assert_close(_whole(value.detach()), plain.get_parameter(name).detach(), rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(_whole(value.detach()), plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, names)
     assert set().union(*everywhere) == set(dict(plain.named_parameters()))
