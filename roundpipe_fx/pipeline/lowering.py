@@ -100,7 +100,7 @@ def lower_pipeline(
         NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
     """
-    if pipelining.elsewhere:
+    if pipelining.elsewhere or pipelining.tensor_parallel > 1:
         refuse_other_groups(joint, pipelining.tensor_parallel)
     else:
         refuse_distributed(joint, pipelining.workers)
