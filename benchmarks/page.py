@@ -246,6 +246,14 @@ _PARTS = (
         "the bound for these operations.",
     ),
     _Part(
+        "published_kernels",
+        "Rates of kernels",
+        "benchmarks.published_kernels",
+        "The rates that plans for an RTX 4090 assume, beside measured ones that their sources publish. Products and "
+        "copies in one direction hold; the backward of attention, and a copy beside another one in the opposite "
+        "direction on that machine, are slower than modelled.",
+    ),
+    _Part(
         "tiling_offloaded",
         "Long sequences on one GPU",
         "benchmarks.tiling",

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "published",
     "published_parallel",
     "offloaded",
+    "published_kernels",
     "host_optimizer",
     "processes",
     "growth",

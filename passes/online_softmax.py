@@ -256,8 +256,7 @@ class _OnlineWriter:
         if reduction == _MEAN:
             gradient = self._call(before, aten.div.Tensor, gradient, total)
         if reduction == _NONE:
-            column = self._as_column(before, gradient)
-        else:
-            column = self._call(before, aten.expand.default, gradient, self._column)
-        column = self._times(before, column, -part.factor)
-        return self._masked(before, self._weighed(before, column, weight, label), is_ignored), others
+            gradient = self._as_column(before, gradient)
+        gradient = self._times(before, gradient, -part.factor)
+        # The gradient of a sum is one number; what is ignored makes a column of it.
+        return self._masked(before, self._weighed(before, gradient, weight, label), is_ignored), others

@@ -19,8 +19,8 @@ def tiles_of_head_2(primals_4, tanh, _log_softmax_arange, _log_softmax_reshape_2
         mm: "float32[4, 32]" = aten.mm.default(tanh, t_1);  t_1 = None
         # model
         _log_softmax_ne: "bool[4, 32]" = aten.ne.Tensor(_log_softmax_arange_tile, _log_softmax_reshape_2)
-        _log_softmax_expand_1: "float32[4, 32]" = aten.expand.default(_log_softmax_masked_fill_3, [4, 32])
-        _log_softmax_masked_fill_4: "float32[4, 32]" = aten.masked_fill.Scalar(_log_softmax_expand_1, _log_softmax_ne, 0.0);  _log_softmax_expand_1 = _log_softmax_ne = None
+        _log_softmax_expand: "float32[4, 32]" = aten.expand.default(_log_softmax_masked_fill_3, [4, 32])
+        _log_softmax_masked_fill_4: "float32[4, 32]" = aten.masked_fill.Scalar(_log_softmax_expand, _log_softmax_ne, 0.0);  _log_softmax_expand = _log_softmax_ne = None
         _log_softmax_sub_1: "float32[4, 32]" = aten.sub_.Tensor(mm, _log_softmax_logsumexp);  mm = None
         _log_softmax_exp: "float32[4, 32]" = aten.exp_.default(_log_softmax_sub_1);  _log_softmax_sub_1 = None
         _log_softmax_mul: "float32[4, 32]" = aten.mul_.Tensor(_log_softmax_exp, _log_softmax_masked_fill_3);  _log_softmax_exp = None
@@ -48,9 +48,8 @@ def stage_0_backward(args):
     args.clear()
     # model
     _log_softmax_div: "float32[]" = aten.div.Tensor(tangents_1, sum_dim_int_list);  tangents_1 = sum_dim_int_list = None
-    _log_softmax_expand: "float32[4, 1]" = aten.expand.default(_log_softmax_div, [4, 1]);  _log_softmax_div = None
-    _log_softmax_neg_1: "float32[4, 1]" = aten.neg.default(_log_softmax_expand);  _log_softmax_expand = None
-    _log_softmax_masked_fill_3: "float32[4, 1]" = aten.masked_fill_.Scalar(_log_softmax_neg_1, _log_softmax_eq, 0.0);  _log_softmax_neg_1 = _log_softmax_eq = None
+    _log_softmax_neg_1: "float32[]" = aten.neg_.default(_log_softmax_div);  _log_softmax_div = None
+    _log_softmax_masked_fill_3: "float32[4, 1]" = aten.masked_fill.Scalar(_log_softmax_neg_1, _log_softmax_eq, 0.0);  _log_softmax_neg_1 = _log_softmax_eq = None
     # model (recomputed)
     _log_softmax_reshape_3: "int32[4, 1]" = aten.reshape.default(_log_softmax_index_select, [4, 1]);  _log_softmax_index_select = None
     # head

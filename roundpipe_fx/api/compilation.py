@@ -33,6 +33,7 @@ from roundpipe_fx.frontend.own_gradients import own_gradients
 from roundpipe_fx.frontend.size_range import lower_for_sizes
 from roundpipe_fx.ir.joint_graph import JointGraph, is_tensor
 from roundpipe_fx.ir.options import Options
+from roundpipe_fx.pipeline.distributed import place_gradients
 from roundpipe_fx.pipeline.graph import PipelinedGraph, Seen, pipelined_graph, plan_of_pipeline
 from roundpipe_fx.pipeline.lowering import lower_pipeline
 from roundpipe_fx.pipeline.settings import COUNT_OF_BATCH, Pipelining, StepCompileState
@@ -283,6 +284,8 @@ def compile_graph(
     learned = learned or Learned()
     warn_of_graph_break(module, warned, options.memory_budget is not None, learned.steps.runs_eagerly)
     prepare(module)
+    if pipelining is not None and pipelining.over_processes:
+        place_gradients(module)
     labels = [torch_private.input_path(node) for node in module.graph.find_nodes(op="placeholder")]
     name = hashlib.sha256(str(module.graph).encode()).hexdigest()[:8]
     compile_state = compile_state or StepCompileState()
@@ -336,7 +339,11 @@ def _operations_name(module: fx.GraphModule) -> str:
 
 def _stand_in(node: Any) -> Any:
     """Passed to autograd in place of a value that the pipeline keeps itself."""
-    return torch.empty(0) if isinstance(node, fx.Node) and is_tensor(node) else 0
+    if not isinstance(node, fx.Node):
+        return 0
+    if torch_private.is_opaque(node.meta.get("val")):  # AOTAutograd keeps such objects apart
+        return torch_private.opaque_object(node.meta["val"])
+    return torch.empty(0) if is_tensor(node) else 0
 
 
 def _never_called(arguments: list[Any]) -> Any:

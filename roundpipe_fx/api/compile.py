@@ -171,7 +171,10 @@ def compile(
     if mesh is not None and pipelining is not None:
         replicas = over_processes.replicas_of(mesh)
         sharded = shard is not None and replicas > 1
-        pipelining = dataclasses.replace(pipelining, over_processes=True, replicas=replicas, sharded=sharded)
+        parts = over_processes.check_parallel_layers(mesh, model, sharded)
+        pipelining = dataclasses.replace(
+            pipelining, over_processes=True, replicas=replicas, sharded=sharded, tensor_parallel=parts
+        )
     if host_budget is not None or host_links is not None:
         if pipelining is None or mesh is not None:
             name = "host_budget" if host_budget is not None else "host_links"

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.agreement import together
-from roundpipe_fx.distributed.group import DATA, PIPELINE, PipelineGroup, check_mesh, size_of
+from roundpipe_fx.distributed.group import DATA, PIPELINE, TENSOR, PipelineGroup, check_mesh, size_of
 from roundpipe_fx.distributed.loading import Fill, initialize, load_files, load_tensors
 from roundpipe_fx.distributed.ownership import named_tensors
 from roundpipe_fx.distributed.saving import save_files
@@ -21,8 +21,10 @@ from roundpipe_fx.distributed.sharding import is_to_average
 from roundpipe_fx.ir.options import Options
 from roundpipe_fx.pipeline.over_processes import ProcessPipeline
 from roundpipe_fx.pipeline.settings import Pipelining
+from roundpipe_fx.torch_private import local_part
 
 __all__ = [
+    "check_parallel_layers",
     "check_shard",
     "clip_gradients",
     "devices_of",
@@ -101,6 +103,55 @@ def check_shard(mesh: DeviceMesh | None, shard: str | None) -> None:
         )
 
 
+def check_parallel_layers(mesh: DeviceMesh, model: nn.Module, sharded: bool) -> int:
+    """Check a model whose layers are distributed, or not, against the mesh.
+
+    Args:
+        mesh: the user's.
+        model: what is compiled.
+        sharded: whether replicas share out parameters.
+
+    Returns:
+        over how many ranks layers are distributed.
+
+    Raises:
+        ValueError: they are distributed over other ranks than the mesh says, or what is not supported.
+    """
+    size = size_of(mesh, TENSOR)
+    parallel = [(name, value) for name, value in named_tensors(model) if isinstance(value, DTensor)]
+    if not parallel:
+        if size > 1:
+            raise ValueError(
+                f"mesh has the dimension {TENSOR!r}, and no parameter of the model is a DTensor: call "
+                f"torch.distributed.tensor.parallel.parallelize_module(model, mesh[{TENSOR!r}], …) first."
+            )
+        return 1
+    wanted = mesh[TENSOR] if size > 1 and mesh.ndim > 1 else None
+    for name, value in parallel:
+        if wanted is None or value.device_mesh != wanted:
+            raise ValueError(
+                f"{name!r} is a DTensor on {value.device_mesh}. "
+                "With mesh= layers are distributed over the mesh's dimension "
+                f"{TENSOR!r}: parallelize_module(model, mesh[{TENSOR!r}], …), and "
+                f"mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=({PIPELINE!r}, {TENSOR!r}))."
+            )
+        if value.device.type == "meta":
+            raise ValueError(
+                f"{name!r} is a DTensor on the meta device: models whose layers are distributed need memory before "
+                "they are compiled with a mesh. Call model.to_empty(device=…) and initialize it after "
+                "parallelize_module."
+            )
+        if not isinstance(value, nn.Parameter):
+            raise ValueError(f"the buffer {name!r} is a DTensor; with mesh= only parameters are distributed.")
+        if any(placement.is_partial() for placement in value.placements):
+            raise ValueError(f"the parameter {name!r} is placed as {value.placements}: give Shard or Replicate.")
+    if sharded:
+        raise ValueError(
+            f"shard={DATA!r} is not supported for a model whose layers are distributed over {TENSOR!r}: leave it out."
+        )
+    return size
+
+
 def replicas_of(mesh: DeviceMesh) -> int:
     """How many replicas of a pipeline there are."""
     return size_of(mesh, DATA)
@@ -155,8 +206,17 @@ def load(processes: ProcessPipeline, path: str | Path, fill: Fill | None) -> Non
 
 
 def save(processes: ProcessPipeline, path: str | Path) -> None:
-    """Write what this rank owns to files."""
+    """Write what this rank owns to files.
+
+    Raises:
+        NotImplementedError: layers are distributed over ranks.
+    """
     _check_planned(processes)
+    if processes.ownership.parallel:
+        raise NotImplementedError(
+            "save() writes whole tensors, and layers of this model are distributed over ranks: use "
+            "torch.distributed.checkpoint, dcp.save(model.state_dict(), checkpoint_id=…)."
+        )
     save_files(processes.ownership, processes.group, path)
 
 
@@ -223,7 +283,7 @@ def clip_gradients(processes: ProcessPipeline, max_norm: float, norm_type: float
         for name, value in owned
         if value.grad is not None and _local(value.grad).numel() and _counts(processes, ownership.traced(value))
     }
-    ranks = group if ownership.shards.mesh is None else group.everyone
+    ranks = group.sharers if ownership.shards.mesh is None else group.everyone
     parts: dict[str, list[torch.Tensor]] = {}
     for counted_there in ranks.gather(counted):
         for name, norm in counted_there.items():
@@ -247,7 +307,9 @@ def _counts(processes: ProcessPipeline, value: torch.Tensor) -> bool:
     """Whether this rank's part of a parameter that it owns is one that no other rank counts."""
     owners, shards, group = processes.ownership.owners or {}, processes.ownership.shards, processes.group
     in_parts = shards.mesh is None or id(value) in shards.by_traced
-    return min(owners[id(value)]) == group.rank and (in_parts or group.replica == 0)
+    in_layer = any(local_part(of) is value and of.placements[0].is_shard() for of in processes.ownership.parallel)
+    once = (in_parts or group.replica == 0) and (in_layer or group.part == 0)
+    return min(owners[id(value)]) == group.rank and once
 
 
 def _local(value: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from roundpipe_fx import torch_private
 from roundpipe_fx.api.learned import Learned
 from roundpipe_fx.budget import InfeasibleBudgetError
 from roundpipe_fx.pipeline.captured_calls import UnlikeStagesError
-from roundpipe_fx.pipeline.over_processes import ProcessPipeline
+from roundpipe_fx.pipeline.over_processes import NewlyShown, ProcessPipeline
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 
 __all__ = ["cut_alike", "replanning"]
@@ -59,12 +59,9 @@ def replanning(
         InfeasibleBudgetError: steps have shown that the budget cannot be met.
         torch.OutOfMemoryError: memory ran out with a smaller budget too, or there is no smaller one.
     """
-    if processes is None:  # over processes all graphs are cut like the first, and ranks must not try different things
-        run = functools.partial(cut_alike, run, recompile)
-    elif budgeted:
-        ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group
-        for largest in ranks.gather(learned.largest):
-            learned.merge(largest)
+    if processes is not None:
+        return _over_processes(run, recompile, learned, budgeted, processes)
+    run = functools.partial(cut_alike, run, recompile)
     if learned.steps.stale and torch.is_grad_enabled():
         learned.steps.plan_together(learned.share)
         learned.stale = True
@@ -74,8 +71,6 @@ def replanning(
         recompile()
     if not budgeted or not torch.is_grad_enabled():
         return run()
-    if processes is not None:
-        return _fitted(run, recompile, learned)
     restore = torch_private.save_rng_states(devices)
     try:
         return _fitted(run, recompile, learned)
@@ -96,6 +91,32 @@ def replanning(
         return _fitted(run, recompile, learned)
     except (torch.OutOfMemoryError, InfeasibleBudgetError):
         raise failure from None
+
+
+def _over_processes(
+    run: Callable[[], Any],
+    recompile: Callable[[], None],
+    learned: Learned,
+    budgeted: bool,
+    processes: ProcessPipeline,
+) -> Any:
+    """Run a step on plans that assume the same on all ranks. Arguments as for :func:`replanning`.
+
+    All graphs are cut like the first, and ranks must not try different things, so less is tried than in one process.
+    """
+    processes.shown = lambda: None if learned.stale else str(sorted(learned.largest.items()) if budgeted else "")
+    again = functools.partial(_fitted, run, recompile, learned) if budgeted and torch.is_grad_enabled() else run
+    while True:
+        try:
+            return again()
+        except NewlyShown:
+            ranks = processes.group.everyone if torch.is_grad_enabled() else processes.group.sharers
+            for largest in ranks.gather(learned.largest):
+                learned.merge(largest)
+            if learned.stale:
+                learned.renew()
+                log.info("replanning with what the steps of all ranks have shown: %s", learned.assumed)
+                recompile()
 
 
 def _fitted(run: Callable[[], Any], recompile: Callable[[], None], learned: Learned) -> Any:

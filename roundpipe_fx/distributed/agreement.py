@@ -4,6 +4,10 @@ Ranks plan alike because planning is deterministic. Where options, batches, code
 differ too, and ranks would wait for each other for ever. So digests are exchanged, and texts if they differ: options
 and batch before anything is traced, so that a wrong batch leaves no rank with a graph that others do not have; graph
 and plan before anything runs. Replicas of a pipeline have batches of their own, and may plan differently for them.
+
+Most steps repeat one that was agreed on. A rank finds its graph and plan for such a batch without tracing, and digests
+of all that is compared are exchanged at once, as numbers (:func:`known_to_all`). If a rank has something else, or has
+to trace, all ranks go through the exchanges above, which say what differs.
 """
 
 from __future__ import annotations
@@ -13,10 +17,13 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.run_end import EndBytes
 
-__all__ = ["FIRST_BATCH", "GATHERS", "Statement", "agree", "together"]
+__all__ = ["FIRST_BATCH", "GATHERS", "KnownByAll", "KnownStep", "Statement", "agree", "known_to_all", "together"]
 
 FIRST_BATCH = "the shapes of the first batch"
 """Name of the text by which replicas are compared before stages are given to ranks."""
@@ -34,6 +41,7 @@ class Statement:
         texts: by name (options), what is to be the same on all ranks of all pipelines; empty after a failure.
         within: by name (batch, graph, plan), what is to be the same on the ranks of one pipeline.
         generator: the state of the generator that the step draws from.
+        among: by name, what is to be the same on the ranks of one replica, whatever part of the layers they have.
         failure: what tracing or planning has raised; ``None`` if nothing.
         figures: of the failure, which the other ranks need to try again; ``None`` if they cannot.
     """
@@ -41,17 +49,89 @@ class Statement:
     texts: dict[str, str] = field(default_factory=dict)
     within: dict[str, str] = field(default_factory=dict)
     generator: bytes = b""
+    among: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
     figures: tuple[int, int] | None = None
 
 
-def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
+@dataclass(frozen=True, kw_only=True)
+class KnownStep:
+    """A step that this rank has agreed on before.
+
+    Attributes:
+        alike: texts that are to be the same on all ranks of all pipelines.
+        within: texts that are to be the same on the ranks of one pipeline.
+        among: texts that are to be the same on the ranks of one replica.
+        generator: the state of the generator that the step draws from.
+        end_bytes: of the record at the end of the step, as this rank needs it.
+    """
+
+    alike: tuple[str, ...]
+    within: tuple[str, ...]
+    among: tuple[str, ...]
+    generator: bytes
+    end_bytes: EndBytes
+
+
+@dataclass(frozen=True)
+class KnownByAll:
+    """What the ranks know of a step before it.
+
+    Attributes:
+        shown: whether all have the same digest of what steps have shown, and their plans take it into account.
+        same: whether all know the step, and agree on it.
+        generators: for each pipeline, digests of the states of its ranks' generators.
+        end_bytes: the most of any rank.
+    """
+
+    shown: bool
+    same: bool
+    generators: list[list[int]]
+    end_bytes: EndBytes
+
+
+def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size: int, parts: int = 1) -> KnownByAll:
+    """Compare what ranks know of a step, in one exchange of a few numbers.
+
+    Args:
+        ranks: of one pipeline or of several, one after another.
+        known: what this rank knows; ``None``: it does not know the step.
+        shown: what steps have shown to this rank; ``None``: its plans do not take it into account.
+        size: how many ranks a pipeline has.
+        parts: how many pipelines a replica has.
+    """
+    row = [0] * 8
+    if known is not None:
+        texts = ["\0".join(each) for each in (known.alike, known.among, known.within)]
+        row[:7] = [
+            1,
+            *(_number(text) for text in texts),
+            _number(known.generator),
+            known.end_bytes.state,
+            known.end_bytes.outputs,
+        ]
+    row[7] = _number(shown) if shown is not None else 0
+    rows = ranks.gather_record(torch.tensor(row)).tolist()
+    same = all(own[0] for own in rows)
+    for column, of_one in ((1, ranks.size), (2, size * parts), (3, size)):
+        same &= all(own[column] == rows[rank - rank % of_one][column] for rank, own in enumerate(rows))
+    generators = [own[4] for own in rows]
+    return KnownByAll(
+        all(own[7] and own[7] == rows[0][7] for own in rows),
+        same,
+        [generators[start : start + size] for start in range(0, len(rows), size)],
+        EndBytes(*(max(own[column] for own in rows) for column in (5, 6))),
+    )
+
+
+def agree(ranks: Ranks, statement: Statement, size: int, parts: int = 1) -> list[list[str]]:
     """Compare the statements of all ranks.
 
     Args:
         ranks: of one pipeline or of several, one after another.
         statement: this rank's.
         size: how many ranks a pipeline has.
+        parts: how many pipelines a replica has.
 
     Returns:
         for each pipeline, digests of the states of its ranks' generators.
@@ -60,7 +140,7 @@ def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
         RanksDifferError: they differ; the message says in what, and which ranks.
         RemoteError: another rank has failed, and this one has not.
     """
-    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within}.items()}
+    digests = {name: _digest(text) for name, text in {**statement.texts, **statement.within, **statement.among}.items()}
     gathered = ranks.gather((digests, _digest(statement.generator), statement.failure, statement.figures))
     failed = [(rank, *failure) for rank, (_, _, *failure) in enumerate(gathered) if failure[0] is not None]
     if failed and statement.failure is None:
@@ -70,6 +150,7 @@ def agree(ranks: Ranks, statement: Statement, size: int) -> list[list[str]]:
         raise error
     if not failed:
         _compare(ranks, statement.texts, [each for each, *_ in gathered], ranks.size)
+        _compare(ranks, statement.among, [each for each, *_ in gathered], size * parts)
         _compare(ranks, statement.within, [each for each, *_ in gathered], size)
     generators = [generator for _, generator, *_ in gathered]
     return [generators[start : start + size] for start in range(0, len(generators), size)]
@@ -133,6 +214,12 @@ def _around_difference(first: str, other: str) -> tuple[str, str]:
     start = next((i for i, pair in enumerate(zip(first, other, strict=False)) if pair[0] != pair[1]), 0)
     start = max(0, start - _SHOWN // 2)
     return first[start : start + _SHOWN], other[start : start + _SHOWN]
+
+
+def _number(text: str | bytes) -> int:
+    """A digest as a number, which is not 0."""
+    digest = hashlib.sha256(text if isinstance(text, bytes) else text.encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True) or 1
 
 
 def _digest(text: str | bytes) -> str:

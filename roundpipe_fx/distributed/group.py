@@ -10,6 +10,9 @@ With a mesh dimension for data parallelism there are several pipelines, replicas
     replica 0, dp 0  rank 0  rank 1    a pipeline: values travel along it
     replica 1, dp 1  rank 2  rank 3
                        └──────┴─────── replicas: ranks with the same stages, which average gradients
+
+With one for tensor parallelism a replica has several pipelines, of which each has a part of every layer. They run the
+same actions in the same order, and communicate only within stages, by the collectives of the model's own graph.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.distributed.own_groups import OwnGroup
-from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.ranks import Ranks, gather_into
 from roundpipe_fx.torch_private import group_timeout
 
 __all__ = ["DATA", "PIPELINE", "PipelineGroup", "Replicas", "check_mesh", "size_of"]
@@ -34,6 +37,9 @@ PIPELINE = "pp"
 
 DATA = "dp"
 """Name of the mesh dimension over which batches are distributed."""
+
+TENSOR = "tp"
+"""Name of the mesh dimension over which the layers of a stage are distributed, by the model's own DTensors."""
 
 
 def check_mesh(mesh: Any) -> None:
@@ -51,11 +57,12 @@ def check_mesh(mesh: Any) -> None:
             f"mesh has no dimension {PIPELINE!r}, over which stages are distributed, and none {DATA!r}, over which "
             f"batches are; it has {list(names)}: init_device_mesh('cpu', (2,), mesh_dim_names=('{PIPELINE}',))."
         )
-    others = [name for name in names if name not in (PIPELINE, DATA) and mesh[name].size() > 1]
+    others = [name for name in names if name not in (PIPELINE, DATA, TENSOR) and mesh[name].size() > 1]
     if others:
         raise ValueError(
-            f"mesh has the dimension {others[0]!r}; {PIPELINE!r} and {DATA!r} are supported: give mesh[{PIPELINE!r}], "
-            "and reduce the gradients over the other dimensions between forward_backward and the optimizer's step."
+            f"mesh has the dimension {others[0]!r}; {PIPELINE!r}, {DATA!r} and {TENSOR!r} are supported: give "
+            f"mesh[{PIPELINE!r}], and reduce the gradients over the other dimensions between forward_backward and the "
+            "optimizer's step."
         )
 
 
@@ -84,9 +91,7 @@ class Replicas(Ranks):
     def start_gather(self, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
         """Start gathering the parts of all replicas, one-dimensional and equally large, in one tensor."""
         assert self._gathers is not None
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # deprecated since 2.13
-        work: dist.Work = gather(whole, part, group=self._gathers(), async_op=True)
-        return work
+        return gather_into(whole, part, self._gathers())
 
     def start_sum_of_part(self, part: torch.Tensor, whole: torch.Tensor) -> dist.Work:
         """Start adding a one-dimensional tensor over all replicas, each of which gets its part of the sum."""
@@ -102,7 +107,7 @@ class Replicas(Ranks):
 
     def share_tensor(self, value: torch.Tensor) -> None:
         """Overwrite a dense tensor with the first replica's. Every rank must call it."""
-        dist.broadcast(value, group_src=0, group=self._group(value))
+        dist.broadcast(value, group_src=self.place(0), group=self._group(value))
 
     def _group(self, value: torch.Tensor) -> dist.ProcessGroup:
         return self._host() if value.device.type == "cpu" else self._tensors()
@@ -116,9 +121,12 @@ class PipelineGroup(Ranks):
 
     Attributes:
         device: this process's device.
-        replica: number of this pipeline.
+        replica: number of this pipeline's replica.
         replicas: the ranks with the same stages; ``None``: there is one pipeline.
-        everyone: all ranks of all pipelines, in order of (replica, number in the pipeline).
+        part: which part of the layers of its stages this rank has; a pipeline sends values between ranks of one part.
+        parts: how many there are.
+        sharers: the ranks of all parts of this replica, in order of (part, number in the pipeline).
+        everyone: all ranks of all pipelines, in order of (replica, part, number in the pipeline).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -127,13 +135,14 @@ class PipelineGroup(Ranks):
         any_group = mesh.get_group(PIPELINE if PIPELINE in names else DATA)
         timeout, backend = group_timeout(any_group), dist.get_backend(any_group)
         ranks = _ranks_of(mesh)
-        place = next(
-            (row, column)
-            for row, of_row in enumerate(ranks)
-            for column, rank in enumerate(of_row)
+        replica, part, _ = place = next(
+            (replica, part, number)
+            for replica, of_replica in enumerate(ranks)
+            for part, of_part in enumerate(of_replica)
+            for number, rank in enumerate(of_part)
             if rank == dist.get_rank()
         )
-        super().__init__(ranks[place[0]], timeout, "the pipeline")
+        super().__init__(ranks[replica][part], timeout, "the pipeline")
         self._of_mesh: Callable[[], dist.ProcessGroup | None] = self._host
         if PIPELINE in names:
             self._of_mesh = weakref.ref(mesh.get_group(PIPELINE))
@@ -144,12 +153,16 @@ class PipelineGroup(Ranks):
         self._up, self._down = (
             (self._host, self._host) if backend == "gloo" else (self._another(backend), self._another(backend))
         )
-        self.replica = place[0]
+        self.replica, self.part, self.parts = replica, part, len(ranks[0])
         self.replicas: Replicas | None = None
-        self.everyone: Ranks = self
+        self.sharers: Ranks = self
+        if self.parts > 1:
+            self.sharers = Ranks([rank for of_part in ranks[replica] for rank in of_part], timeout, "the pipeline")
+        self.everyone = self.sharers
         if len(ranks) > 1:
-            self.replicas = Replicas([of_row[place[1]] for of_row in ranks], timeout, backend)
-            self.everyone = Ranks([rank for of_row in ranks for rank in of_row], timeout, "the pipelines")
+            self.replicas = Replicas([of_replica[part][place[2]] for of_replica in ranks], timeout, backend)
+            all_ranks = [rank for of_replica in ranks for of_part in of_replica for rank in of_part]
+            self.everyone = Ranks(all_ranks, timeout, "the pipelines")
 
     def of_mesh(self) -> dist.ProcessGroup:
         """The mesh's own group of these processes; one for this process alone if it has no ``"pp"``."""
@@ -160,7 +173,7 @@ class PipelineGroup(Ranks):
     def share_tensor(self, value: torch.Tensor, root: int) -> None:
         """Overwrite a dense tensor with a rank's. Every rank must call it."""
         group = self._host if value.device.type == "cpu" else self._up
-        dist.broadcast(value, group_src=root, group=group())
+        dist.broadcast(value, group_src=self.place(root), group=group())
 
     def start_send(self, value: torch.Tensor, target: int, channel: int) -> dist.Work:
         """Start sending a dense tensor, which must not be freed or changed until it was waited for.
@@ -170,13 +183,13 @@ class PipelineGroup(Ranks):
             target: number of the receiver.
             channel: messages between two ranks arrive in order within a channel.
         """
-        work = dist.isend(value, group=self._group(self.rank, target, value), tag=channel, group_dst=target)
+        work = dist.isend(value, group=self._group(self.rank, target, value), tag=channel, group_dst=self.place(target))
         assert work is not None
         return work
 
     def start_receive(self, value: torch.Tensor, source: int, channel: int) -> dist.Work:
         """Start receiving into a dense tensor: see :meth:`start_send`."""
-        work = dist.irecv(value, group=self._group(source, self.rank, value), tag=channel, group_src=source)
+        work = dist.irecv(value, group=self._group(source, self.rank, value), tag=channel, group_src=self.place(source))
         assert work is not None
         return work
 
@@ -186,11 +199,11 @@ class PipelineGroup(Ranks):
         return self._up() if source < target else self._down()
 
 
-def _ranks_of(mesh: DeviceMesh) -> list[list[int]]:
-    """Global ranks by replica and number in the pipeline."""
+def _ranks_of(mesh: DeviceMesh) -> list[list[list[int]]]:
+    """Global ranks by replica, part of the layers, and number in the pipeline."""
     names = mesh.mesh_dim_names or ()
-    order = [names.index(name) for name in (DATA, PIPELINE) if name in names]
+    order = [names.index(name) for name in (DATA, TENSOR, PIPELINE) if name in names]
     others = [dim for dim in range(mesh.ndim) if dim not in order]
     ordered = mesh.mesh.permute(*order, *others)
-    rows: list[list[int]] = ordered.reshape(size_of(mesh, DATA), -1).tolist()
+    rows: list[list[list[int]]] = ordered.reshape(size_of(mesh, DATA), size_of(mesh, TENSOR), -1).tolist()
     return rows

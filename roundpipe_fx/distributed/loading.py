@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from roundpipe_fx.distributed.ownership import Ownership
+from roundpipe_fx.torch_private import local_part
 
 __all__ = ["INDEX_FILE", "SINGLE_FILE", "Fill", "aliases", "initialize", "load_files", "load_tensors"]
 
@@ -87,6 +88,11 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             with torch.random.fork_rng():
                 torch.manual_seed(int.from_bytes(digest[:7], "little"))
+                if any(local_part(own) is value for own in ownership.parallel):
+                    raise NotImplementedError(
+                        f"init_weights() writes whole tensors, and {name!r} is distributed over ranks: initialize it "
+                        "before compile, or load a checkpoint."
+                    )
                 ownership.fill(value, lambda tensor, name=name: fill(name, tensor))  # type: ignore[misc]
 
 
@@ -107,6 +113,14 @@ def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Tensor) -> None:
+    parallel = next((own for own in ownership.parallel if local_part(own) is value), None)
+    if parallel is not None:
+        if parallel.shape != loaded.shape:
+            raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(parallel.shape)} in the model.")
+        if not isinstance(loaded, DTensor):  # every rank has the whole
+            mesh, placements = parallel.device_mesh, parallel.placements
+            loaded = distribute_tensor(loaded.to(value.device), mesh, placements, src_data_rank=None)
+        loaded = loaded.redistribute(parallel.device_mesh, parallel.placements).to_local()
     if value.shape != loaded.shape:
         raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(value.shape)} in the model.")
     sharded = ownership.shards.by_traced.get(id(value))

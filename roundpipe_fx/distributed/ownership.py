@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.distributed.errors import RanksDifferError
 from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.sharding import ShardedParameters, check_shardable
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.schedules import StageAction
+from roundpipe_fx.torch_private import local_part
 
 __all__ = ["Ownership", "gradients_elsewhere", "named_tensors", "readers_of"]
 
@@ -80,6 +82,7 @@ class Ownership:
         owners: by identity, the ranks that own a tensor; ``None`` until the model is planned.
         unloaded: identities of the tensors that have no values yet.
         shards: the parameters that are sharded; none until the model is planned.
+        parallel: parameters that are DTensors by themselves, since the layers are distributed (tensor parallelism).
     """
 
     def __init__(self, model: nn.Module, rank: int, device: torch.device, shard_mesh: DeviceMesh | None = None) -> None:
@@ -88,6 +91,7 @@ class Ownership:
         if shard_mesh is not None:
             for name, value in model.named_parameters():
                 check_shardable(name, value)
+        self.parallel: list[DTensor] = [value for value in model.parameters() if isinstance(value, DTensor)]
         self.owners: Mapping[int, frozenset[int]] | None = None
         self.unloaded: set[int] = set()
         self._sizes: dict[int, int] = {}
@@ -99,8 +103,34 @@ class Ownership:
             yield name, self.traced(value)
 
     def traced(self, value: torch.Tensor) -> torch.Tensor:
-        """The traced parameter of a DTensor; other tensors themselves."""
-        return self.shards.traced_of(value)
+        """What stages read of a tensor: of a DTensor that is sharded over replicas the whole parameter, of one of the
+        model's own what this rank has of it; other tensors themselves."""
+        traced = self.shards.traced_of(value)
+        return local_part(traced) if isinstance(traced, DTensor) else traced
+
+    def traced_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Parameters, as they are traced, with all their names."""
+        for name, value in self.model.named_parameters(remove_duplicate=False):
+            yield name, self.traced(value)
+
+    def receivers(self) -> Mapping[int, torch.Tensor]:
+        """The DTensors that have the gradients of what is traced in its place, by identity."""
+        parallel = {id(local_part(value)): value for value in self.parallel}
+        return {**parallel, **self.shards.receivers}
+
+    def distribute(self, gradients: dict[int, torch.Tensor]) -> None:
+        """Make gradients of parts of layers DTensors, as their parameters are, in place."""
+        for value in self.parallel:
+            gradient = gradients.get(id(local_part(value)))
+            if gradient is not None:
+                gradients[id(local_part(value))] = DTensor.from_local(
+                    gradient,
+                    value.device_mesh,
+                    value.placements,
+                    run_check=False,
+                    shape=value.shape,
+                    stride=value.stride(),
+                )
 
     def shard(self) -> None:
         """Shard the parameters that this rank owns over the replicas, if they are to be."""

@@ -1,6 +1,7 @@
 """Ranks: processes that agree with each other, and tell each other of failures, over gloo and the store.
 
-Gloo needs no device and no synchronization, so it carries integers, status and texts.
+Gloo needs no device and no synchronization, so it carries integers, status and texts. What every step exchanges has a
+fixed size: objects are pickled, and their sizes travel first, in an operation of their own.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from roundpipe_fx.distributed.own_groups import OwnGroup, note_lost_rank
 from roundpipe_fx.torch_private import default_store
 
-__all__ = ["Ranks"]
+__all__ = ["Ranks", "gather_into"]
 
 
 class Ranks:
@@ -37,6 +39,7 @@ class Ranks:
     def __init__(self, ranks: Sequence[int], timeout: timedelta, name: str) -> None:
         self.size, self.rank, self.name = len(ranks), list(ranks).index(dist.get_rank()), name
         self.ranks, self._timeout = list(ranks), timeout
+        self._places = [sorted(ranks).index(rank) for rank in ranks]
         self._host = self._another("gloo")
         self._unique = self.share(uuid.uuid4().hex, 0)
         self._store = default_store()
@@ -46,18 +49,34 @@ class Ranks:
         """A process group of their own."""
         return OwnGroup(self.ranks, self._timeout, backend)
 
+    def place(self, number: int) -> int:
+        """A rank's number in the process groups, which order ranks as the default group does."""
+        return self._places[number]
+
     def gather(self, value: Any) -> list[Any]:
         """A value of every rank, in order of ranks. Every rank must call it."""
         gathered: list[Any] = [None] * self.size
         with _all_take_part():
             dist.all_gather_object(gathered, value, group=self._host())
-        return gathered
+        return [gathered[place] for place in self._places]
+
+    def gather_record(self, record: torch.Tensor) -> torch.Tensor:
+        """A one-dimensional tensor of every rank, equally large on all, by rank. Every rank must call it."""
+        gathered = record.new_empty(self.size * len(record))
+        with _all_take_part():
+            gather_into(gathered, record, self._host()).wait()
+        return gathered.view(self.size, -1)[self._places]
+
+    def maximum(self, record: torch.Tensor) -> None:
+        """Overwrite a tensor with the largest elements of all ranks. Every rank must call it."""
+        with _all_take_part():
+            dist.all_reduce(record, dist.ReduceOp.MAX, group=self._host())
 
     def share(self, value: Any, root: int) -> Any:
         """A rank's value, on every rank. Every rank must call it."""
         box = [value]
         with _all_take_part():
-            dist.broadcast_object_list(box, group_src=root, group=self._host())
+            dist.broadcast_object_list(box, group_src=self.place(root), group=self._host())
         return box[0]
 
     def next_run(self) -> int:
@@ -76,6 +95,13 @@ class Ranks:
 
     def _key(self, run: int) -> str:
         return f"roundpipe_fx/{self._unique}/{run}"
+
+
+def gather_into(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Start gathering the parts of all ranks of a group, one-dimensional and equally large, in one tensor."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # deprecated since 2.13
+    work: dist.Work = gather(whole, part, group=group, async_op=True)
+    return work
 
 
 @contextlib.contextmanager

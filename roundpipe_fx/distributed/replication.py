@@ -22,7 +22,6 @@ from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
-from roundpipe_fx.runtime.random_streams import RandomStream
 
 __all__ = ["Replication"]
 
@@ -38,14 +37,15 @@ class Replication:
     Attributes:
         synchronizing: whether steps average gradients.
         first_stream: number of the stream of the first microbatch's random numbers.
+        alike: for each pipeline that runs with this one, that of the same part of the layers in the first replica whose
+            generator has the same state. A step leaves them in the same state again.
     """
 
     def __init__(self, ownership: Ownership, group: PipelineGroup, budgeted: bool = False) -> None:
         self._ownership, self._group, self._budgeted = ownership, group, budgeted
         self.synchronizing = True
         self.first_stream = 0
-        self._alike: list[int] = [group.replica]
-        """Numbers of the replicas with the same state of the generator."""
+        self.alike = [*range(group.parts)]
         self._unsynchronized: set[int] = set()
 
     @contextlib.contextmanager
@@ -87,27 +87,19 @@ class Replication:
             if part.data_ptr() != value.data_ptr():  # not dense, so a copy
                 value.copy_(strided(part.view(value.dtype), value.shape, value.stride()))
 
-    def number_streams(self, generators: Sequence[str] | None, microbatches: int) -> None:
+    def number_streams(self, generators: Sequence[object] | None, microbatches: int) -> None:
         """Decide of which streams a step draws.
 
         Args:
             generators: digests of the states of each replica's generator; ``None``: of this replica's alone.
             microbatches: into how many a batch is split at most.
         """
-        here = self._group.replica
-        self._alike = [here]
-        if generators is not None:
-            self._alike = [replica for replica, state in enumerate(generators) if state == generators[here]]
-        self.first_stream = self._alike.index(here) * microbatches
-
-    def share_generator(self, stream: RandomStream) -> None:
-        """Leave a step with the state of the first one of the replicas that began it with the same."""
-        if self._group.replicas is None or len(self._alike) == 1:
-            return
-        first = self._alike[0]
-        state = stream.state if self._group.replica == first else None
-        stream.state = self._group.replicas.gather(state)[first]
-        stream.drawn = True
+        of_each: list[object] = [None] if generators is None else list(generators)
+        number = 0 if generators is None else self._group.replica
+        first = [of_each.index(state) for state in of_each]
+        self.first_stream = first[:number].count(first[number]) * microbatches
+        parts = self._group.parts
+        self.alike = [replica * parts + part for replica in first for part in range(parts)]
 
     def averaging(
         self,
@@ -147,13 +139,12 @@ class Replication:
             ),
             unsynchronized=frozenset(self._unsynchronized),
             sharded=self._ownership.shards.by_traced,
-            receivers=self._ownership.shards.receivers,
+            receivers=self._ownership.receivers(),
         )
 
     def _parameters(self) -> dict[int, torch.Tensor]:
         """The model's, as they are traced, by identity."""
-        named = (value for _, value in self._ownership.named() if isinstance(value, torch.nn.Parameter))
-        return {id(value): value for value in named}
+        return {id(value): value for _, value in self._ownership.traced_parameters()}
 
     def note_unsynchronized(self, keys: Collection[int]) -> None:
         """A step has added gradients of some tensors, by identity, that were not averaged."""
@@ -162,7 +153,7 @@ class Replication:
 
     def replace_unsynchronized(self) -> None:
         """A step's gradients include what ``.grad`` has of steps without averaging: they replace it."""
-        for key, value in (self._parameters() | self._ownership.shards.receivers).items():
+        for key, value in {**self._parameters(), **self._ownership.receivers()}.items():
             if key in self._unsynchronized:
                 value.grad = None
         self._unsynchronized.clear()

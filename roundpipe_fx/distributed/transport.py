@@ -30,6 +30,7 @@ from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import count, dense, numbers_of, received, strided
 from roundpipe_fx.distributed.own_groups import note_lost_rank
 from roundpipe_fx.distributed.ranks import Ranks
+from roundpipe_fx.distributed.run_end import RunEnd
 from roundpipe_fx.distributed.transfer_orders import Parcel, RankTransfers
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.mailbox import Stopped
@@ -69,10 +70,10 @@ class ProcessTransport:
     """The transport of one run on one rank.
 
     Args:
-        group: the ranks.
-        together: the ranks that run it, or all fail: those of the pipeline, or of its replicas too.
+        group: the ranks of the pipeline.
         transfers: of this rank.
         streams: of the microbatches' random numbers.
+        end: what the ranks that run together, those of the pipeline or of its replicas too, tell each other at the end.
         overlap: whether what an action has sent may be in flight during the next one.
 
     Attributes:
@@ -82,12 +83,13 @@ class ProcessTransport:
     def __init__(
         self,
         group: PipelineGroup,
-        together: Ranks,
         transfers: RankTransfers,
         streams: Sequence[RandomStream],
+        end: RunEnd,
         overlap: bool,
     ) -> None:
-        self._group, self._together, self._transfers = group, together, transfers
+        self._group, self._transfers, self._end = group, transfers, end
+        together = self._together = end.ranks
         self._run = together.next_run()
         self._streams = streams
         self._lag = 1 if overlap else 0
@@ -261,14 +263,14 @@ class ProcessTransport:
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
         self._sent = True
 
-    def end_run(self, failure: BaseException | None) -> None:
-        """Wait until all ranks have ended the run.
+    def end_run(self, failure: BaseException | None, outputs: Sequence[list[Any]]) -> None:
+        """Wait until all ranks have ended the run, and put in small outputs of others.
 
         Raises:
             RemoteError: another rank has failed, and this one has not, or only after it.
         """
         try:
-            failed = any(self._together.gather(failure is not None))
+            failed = self._end.exchange(failure is not None, outputs)
             report = self._together.reported(self._run)
             if self._averaging is not None and (failed or report is not None):
                 self._averaging.wait()  # of the next step's reductions none must meet one of these

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.pipeline.graph import PipelinedGraph, primals_read
 from roundpipe_fx.pipeline.settings import StepCompileState
 from roundpipe_fx.runtime.bridge import capture_call
@@ -28,6 +29,7 @@ class CapturedCalls:
         primals: the inputs of the compiled graph.
         alone: whether they run in one pipeline over processes, whatever its replicas do: an evaluation.
         averaged: whether gradients are averaged over the replicas of a pipeline over processes.
+        end_bytes: what each process tells the others at the end of a run.
     """
 
     calls: Sequence[Callable[[], Any]]
@@ -36,6 +38,7 @@ class CapturedCalls:
     primals: list[list[Any]]
     alone: bool = False
     averaged: bool = True
+    end_bytes: EndBytes = EndBytes()  # noqa: RUF009  frozen
 
 
 class UnlikeStagesError(ValueError):

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from roundpipe_fx.ir.collectives import collective_name, group_of, is_collective
 from roundpipe_fx.pipeline.graph import PipelinedGraph
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram, Source
 from roundpipe_fx.torch_private import tree_flatten, tree_leaves
 
-__all__ = ["batch_text", "gradients_text", "graph_text", "shapes_text"]
+__all__ = ["batch_text", "collectives_text", "gradients_text", "graph_text", "shapes_text"]
 
 _INDEX = re.compile(r"(cuda:|index=)\d+")
 _NAME = re.compile(r"%(\w+)")
@@ -70,11 +71,26 @@ def _node_text(node: fx.Node, numbers: Mapping[str, str]) -> str:
     if node.op == "output":
         return f"return {fx.map_arg(node.args, lambda argument: numbers[argument.name])}".replace("'", "")
     text = _PLACEHOLDER.sub("placeholder", node.format_node() or "")
+    if is_collective(node.target):  # each stage has groups of its own
+        for argument in node.args:
+            if isinstance(argument, str):
+                text = text.replace(f", {argument})", f", {len(group_of(node))} ranks)")
     return _NAME.sub(lambda found: numbers.get(found[1], found[0]), text)
 
 
 def _kind(value: Any) -> str:
     return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}" if isinstance(value, torch.Tensor) else ""
+
+
+def collectives_text(graph: PipelinedGraph) -> str:
+    """The collectives of each stage action, in their order, with the shapes of their results."""
+    return "\n".join(
+        f"{kind}{stage}: {collective_name(node)} {_kind(node.meta.get('val'))}"
+        for variant in (graph.pipeline.main, graph.pipeline.last)
+        for (kind, stage), module in variant.steps.modules.items()
+        for node in module.module.graph.nodes
+        if is_collective(node.target)
+    )
 
 
 def gradients_text(

@@ -1,13 +1,18 @@
 """Models that are distributed over processes, which a pipeline of threads in each process cannot run.
 
 A pipeline bypasses the part of AOTAutograd that unwraps distributed tensors, and its threads would start collectives in
-a different order in each process. They can be planned, though, for a machine elsewhere.
+a different order in each process. Over processes with one worker each stages may be tensor parallel
+(:mod:`roundpipe_fx.pipeline.over_processes`), and models can be planned for a machine elsewhere.
 """
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any
+
+import torch
+from torch import fx, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.ir.collectives import group_of, is_collective
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -16,6 +21,7 @@ from roundpipe_fx.torch_private import PassedThrough, is_opaque, parts_sharded_a
 
 __all__ = [
     "DistributedTensorError",
+    "place_gradients",
     "refuse_distributed",
     "refuse_other_groups",
     "refuse_sharded_parts",
@@ -25,6 +31,44 @@ __all__ = [
 
 class DistributedTensorError(PassedThrough, ValueError):
     """A model that is distributed over processes cannot be pipelined by threads."""
+
+
+def place_gradients(module: fx.GraphModule) -> None:
+    """Let gradients of distributed tensors be placed as these are, in place.
+
+    A layer may leave a gradient as sums of which each rank has a part, as that of a norm over parts of a sequence is.
+    How it is placed is known to autograd alone, which a pipeline bypasses.
+
+    Args:
+        module: Dynamo's graph.
+    """
+    changed = False
+    for node in module.graph.find_nodes(op="placeholder"):
+        value = node.meta.get("example_value")
+        if isinstance(value, DTensor) and value.requires_grad:
+            with module.graph.inserting_after(node):
+                placed = module.graph.call_function(_with_placed_gradient, (node,))
+            placed.meta.update(node.meta)
+            node.replace_all_uses_with(placed, lambda user, placed=placed: user is not placed)
+            changed = True
+    if changed:
+        module.recompile()
+
+
+class _PlacedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: DTensor) -> torch.Tensor:
+        ctx.placements = value.placements
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor) -> torch.Tensor:
+        return gradient.redistribute(placements=ctx.placements)
+
+
+def _with_placed_gradient(value: DTensor) -> torch.Tensor:
+    placed: torch.Tensor = _PlacedGradient.apply(value)
+    return placed
 
 
 def refuse_sharded_parts(model: nn.Module) -> None:
@@ -69,8 +113,9 @@ def refuse_distributed(joint: JointGraph, workers: int) -> None:
     """
     if any(is_opaque(node.meta.get("val")) for node in joint.primals):
         raise DistributedTensorError(
-            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor). Compile it without "
-            "devices and num_microbatches; a memory_budget works with tensor parallelism."
+            "a pipeline cannot run a model whose parameters are distributed tensors (DTensor) in one process. Give "
+            "mesh= with a dimension 'tp', or compile it without devices and num_microbatches; a memory_budget works "
+            "with tensor parallelism."
         )
     collective = next((node for node in joint.computed() if is_collective(node.target)), None)
     if collective is not None and workers > 1:

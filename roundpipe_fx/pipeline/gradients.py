@@ -48,8 +48,8 @@ def receivers_of(
         if isinstance(value, torch.Tensor) and id(value) not in parts
     ]
     tensors += [split.whole for split in splits]
-    pairs = {id(value): instead.get(id(value), value) for value in tensors if value.requires_grad}
-    return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items()}
+    pairs = {id(value): instead.get(id(value), value) for value in tensors}
+    return {key: Receiver(value, get_gradient_edge(value)) for key, value in pairs.items() if value.requires_grad}
 
 
 def gather(gradients: dict[int, torch.Tensor], splits: Sequence[SplitTensor]) -> None:

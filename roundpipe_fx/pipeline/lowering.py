@@ -100,7 +100,7 @@ def lower_pipeline(
         NoDivisionError: devices are to be divided and cannot be.
         ValueError: a stage name that does not exist in the model.
     """
-    if pipelining.elsewhere:
+    if pipelining.elsewhere or pipelining.tensor_parallel > 1:
         refuse_other_groups(joint, pipelining.tensor_parallel)
     else:
         refuse_distributed(joint, pipelining.workers)
@@ -359,7 +359,10 @@ def _lower_for_schedule(
     if pipelining.checkpoint is None:
         budget = asked_budget(cut.joint, setting.options, setting.device)
         if budget is not None:
-            return within_budget(cut, pipelining, split, forwards_before_backwards, budget, stage_inputs)
+            fewer_weights = weight_limit is not None
+            return within_budget(
+                cut, pipelining, split, forwards_before_backwards, budget, stage_inputs, fewer_weights=fewer_weights
+            )
     return _by_policy(cut, pipelining, split, forwards_before_backwards, {**SAVE_POLICIES, "full": stage_inputs})
 
 

@@ -1,19 +1,23 @@
 """Offloading values: plans that fit a budget because what crosses between residency windows leaves for the host.
 
 A plan that saves much fits a small budget if enough leaves (:mod:`roundpipe_fx.schedules.choose_offloads`); one that
-saves little may fit without. Which is quicker depends on how much is recomputed and on how far the link keeps up, so
-both kinds are simulated, and levels in between (see :mod:`roundpipe_fx.pipeline.within_budget`)::
+saves little may fit without. Which is quicker depends on how much is recomputed and on how far the link keeps up. So
+the chain of segments is solved for several prices of a byte that the link carries
+(:mod:`roundpipe_fx.remat.options_on_host`), and the schedule of each is simulated, with the link::
 
-    level      0 ───────── 3 ──────────── 8 ──────── 12         level 8 fits with everything on the device
-    leaves     much        less           nothing                level 3 may be the quickest
+    price      1/64 ────── 1/16 ────── 1/4 ────── 1 ─────▶     × the seconds in which the link carries a byte
+    leaves     much                               little
+    step       3.4 s       3.1 s      2.9 s      3.2 s         next: the prices between 1/4 and its neighbours
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from roundpipe_fx.pipeline.attempt import Attempt
+from roundpipe_fx.pipeline.host_memory import host_memory_of
+from roundpipe_fx.pipeline.settings import Pipelining
 from roundpipe_fx.schedules import simulate_time
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
 
@@ -21,8 +25,13 @@ __all__ = ["quickest_offloaded", "with_offloads"]
 
 _DISTANCES = (1, 2, 4)
 """Numbers of actions beside which values are copied; without any, a device waits for each copy."""
+_STEP = 2.0
+_PRICES = (-2 * _STEP, -_STEP, 0.0)
+"""Prices that are tried first, as powers of two."""
 _ROUNDS = 3
-"""How often levels between the quickest one and its neighbours are tried."""
+"""How often prices between the best one and its neighbours are tried."""
+_SHARES = (0.9, 0.8)
+"""Shares of the limit within which the chain is solved then, at a lower price: copies need room on the device."""
 
 
 def with_offloads(attempt: Attempt, limit: int) -> Attempt:
@@ -34,13 +43,14 @@ def with_offloads(attempt: Attempt, limit: int) -> Attempt:
     """
     if attempt.peak <= limit:
         return attempt
-    tried = [_at_distance(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
+    tried = [_by_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
+    tried += [_by_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
     if min(own.peak for own in tried) > limit:
-        tried.append(_at_distance(attempt, OffloadRule(limit, 0)))
+        tried.append(_by_rule(attempt, OffloadRule(limit, 0)))
     return min(tried, key=lambda own: _cost(own, limit))
 
 
-def _at_distance(attempt: Attempt, rule: OffloadRule) -> Attempt:
+def _by_rule(attempt: Attempt, rule: OffloadRule) -> Attempt:
     timing, costs = attempt.timing, attempt.pipeline.main.costs
     if timing.offloads:  # those that leave under any rule
         timing = simulate_time(timing.schedule, timing.graph, costs)
@@ -49,25 +59,54 @@ def _at_distance(attempt: Attempt, rule: OffloadRule) -> Attempt:
     return dataclasses.replace(attempt, pipeline=dataclasses.replace(attempt.pipeline, offload=rule), timing=timing)
 
 
+def quickest_offloaded(
+    attempt_at: Callable[[float, int], Attempt], limit: int, pipelining: Pipelining, host_budget: int | None
+) -> list[Attempt]:
+    """Attempts with values on the host: at some prices of the link, and at prices around the best of them.
+
+    Args:
+        attempt_at: the attempt at a price and within bytes of a device as the chain counts them, with nothing on the
+            host. The price is a multiple of the seconds in which the link carries a byte.
+        limit: bytes per device.
+        pipelining: the user's.
+        host_budget: bytes of the host; ``None``: no limit.
+    """
+    found: dict[float, Attempt] = {}
+    sent: dict[int, Attempt] = {}
+
+    def attempt_with(power: float, share: float = 1.0) -> Attempt:
+        attempt = attempt_at(2.0**power, int(limit * share))
+        if id(attempt) not in sent:  # prices that differ often make the same choice
+            sent[id(attempt)] = with_offloads(attempt, limit)
+        return sent[id(attempt)]
+
+    def cost(power: float) -> tuple[int, int, float]:
+        attempt = found[power]
+        beyond, seconds = _cost(attempt, limit)
+        on_host = 0
+        if host_budget is not None:
+            needed = host_memory_of(attempt.pipeline, attempt.timing, pipelining).total
+            on_host = max(needed - host_budget, 0)
+        return beyond, on_host, seconds
+
+    for power in _PRICES:
+        found[power] = attempt_with(power)
+    for _ in range(_ROUNDS):
+        powers = sorted(found)
+        best = min(powers, key=cost)
+        place = powers.index(best)
+        lower = powers[place - 1] if place else best - 2 * _STEP
+        higher = powers[place + 1] if place + 1 < len(powers) else best + 2 * _STEP
+        for other in (lower, higher):
+            if found.get(other) is not found[best]:
+                between = (best + other) / 2
+                found[between] = attempt_with(between)
+    best = min(found, key=cost)
+    for share in _SHARES:
+        attempt_with(best - _STEP / 4, share)
+    return list(sent.values())
+
+
 def _cost(attempt: Attempt, limit: int) -> tuple[int, float]:
     """What is compared: bytes beyond the limit, then seconds."""
     return max(attempt.peak - limit, 0), attempt.timing.makespan
-
-
-def quickest_offloaded(attempt_at: Callable[[int], Attempt], known: Iterable[int], limit: int) -> list[Attempt]:
-    """Attempts with values on the host: of known levels, and of levels around the quickest of them.
-
-    Args:
-        attempt_at: the attempt of a level, with nothing on the host.
-        known: levels whose attempts have been made.
-        limit: bytes per device.
-    """
-    found = {level: with_offloads(attempt_at(level), limit) for level in known}
-    for _ in range(_ROUNDS):
-        levels = sorted(found)
-        best = min(levels, key=lambda level: _cost(found[level], limit))
-        place = levels.index(best)
-        between = {(best + other) // 2 for other in levels[max(place - 1, 0) : place + 2]} - found.keys()
-        for level in between:
-            found[level] = with_offloads(attempt_at(level), limit)
-    return list(found.values())

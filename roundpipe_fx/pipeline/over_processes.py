@@ -13,6 +13,7 @@ Replicas of the pipeline do the same with other batches, and average gradients: 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,20 +25,21 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import bytes_text
-from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, Statement, agree
+from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, KnownStep, Statement, agree, known_to_all
 from roundpipe_fx.distributed.errors import RemoteError
 from roundpipe_fx.distributed.gathering import Gathering, refuse_escapes, steps_of, text_of
 from roundpipe_fx.distributed.group import PipelineGroup
-from roundpipe_fx.distributed.layout import ValueLayout
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
+from roundpipe_fx.distributed.run_end import EndBytes
 from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
 from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
-from roundpipe_fx.pipeline.compared_texts import batch_text, gradients_text, graph_text, shapes_text
+from roundpipe_fx.pipeline.compared_texts import batch_text, collectives_text, gradients_text, graph_text, shapes_text
 from roundpipe_fx.pipeline.graph import PipelinedGraph, union
 from roundpipe_fx.pipeline.scheduled import Scheduled
+from roundpipe_fx.pipeline.shared_outputs import end_bytes_of, replace_updates, run_end_of, shared_outputs_of
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
 from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
@@ -46,7 +48,7 @@ from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
 from roundpipe_fx.runtime.prefetch import PrefetchStep
 from roundpipe_fx.runtime.worker import Workers
 
-__all__ = ["ProcessPipeline"]
+__all__ = ["NewlyShown", "ProcessPipeline"]
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,35 @@ class _Plan:
 
     Attributes:
         transfers: of this rank.
+        graphs: the code of all stages.
         digest: of all ranks' orders.
         gradients: which stage actions compute those of the model's tensors.
+        collectives: of each stage, in order.
         gathers: the parameters that are gathered from replicas, in order; ``None``: they are not sharded.
     """
 
     transfers: RankTransfers
+    graphs: str
     digest: str
     gradients: str
+    collectives: str
     gathers: str | None = None
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A step that this rank has captured and planned."""
+
+    captured: CapturedCalls
+    plan: _Plan
+
+
+class NewlyShown(Exception):
+    """Steps have shown something on some rank that no plan takes into account yet. Raised on all, before a step."""
+
+
+_TRIES = 3
+"""How often in all a step that was agreed on may turn out to be unknown, before it is no longer looked for."""
 
 
 class ProcessPipeline:
@@ -81,6 +103,7 @@ class ProcessPipeline:
         ownership: the model's tensors on this rank.
         replication: what this rank has in common with those of other replicas.
         structure: how the first graph was cut; all others are cut alike, since what a stage reads stays where it is.
+        shown: returns what steps have shown on this rank; ``None``: its plans do not take it into account.
     """
 
     def __init__(
@@ -97,7 +120,9 @@ class ProcessPipeline:
             group.replicas.prepare_gathers()
         self.replication = Replication(self.ownership, group, budgeted)
         self.structure: Any = None
+        self.shown: Callable[[], str | None] = str
         self._agreed = False
+        self._tries: dict[str, int] = {}
         self._options = f"{options}\ntorch {torch.__version__}"
         self._plans: dict[Any, _Plan] = {}
         self._graphs: dict[int, tuple[PipelinedGraph, str]] = {}
@@ -121,6 +146,7 @@ class ProcessPipeline:
             microbatches: into how many a batch is split at most.
 
         Raises:
+            NewlyShown: steps have shown something to some rank that its plans do not take into account.
             UnequalMicrobatchesError: microbatches of this pipeline, or of a replica, do not fit together.
             RanksDifferError: ranks differ in options, batch, graph or plan.
             RemoteError: another rank has failed.
@@ -129,60 +155,129 @@ class ProcessPipeline:
         first, synchronizing = not self._agreed, self.replication.synchronizing
         # Replicas may evaluate different numbers of batches, unless they gather parameters from each other.
         alone = not (first or torch.is_grad_enabled() or self.ownership.shards.mesh is not None)
-        ranks, size = self.group if alone else self.group.everyone, self.group.size
+        ranks, size, parts = self.group.sharers if alone else self.group.everyone, self.group.size, self.group.parts
         texts = {"options": self._options, "no_sync()": "outside" if synchronizing else "inside"}
+        among = {"batch": batch_text(batch)}
+        ready = functools.partial(self._ready, generator_device, microbatches=microbatches, alone=alone)
+        if not first:
+            prepared = self._known(among["batch"], prepare, runs)
+            known = None
+            if prepared is not None:
+                everywhere, decided = self._compared(prepared.plan, first)
+                known = KnownStep(
+                    alike=(*texts.values(), *everywhere.values()),
+                    among=(*among.values(), prepared.plan.digest, prepared.plan.collectives),
+                    within=(*decided.values(),),
+                    generator=self._generator(generator_device, prepared.captured),
+                    end_bytes=end_bytes_of(prepared.captured, generator_device(prepared.captured)),
+                )
+            by_all = known_to_all(ranks, known, self.shown() if runs else "", size, parts)
+            if not by_all.shown:
+                raise NewlyShown
+            if by_all.same:
+                assert prepared is not None
+                return ready(prepared.captured, generators=by_all.generators, end_bytes=by_all.end_bytes)
         if first and self.group.replicas is not None:
             texts[FIRST_BATCH] = shapes_text(batch)
-        agree(ranks, Statement(texts, {"batch": batch_text(batch)}), size)
+        agree(ranks, Statement(texts, among=among), size, parts)
         try:
-            captured, scheduled = prepare()
-            readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
-            self.ownership.refuse_shared_updates(
-                (
-                    primals[place]
-                    for program, primals in zip(captured.programs, captured.primals, strict=True)
-                    for place in program.mutations.values()
-                ),
-                readers,
-            )
-            plan = self._plan(captured, scheduled, None)
-            graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
-            self.ownership.own(readers)
-            self.structure = self.structure or captured.graphs[0].pipeline.structure
-            missing = self.ownership.missing() if runs else []
-            if missing:
-                raise RuntimeError(
-                    f"the model was built without memory, and {missing[0]!r} (of {len(missing)} tensors of this rank) "
-                    "has no values yet: call model.load(folder) or model.init_weights(fn) after model.trace(…)."
-                )
+            prepared = self._prepared(prepare, runs)
         except BaseException as error:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        device = generator_device(captured)
-        decided = {"graph": graphs, "plan": plan.digest}
-        state = random_streams.state_of(device).numpy().tobytes()
-        everywhere = dict(decided) if first else {}
-        if plan.gathers is not None:
-            everywhere[GATHERS] = plan.gathers
-        if self.group.replicas is not None:
-            everywhere["gradients of stages"] = plan.gradients
+        everywhere, decided = self._compared(prepared.plan, first)
+        state = self._generator(generator_device, prepared.captured)
         try:
-            generators = agree(ranks, Statement(everywhere, {} if first else decided, state), size)
+            among_parts = {"plan": prepared.plan.digest, "collectives": prepared.plan.collectives} if parts > 1 else {}
+            generators = agree(ranks, Statement(everywhere, decided, state, among=among_parts), size, parts)
         except RemoteError as error:
             if error.figures is not None:
                 raise UnequalMicrobatchesError(*error.figures) from None
             raise
-        if len(set(generators[0 if alone else self.group.replica])) > 1 and any(
-            program.draws for program in captured.programs
-        ):
-            random_streams.set_state(device, self.group.share(random_streams.state_of(device), 0))
-        self.replication.number_streams(None if alone else [of_rank[0] for of_rank in generators], microbatches)
+        of_each = ranks.gather(end_bytes_of(prepared.captured, generator_device(prepared.captured)))
+        end_bytes = EndBytes(max(each.state for each in of_each), max(each.outputs for each in of_each))
+        captured = ready(prepared.captured, generators=generators, end_bytes=end_bytes)
         if first:
             self._agreed = True
             self.replication.share_tensors(value for _, value in self.ownership.named())
             self.ownership.shard()
-        return dataclasses.replace(captured, alone=alone, averaged=synchronizing)
+        self._tries.setdefault(among["batch"], _TRIES)
+        return captured
+
+    def _known(
+        self, batch: str, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool
+    ) -> _Prepared | None:
+        """What is to run for a batch like one that was agreed on; ``None``: this rank would have to trace for it.
+
+        A rank must not trace what others do not: from then on its graphs would differ.
+        """
+        if not self._tries.get(batch):
+            return None
+        try:
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._prepared(prepare, runs)
+        except Exception:  # what it is, all ranks are told when it is raised again, after they have agreed to trace
+            self._tries[batch] -= 1
+            return None
+
+    def _prepared(self, prepare: Callable[[], tuple[CapturedCalls, Scheduled]], runs: bool) -> _Prepared:
+        """Capture and plan on this rank."""
+        captured, scheduled = prepare()
+        readers = readers_of(scheduled.instructions, captured.programs, captured.primals)
+        self.ownership.refuse_shared_updates(
+            (
+                primals[place]
+                for program, primals in zip(captured.programs, captured.primals, strict=True)
+                for place in program.mutations.values()
+            ),
+            readers,
+        )
+        plan = self._plan(captured, scheduled, None)
+        self.ownership.own(readers)
+        self.structure = self.structure or captured.graphs[0].pipeline.structure
+        missing = self.ownership.missing() if runs else []
+        if missing:
+            raise RuntimeError(
+                f"the model was built without memory, and {missing[0]!r} (of {len(missing)} tensors of this rank) "
+                "has no values yet: call model.load(folder) or model.init_weights(fn) after model.trace(…)."
+            )
+        return _Prepared(captured, plan)
+
+    def _compared(self, plan: _Plan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
+        """Texts by name: what is to be the same on all ranks of all pipelines, and on those of one."""
+        decided = {"graph": plan.graphs, "plan": plan.digest}
+        everywhere = dict(decided) if first and self.group.parts == 1 else {}
+        if plan.gathers is not None:
+            everywhere[GATHERS] = plan.gathers
+        if self.group.replicas is not None:
+            everywhere["gradients of stages"] = plan.gradients
+        return everywhere, {} if first and self.group.parts == 1 else decided
+
+    def _generator(self, device_of: Callable[[CapturedCalls], torch.device], captured: CapturedCalls) -> bytes:
+        return random_streams.state_of(device_of(captured)).numpy().tobytes()
+
+    def _ready(
+        self,
+        device_of: Callable[[CapturedCalls], torch.device],
+        captured: CapturedCalls,
+        *,
+        generators: Sequence[Sequence[Any]],
+        end_bytes: EndBytes,
+        microbatches: int,
+        alone: bool,
+    ) -> CapturedCalls:
+        """A step that all ranks agree on, with the generator's state that is its pipeline's."""
+        draws = any(program.draws for program in captured.programs)
+        parts = self.group.parts  # of a replica, each a pipeline; all of them draw alike
+        first = 0 if alone else self.group.replica * parts
+        if draws and len({state for of_part in generators[first : first + parts] for state in of_part}) > 1:
+            device = device_of(captured)
+            random_streams.set_state(device, self.group.sharers.share(random_streams.state_of(device), 0))
+        of_replicas = [of_part[0] for of_part in generators[::parts]]
+        self.replication.number_streams(None if alone else of_replicas, microbatches)
+        synchronizing = self.replication.synchronizing
+        return dataclasses.replace(captured, alone=alone, averaged=synchronizing, end_bytes=end_bytes)
 
     def _plan(self, captured: CapturedCalls, scheduled: Scheduled, kinds: Any) -> _Plan:
         instructions = scheduled.instructions
@@ -200,7 +295,9 @@ class ProcessPipeline:
                 refuse_escapes(instructions, captured.programs, captured.primals, names)
                 ranks = range(len(instructions))
                 gathers = "\n\n".join(text_of(self._gathers(captured, scheduled, rank), names) for rank in ranks)
-            self._plans[key] = _Plan(transfers[self.group.rank], digest, gradients, gathers)
+            graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
+            collectives = "\n".join(map(collectives_text, captured.graphs))
+            self._plans[key] = _Plan(transfers[self.group.rank], graphs, digest, gradients, collectives, gathers)
         return self._plans[key]
 
     def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
@@ -243,8 +340,14 @@ class ProcessPipeline:
         budget = captured.graphs[0].pipeline.budget
         if budget is not None:
             self._warn_of_late_sends(plan.transfers, programs, budget)
-        together = self.group if captured.alone else self.group.everyone
-        transport = ProcessTransport(self.group, together, plan.transfers, streams, overlap=budget is None)
+        where = {
+            (instruction.action.step, instruction.action.microbatch): device
+            for device, of_device in enumerate(instructions)
+            for instruction in of_device
+        }
+        shared_outputs = [*shared_outputs_of(captured, where, self.ownership.owners or {})]
+        end = run_end_of(captured, where, shared_outputs, self.group, self.replication.alike, streams[0])
+        transport = ProcessTransport(self.group, plan.transfers, streams, end, overlap=budget is None)
         differentiates = any(program.tangents for program in programs) and (kinds is None or bool(inherited))
         if differentiates:
             shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)
@@ -262,16 +365,14 @@ class ProcessPipeline:
         )
         if replicas is not None:
             shards.distribute(finished.gradients, captured.averaged, replicas.start_gather)
-        where = {
-            (instruction.action.step, instruction.action.microbatch): device
-            for device, of_device in enumerate(instructions)
-            for instruction in of_device
-        }
-        for batch, program in enumerate(programs):
-            self._share_outputs(program, primals[batch], finished.outputs[batch], batch, where, captured)
+        self.ownership.distribute(finished.gradients)
+        for output in shared_outputs:
+            if output not in end.outputs:
+                of_batch = finished.outputs[output.microbatch]
+                of_batch[output.place] = shared_value(self.group, of_batch[output.place], output.layout, output.root)
+        replace_updates(captured, where, finished.outputs, rank)
         if differentiates and not captured.averaged:
             self.replication.note_unsynchronized(finished.gradients)
-        self._share_generator(programs[0], where, streams[0], captured.alone)
         spans = [[] if device != rank else finished.spans[0] for device in range(self.group.size)]
         return dataclasses.replace(finished, spans=spans)
 
@@ -302,46 +403,6 @@ class ProcessPipeline:
         """The ranks that get a tensor's gradient; all, for inputs and for tensors that are not the model's."""
         assert self.ownership.owners is not None
         return self.ownership.owners.get(key, frozenset(range(self.group.size)))
-
-    def _share_outputs(
-        self,
-        program: PipelineProgram,
-        primals: Sequence[Any],
-        outputs: list[Any],
-        batch: int,
-        where: Mapping[Any, int],
-        captured: CapturedCalls,
-    ) -> None:
-        makers = {number: step for step, code in program.steps.items() for number in code.outputs}
-        fakes = captured.graphs[batch].outputs
-        for place, source in enumerate(program.outputs):
-            if source is None or source.kind == "token":
-                continue
-            if source.kind == "value":
-                root = where.get((makers[source.index], batch))
-                if root is None:  # of the forward, which was an earlier run
-                    continue
-                if place in program.mutations:
-                    if root != self.group.rank:
-                        like = primals[program.mutations[place]]
-                        outputs[place] = torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape)
-                    continue
-            elif source.kind == "primal" and id(primals[source.index]) in (self.ownership.owners or {}):
-                root = min(self._owners_of(id(primals[source.index])))
-            else:
-                continue
-            outputs[place] = shared_value(self.group, outputs[place], ValueLayout.of(fakes[place]), root)
-
-    def _share_generator(
-        self, program: PipelineProgram, where: Mapping[Any, int], stream: random_streams.RandomStream, alone: bool
-    ) -> None:
-        """The state in which the step leaves the generator: that after the first microbatch's last random numbers."""
-        drawn = [step for step in program.draws if (step, 0) in where]
-        if drawn:
-            stream.state = self.group.share(stream.state, where[drawn[-1], 0])
-            stream.drawn = True
-            if not alone:
-                self.replication.share_generator(stream)
 
     def finish(self, captured: CapturedCalls) -> None:
         """After a step has updated buffers: replicas get the first one's."""

@@ -12,7 +12,7 @@ from roundpipe_fx.remat.in_flight import SegmentRun
 from roundpipe_fx.schedules import ActionKind, Timing
 from roundpipe_fx.schedules.schedule import NUMBER
 
-__all__ = ["runs_of"]
+__all__ = ["microbatches_in_flight", "runs_of"]
 
 
 def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
@@ -29,17 +29,25 @@ def runs_of(timing: Timing, cuts: Sequence[StageCut]) -> list[SegmentRun]:
     if any(cut.index not in forward for cut in cuts):
         everywhere = frozenset(range(len(orders)))
         first, last = min(cut.first for cut in cuts), max(cut.last for cut in cuts)  # backward slots: last ones first
-        return [SegmentRun(first, last + 1, everywhere, _in_flight(timing, None, everywhere))]
+        return [SegmentRun(first, last + 1, everywhere, microbatches_in_flight(timing, None, everywhere))]
     runs = []
     for where, group in itertools.groupby(cuts, lambda cut: devices[cut.index]):
         members = list(group)
         stages = [cut.index for cut in members]
-        runs.append(SegmentRun(members[0].first, members[-1].last + 1, where, _in_flight(timing, stages, where)))
+        runs.append(
+            SegmentRun(members[0].first, members[-1].last + 1, where, microbatches_in_flight(timing, stages, where))
+        )
     return runs
 
 
-def _in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
-    """The most microbatches that have begun some stages and not yet run their backward, per device."""
+def microbatches_in_flight(timing: Timing, stages: Collection[int] | None, devices: Collection[int]) -> int:
+    """The most microbatches that have begun some stages and not yet run their backward, per device.
+
+    Args:
+        timing: of the schedule.
+        stages: which stages; ``None``: all.
+        devices: that run them.
+    """
     begun = np.full(max(timing.schedule.microbatches, 1), np.inf)
     over = np.full(len(begun), -np.inf)
     for order, starts, ends in zip(timing.schedule.orders, timing.starts, timing.ends, strict=True):

@@ -196,7 +196,7 @@ class Pipeline:
         made: list[functools.partial[Any]] = []
 
         def noted(calls: tuple[list[functools.partial[Any]], list[SplitTensor], list[float]]) -> Any:
-            made.extend(calls[0])
+            made[:] = calls[0]  # of the last time: what was known to this rank alone is prepared again
             return calls
 
         loss_fn = kwargs.get("loss_fn")
@@ -231,7 +231,7 @@ class Pipeline:
         made: list[Any] = []
 
         def capture() -> CapturedCalls:
-            made.extend(make())
+            made[:] = make()
             return self._take(made[0], forwards_before_backwards)
 
         def prepare() -> tuple[CapturedCalls, Scheduled]:
@@ -317,7 +317,7 @@ class Pipeline:
         return contextlib.nullcontext() if self._processes is None else self._processes.ownership.shards.traced()
 
     def _sharded(self) -> Mapping[int, torch.Tensor]:
-        return {} if self._processes is None else self._processes.ownership.shards.receivers
+        return {} if self._processes is None else self._processes.ownership.receivers()
 
     def _take(self, calls: list[functools.partial[Any]], forwards_before_backwards: bool) -> CapturedCalls:
         self._compile_state.offloaded = self._offloaded is not None or self.settings.offloaded

@@ -10,6 +10,9 @@ devices, then with one for each::
     device 0   ├─────────── 4 fits                    then each for itself: device 0 has more in flight
     device 1   ├── 1 fits
 
+Where an offloaded model's values may leave for the host, plans are also found by the price of its link
+(:mod:`roundpipe_fx.pipeline.offload_values`).
+
 Of all plans that were simulated and fit, the one with the shortest step is taken; then recomputation is moved into the
 time in which devices wait (:mod:`roundpipe_fx.pipeline.fill_waits`). What the budget has left then keeps sharded
 parameters gathered (:mod:`roundpipe_fx.schedules.sharding`).
@@ -30,6 +33,7 @@ from roundpipe_fx.pipeline.attempt import Attempt
 from roundpipe_fx.pipeline.cut_for_schedule import CutGraph
 from roundpipe_fx.pipeline.fill_waits import with_waits_filled
 from roundpipe_fx.pipeline.host_memory import host_budget_of, host_memory_of
+from roundpipe_fx.pipeline.link_prices import LinkPrices
 from roundpipe_fx.pipeline.lowered_pipeline import LoweredPipeline, Structure, gaps, variant_of
 from roundpipe_fx.pipeline.offload_values import quickest_offloaded, with_offloads
 from roundpipe_fx.pipeline.runs import runs_of
@@ -53,6 +57,7 @@ def within_budget(
     forwards_before_backwards: bool,
     budget: int | float,
     stage_inputs: SavePolicy,
+    fewer_weights: bool = False,
 ) -> LoweredPipeline:
     """The shortest step that is found with every device within the budget.
 
@@ -63,6 +68,8 @@ def within_budget(
         forwards_before_backwards: whether all forwards run before all backwards.
         budget: bytes per device, or a share of the way from the least that can be reached to saving everything.
         stage_inputs: saves what enters stages: saving that alone is always one of the possibilities.
+        fewer_weights: whether the graph can be cut for fewer weights on a device at one time. That makes a shorter step
+            than a plan for which there is hardly room.
 
     Raises:
         InfeasibleBudgetError: some device needs more than the budget at the least.
@@ -80,13 +87,16 @@ def within_budget(
     if first.peak <= limit and (isinstance(budget, int) or budget == 1.0):
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
+    may_leave = pipelining.offloaded and not forwards_before_backwards
+    prices = LinkPrices(blocks.graph, chain, save_options, runs, first, cut.joint.cuts) if may_leave else None
+    if fewer_weights and prices is not None and not prices.any_fits(limit):
+        raise _refusal(limit, first.peak, cut.structure, pipelining)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])
     others = [] if blocks.graph.regions else [attempts.with_policy(stage_inputs)]
-    may_leave = pipelining.offloaded and not forwards_before_backwards
     sent: list[Attempt] = []
     level = levels.alike(levels.last, limit) if isinstance(budget, int) else None
     if may_leave and isinstance(budget, int):
-        sent = _sent(levels, others, limit)
+        sent = [with_offloads(attempt, limit) for attempt in (*attempts.of_choices, *others)]
     if level is None and all(attempt.peak > limit for attempt in sent):
         lowest = levels.lowest()
         if isinstance(budget, float):
@@ -96,15 +106,22 @@ def within_budget(
             limit = int(limit_of(budget, low, highest) * share)
         level = levels.alike(lowest, limit)
         if may_leave:
-            sent = _sent(levels, others, limit)
+            sent = [with_offloads(attempt, limit) for attempt in (*attempts.of_choices, *others)]
     if level is not None and len(runs) > 1:  # with one, all devices have its level
         levels.each(level, limit)
     tried = [*attempts.of_choices, *others, *sent]
     if isinstance(budget, float) and budget == 0.0:
         limit = min(attempt.peak for attempt in tried)
-    fitting = [attempt for attempt in tried if attempt.peak <= limit]
+    # The least budget that a refusal names does not depend on these: they depend on what was asked.
+    priced: list[Attempt] = []
+    on_host = host_budget_of(first.pipeline, pipelining) if pipelining.offloaded else None
+    if prices is not None:
+        priced = quickest_offloaded(
+            lambda price, within: attempts.with_choice(prices.choice_at(price, within)), limit, pipelining, on_host
+        )
+    fitting = [attempt for attempt in (*tried, *priced) if attempt.peak <= limit]
     if pipelining.offloaded:
-        fitting = _within_host(fitting, pipelining, host_budget_of(first.pipeline, pipelining))
+        fitting = _within_host(fitting, pipelining, on_host)
     if not fitting:
         least = min(tried, key=lambda attempt: attempt.peak)
         if allowed is not None and least.peak > allowed:
@@ -113,7 +130,7 @@ def within_budget(
     best = min(fitting, key=lambda attempt: (attempt.timing.makespan, attempt.seconds, attempt.peak))
     if pipelining.workers > 1:
         best = with_waits_filled(best, fitting, attempts.with_candidate, split, pipelining.microbatches, limit)
-    return chosen_among(tried, best, max(limit, best.peak), allowed)
+    return chosen_among([*tried, *priced], best, max(limit, best.peak), allowed)
 
 
 def _with_all_gathered(attempt: Attempt) -> int:
@@ -160,11 +177,6 @@ def _within_host(fitting: Sequence[Attempt], pipelining: Pipelining, budget: int
     return within or [fitting[needed.index(min(needed))]]
 
 
-def _sent(levels: _Levels, others: Sequence[Attempt], limit: int) -> list[Attempt]:
-    """Attempts that fit, if they do, because values leave for the host."""
-    return [*quickest_offloaded(levels.at, levels.known, limit), *(with_offloads(attempt, limit) for attempt in others)]
-
-
 class _Attempts:
     """Plans that are emitted to simulate their schedule: each copies the graph, and takes the stage modules of others
     that do the same. Only the chosen one is emitted a second time, with its own.
@@ -175,7 +187,9 @@ class _Attempts:
     """
 
     def __init__(self, cut: CutGraph, pipelining: Pipelining, split: bool, forwards_before_backwards: bool) -> None:
-        self.blocks = Blocks(operations_of(cut.joint, cut.setting, sums=pipelining.microbatches > 1))
+        # Gradients that go to the host after each residency window are no part of what is allocated in any case.
+        sums = pipelining.microbatches > 1 or pipelining.offloaded
+        self.blocks = Blocks(operations_of(cut.joint, cut.setting, sums=sums))
         self.devices = pipelining.workers
         self._cut = cut
         self._pipelining = pipelining
@@ -292,11 +306,6 @@ class _Levels:
         last = self.last
         best = min(sorted({last, *(last * part // 8 for part in range(4, 8))}, reverse=True), key=peak)
         return min((level for level in range(best + 2, best - 3, -1) if 0 <= level <= last), key=peak)
-
-    @property
-    def known(self) -> list[int]:
-        """Levels that all devices have had."""
-        return [levels[0] for levels in self._known if len(set(levels)) == 1]
 
     def at(self, level: int) -> Attempt:
         """The attempt in which all devices have one level."""

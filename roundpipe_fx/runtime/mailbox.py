@@ -102,7 +102,7 @@ class Mailboxes:
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Nothing to do: no worker waits any more."""
 
-    def end_run(self, failure: BaseException | None) -> None:
+    def end_run(self, failure: BaseException | None, outputs: Sequence[list[Any]]) -> None:
         """Nothing to ask: all workers are in this process."""
 
     def accumulated(self, device: int, place: int, sums: GradientAccumulator) -> None:

@@ -153,7 +153,7 @@ def run_pipeline(
             if on_host:
                 device_streams.synchronize_copies()
     try:
-        run.transport.end_run(run.failure)
+        run.transport.end_run(run.failure, run.outputs)
         if run.failure is not None:
             raise run.failure
     finally:
@@ -210,7 +210,7 @@ class _PipelineRun:
         self._left_gradients = _gradients_among(inherited, programs, primals)
         if inherited:
             self._hand_out(inherited)
-        self._outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
+        self.outputs: list[list[Any]] = [[None] * len(program.outputs) for program in programs]
         self._sums = [GradientAccumulator() for _ in workers.all_device_streams]
         self._on_host = on_host
         self._prefetch_steps: list[Mapping[int, PrefetchStep]] = [
@@ -361,7 +361,7 @@ class _PipelineRun:
         program = self._programs[batch]
         for place, output in instruction.results:
             value = device_streams.to_caller(results[place])
-            self._outputs[batch][output] = value
+            self.outputs[batch][output] = value
             if output in program.mutations and self._buffer_versions is not None:
                 self._buffer_versions.write(
                     self._primals[batch][program.mutations[output]], batch, value, device_streams.ready()
@@ -406,7 +406,7 @@ class _PipelineRun:
         for batch, program in enumerate(self._programs):
             for place, source in enumerate(program.outputs):
                 if source is not None and source.kind == "primal":
-                    self._outputs[batch][place] = self._primals[batch][source.index]
+                    self.outputs[batch][place] = self._primals[batch][source.index]
             if len(self._tangents[batch]) < len(program.tangents):
                 continue  # the backward is a later run
             for gradient in program.gradients:
@@ -415,6 +415,8 @@ class _PipelineRun:
                     outside = self._tangents if source.kind == "tangent" else self._primals
                     key = id(self._primals[batch][gradient.primal])
                     value = outside[batch][source.index]
+                    if not isinstance(value, torch.Tensor):
+                        continue  # the mesh of a DTensor, beside its local tensor
                     value = value.cpu() if key in self._on_host else value
                     gradients[key] = gradients[key] + value if key in gradients else value
         self.transport.average(gradients)
@@ -422,7 +424,7 @@ class _PipelineRun:
         for batches in self._values:
             for batch, values in enumerate(batches):
                 left[batch].update(values)
-        return Finished(self._outputs, gradients, left, self._spans)
+        return Finished(self.outputs, gradients, left, self._spans)
 
 
 def _gradients_among(

@@ -50,8 +50,8 @@ class Transport(Protocol):
     def abandon(self, device: int, failure: BaseException | None) -> None:
         """Called by a worker that will not run its remaining instructions."""
 
-    def end_run(self, failure: BaseException | None) -> None:
-        """Called when all workers have ended, with what one of them raised.
+    def end_run(self, failure: BaseException | None, outputs: Sequence[list[Any]]) -> None:
+        """Called when all workers have ended, with what one of them raised, and each microbatch's outputs so far.
 
         Raises:
             RuntimeError: the run has failed elsewhere, and not here.

@@ -4,6 +4,15 @@ An offload lowers the bytes of its device between two positions, so this is a co
 all values have the same size, going through the positions and taking at each one over the limit the value that stays
 away longest is optimal (Belady, 1966, for pages); with different sizes it is a heuristic. In the end, values that later
 choices have made superfluous stay.
+
+These values are the ones that were made first, so the link has much to do at the beginning of a step, and nothing in
+the middle, where a device holds most. Where that makes devices wait, it is better to send a part of what each action
+makes, as much as the link can carry meanwhile: *in time*, going through the positions, each value leaves whose copy
+would have ended when its memory is to be freed; others leave only where the limit cannot be met without. ::
+
+    values made          ████ ████ ████ ████ ████ ░ the link carries ¾ of them
+    away longest         ████ ████ ████ ▒▒          sent late: devices wait for the copies of the first three
+    in time              ███  ███  ███  ███  ██     as many bytes, and no waits
 """
 
 from __future__ import annotations
@@ -28,10 +37,12 @@ class OffloadRule:
     Attributes:
         limit: bytes per device.
         distance: number of actions beside which a value is copied, in each direction.
+        in_time: whether values leave whose copies end in time, rather than those that stay away longest.
     """
 
     limit: int
     distance: int
+    in_time: bool = False
 
 
 def offloads_within(
@@ -48,10 +59,18 @@ def offloads_within(
     if max(timing.peak_bytes) <= rule.limit and not costs.wanted_on_host:
         return []
     may, must = offloads_at_distance(timing.schedule, costs, others, rule.distance)
-    during = [own.copy() for own in timing.action_bytes]
+    during = [own.astype(np.int64) for own in timing.action_bytes]
     for own in must:
         during[own.device][own.freed : own.reloads] -= own.bytes
-    return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
+    if not rule.in_time:
+        return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
+    chosen = list(must)
+    for device, (left, starts, ends) in enumerate(zip(during, timing.starts, timing.ends, strict=True)):
+        link = _Outgoing(starts, ends, costs.host_bandwidth)
+        candidates = [own for own in may if own.device == device]
+        covering = _cover_in_time(candidates, [own for own in must if own.device == device], left, rule.limit, link)
+        chosen += _without_superfluous(covering, left, rule.limit)
+    return sorted(chosen, key=_place)
 
 
 def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.ndarray], limit: int) -> list[Offload]:
@@ -87,6 +106,79 @@ def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[
             own = candidates[heapq.heappop(away_longest)[2]]
             left[own.freed : own.reloads] -= own.bytes
             chosen.append(own)
+    return chosen
+
+
+class _Outgoing:
+    """The link from a device to the host, while its copies are chosen one after another.
+
+    Args:
+        starts: seconds at which the device's actions start, if nothing leaves.
+        ends: seconds at which they end.
+        bandwidth: bytes per second.
+    """
+
+    def __init__(self, starts: np.ndarray, ends: np.ndarray, bandwidth: float) -> None:
+        self._starts, self._ends, self._bandwidth = starts, ends, bandwidth
+        self._free = 0.0
+
+    def is_in_time(self, own: Offload) -> bool:
+        """Whether the device would not wait for the copy of a value behind those that were sent so far."""
+        return self._copied(own) <= self._starts[own.freed]
+
+    def send(self, own: Offload) -> None:
+        """Send a value."""
+        self._free = self._copied(own)
+
+    def _copied(self, own: Offload) -> float:
+        """Seconds at which a value would be on the host."""
+        return max(self._free, float(self._ends[own.leaves - 1])) + own.bytes / self._bandwidth
+
+
+def _cover_in_time(
+    candidates: Sequence[Offload], must: Sequence[Offload], left: np.ndarray, limit: int, link: _Outgoing
+) -> list[Offload]:
+    """Offloads that lower ``left`` to the limit, if possible such that the device does not wait for copies to the host.
+
+    Args:
+        candidates: all that may leave.
+        must: what leaves in any case; ``left`` is without it.
+        left: by position, the bytes that are there; lowered by what leaves.
+        limit: bytes.
+        link: with no copies yet.
+    """
+    leaving: list[tuple[int, int, int, Offload]] = []
+    leaving += [(own.leaves, 0, place, own) for place, own in enumerate(must)]
+    leaving += [(own.leaves, 1, place, own) for place, own in enumerate(candidates)]
+    leaving.sort(key=lambda item: item[:3], reverse=True)
+    late: list[tuple[int, int, int]] = []
+    chosen: list[Offload] = []
+
+    def send(own: Offload) -> None:
+        link.send(own)
+        left[own.freed : own.reloads] -= own.bytes
+        chosen.append(own)
+
+    for place in range(len(left)):
+        while leaving and leaving[-1][0] <= place:
+            _, may_stay, index, own = leaving.pop()
+            if not may_stay:
+                link.send(own)
+            elif (left[own.freed : own.reloads] > limit).any():
+                if link.is_in_time(own):
+                    send(own)
+                else:
+                    heapq.heappush(late, (-own.reloads, -own.bytes, index))
+        if left[place] > limit:
+            not_yet = []
+            while left[place] > limit and late and -late[0][0] > place:
+                item = heapq.heappop(late)
+                if candidates[item[2]].freed <= place:
+                    send(candidates[item[2]])
+                else:
+                    not_yet.append(item)
+            for item in not_yet:
+                heapq.heappush(late, item)
     return chosen
 
 

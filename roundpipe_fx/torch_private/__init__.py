@@ -20,6 +20,7 @@ from roundpipe_fx.torch_private.aot import (
     is_same_object,
     leave_unused_gradients_out,
     mutated_inputs,
+    opaque_object,
     plain_input,
     registered_backwards,
     traces,
@@ -49,6 +50,7 @@ from roundpipe_fx.torch_private.data_parallel import (
     data_parallel_forward,
     module_forward,
 )
+from roundpipe_fx.torch_private.distributed_tensors import local_part
 from roundpipe_fx.torch_private.dynamo import (
     OptimizedModule,
     PassedThrough,
@@ -183,6 +185,7 @@ __all__ = [
     "keystr",
     "leave_unused_gradients_out",
     "line_of_break",
+    "local_part",
     "memory_is_profiled",
     "module_forward",
     "module_path_text",
@@ -192,6 +195,7 @@ __all__ = [
     "note_counts",
     "note_optimizer_step",
     "number_hint",
+    "opaque_object",
     "parts_sharded_alone",
     "passed_through",
     "plain_input",

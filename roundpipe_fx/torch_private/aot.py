@@ -34,6 +34,7 @@ __all__ = [
     "is_same_object",
     "leave_unused_gradients_out",
     "mutated_inputs",
+    "opaque_object",
     "plain_input",
     "registered_backwards",
     "traces",
@@ -118,9 +119,14 @@ def is_opaque(value: Any) -> bool:
     return isinstance(value, (torch.ScriptObject, FakeScriptObject)) or is_opaque_value(value)
 
 
+def opaque_object(value: Any) -> Any:
+    """The object that an opaque traced value stands for."""
+    return getattr(value, "real_obj", value)
+
+
 def is_same_object(value: Any, other: Any) -> bool:
     """Whether two opaque values are equal."""
-    return bool(getattr(value, "real_obj", value) == getattr(other, "real_obj", other))
+    return bool(opaque_object(value) == opaque_object(other))
 
 
 def plain_input(placeholder: fx.Node) -> int | None:

@@ -76,6 +76,7 @@ USED: Mapping[str, str] = {
     ),
     "torch.autograd": "Variable._execution_engine.queue_callback",
     "torch.distributed.distributed_c10d": "_get_default_store _resolve_process_group",
+    "torch.distributed.tensor": "DTensor._local_tensor",
     "torch.distributed.pipelining.microbatch": "_Replicate",
     "torch.distributed.fsdp": "FSDPModule._get_fsdp_state",
     "torch.distributed.fsdp._fully_shard._fsdp_param_group": "FSDPParamGroup._reshard_after_forward",

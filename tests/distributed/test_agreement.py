@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
 
-from roundpipe_fx.distributed.agreement import Statement, agree
+from roundpipe_fx.distributed.agreement import KnownStep, Statement, agree, known_to_all
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
+from roundpipe_fx.distributed.run_end import EndBytes
 
 RANKS, SIZE = 4, 2
 
@@ -22,6 +25,9 @@ class _Rank:
     def __init__(self, rank: int, values: list[Any], barrier: threading.Barrier) -> None:
         self._rank, self._values, self._barrier = rank, values, barrier
 
+    def gather_record(self, record: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.gather(record))
+
     def gather(self, value: Any) -> list[Any]:
         self._values[self._rank] = value
         self._barrier.wait(10)
@@ -32,13 +38,17 @@ class _Rank:
 
 def _agreed(*statements: Statement) -> list[Any]:
     """What each rank gets, or raises."""
+    return _on_each(lambda ranks, number: agree(ranks, statements[number], SIZE))
+
+
+def _on_each(call: Callable[[Any, int], Any]) -> list[Any]:
     values: list[Any] = [None] * RANKS
     barrier = threading.Barrier(RANKS)
 
     def of_rank(rank: int) -> Any:
         ranks: Any = _Rank(rank, values, barrier)
         try:
-            return agree(ranks, statements[rank], SIZE)
+            return call(ranks, rank)
         except (RanksDifferError, RemoteError) as error:
             return error
 
@@ -77,3 +87,40 @@ def test_a_failure_is_an_error_on_the_others_with_what_they_need_to_try_again() 
         with pytest.raises(RemoteError, match="rank 10 of the pipelines could not prepare the step: it did not fit"):
             raise error
         assert error.figures == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "shown", "expected"),
+    [
+        ("aaaa", "xxyy", "ssss", (True, True)),
+        ("aaab", "xxyy", "ssss", (True, False)),
+        ("aaaa", "xxyz", "ssss", (True, False)),
+        ("aaaa", "xx?y", "ssss", (True, False)),
+        ("aaaa", "xxyy", "ssst", (False, True)),
+        ("aaaa", "xxyy", "sss?", (False, True)),
+    ],
+)
+def test_all_ranks_see_whether_all_know_a_step(
+    options: str, batches: str, shown: str, expected: tuple[bool, bool]
+) -> None:
+    """A rank that does not know it, or whose plans are stale, is marked with ``?``."""
+
+    def known(number: int) -> KnownStep | None:
+        if batches[number] == "?":
+            return None
+        sizes = EndBytes(number, 3 - number)
+        return KnownStep(
+            alike=(options[number],),
+            among=(),
+            within=(batches[number],),
+            generator=batches[number].encode(),
+            end_bytes=sizes,
+        )
+
+    everywhere = _on_each(
+        lambda ranks, number: known_to_all(ranks, known(number), shown[number].replace("?", "") or None, SIZE)
+    )
+    assert all((found.shown, found.same) == expected for found in everywhere)
+    first, second = everywhere[0].generators
+    assert first[0] == first[1] != second[1]
+    assert everywhere[0].end_bytes == EndBytes(3, 3)

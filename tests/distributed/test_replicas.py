@@ -240,6 +240,20 @@ def check_differences(_rank: int, _folder: str) -> None:
     assert all(torch.equal(value, expected[key]) for key, value in found.items())
 
 
+def check_replicas_beside_each_other(_rank: int, _folder: str) -> None:
+    """The ranks of a pipeline need not follow each other: batches are compared within pipelines all the same."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    replica = mesh["dp"].get_local_rank()
+    model, batch = make("tied")
+    compiled = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
+    compiled.trace(**_batch_of(batch, 0))
+    torch.manual_seed(replica)
+    for rows in (16, 16 + 8 * replica, 16 + 8 * replica):
+        loss = compiled.forward_backward(**_batch_of(batch, 0, rows))
+        losses = _everywhere(loss)
+        assert losses[0] == losses[2] != losses[1] == losses[3]
+
+
 def check_another_plan(_rank: int, _folder: str) -> None:
     """If the microbatches of one replica do not fit together, all replicas plan with less, and run the step again."""
     replica, _ = _mesh().get_coordinate()
@@ -364,6 +378,7 @@ def test_replicas(tmp_path: Path) -> None:
         check_no_sync,
         check_failures,
         check_differences,
+        check_replicas_beside_each_other,
         check_another_plan,
         check_norm_and_checkpoint,
         check_budget,

@@ -62,12 +62,14 @@ def steps(draw: st.DrawFn) -> tuple[Schedule, StageGraph, StepCosts]:
 distances = st.integers(0, 3)
 
 
-@given(steps(), distances, st.integers(0, 200))
-@settings(max_examples=150, deadline=None)
-def test_what_leaves_brings_the_device_within_the_limit_if_anything_can(step, distance: int, limit: int) -> None:
+@given(steps(), distances, st.integers(0, 200), st.booleans())
+@settings(max_examples=250, deadline=None)
+def test_what_leaves_brings_the_device_within_the_limit_if_anything_can(
+    step, distance: int, limit: int, in_time: bool
+) -> None:
     schedule, graph, costs = step
     present = simulate(schedule, graph, costs)
-    chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance))
+    chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance, in_time))
     timing = simulate(schedule, graph, costs, offloads=chosen)
     everything, _ = offloads_at_distance(schedule, costs, {}, distance)
     least = simulate(schedule, graph, costs, offloads=everything)
@@ -101,10 +103,10 @@ def test_a_value_is_away_between_two_readers_and_back_before_it_is_read(step, di
         seen.add((number, own.microbatch, own.leaves))
 
 
-@given(steps(), distances, st.integers(0, 200), st.data())
-@settings(max_examples=100, deadline=None)
+@given(steps(), distances, st.integers(0, 200), st.booleans(), st.data())
+@settings(max_examples=150, deadline=None)
 def test_what_must_leave_does_under_every_limit_and_the_others_for_what_is_left(
-    step, distance: int, limit: int, data: st.DataObject
+    step, distance: int, limit: int, in_time: bool, data: st.DataObject
 ) -> None:
     schedule, graph, costs = step
     freely = costs
@@ -113,8 +115,8 @@ def test_what_must_leave_does_under_every_limit_and_the_others_for_what_is_left(
     _, must = offloads_at_distance(schedule, costs, {}, distance)
     assert {own.values for own in must} <= wanted
     present = simulate(schedule, graph, costs)
-    assert offloads_within(present, costs, {}, OffloadRule(2**40, distance)) == sorted(must, key=_place)
-    chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance))
+    assert offloads_within(present, costs, {}, OffloadRule(2**40, distance, in_time)) == sorted(must, key=_place)
+    chosen = offloads_within(present, costs, {}, OffloadRule(limit, distance, in_time))
     assert set(must) <= set(chosen)
     timing = simulate(schedule, graph, costs, offloads=chosen)
     assert timing.peak_bytes[0] <= max(limit, present.peak_bytes[0])
@@ -142,6 +144,23 @@ def test_bytes_and_seconds_are_those_of_a_walk(step, distance: int, limit: int) 
     without = simulate(schedule, graph, dataclasses.replace(costs, held=()))
     values = _values_on_foot(schedule, costs, chosen)
     assert (timing.action_bytes[0] - without.action_bytes[0]).tolist() == values
+
+
+def test_what_leaves_in_time_keeps_no_device_waiting() -> None:
+    # Four forward slots of 8 s, a fused one, and four backward slots. In 8 s the link carries 8 of 12 bytes.
+    schedule, graph = round_robin(1, 4, 9, 4, None, True), rounds(4, 9)
+    held = tuple(Held(12, (F, stage), ((B, 8 - stage),), values=((stage, 12),)) for stage in range(4))
+    seconds = {step: 8.0 if step[0] is F else 16.0 for step in graph.steps}
+    costs = StepCosts(seconds=seconds, held=held, on_host=frozenset(), host_bandwidth=1.0)
+    present = simulate(schedule, graph, costs)
+    assert present.peak_bytes[0] == 16 * 12
+    longest, in_time = (
+        simulate(schedule, graph, costs, offloads=offloads_within(present, costs, {}, OffloadRule(96, 2, in_time)))
+        for in_time in (False, True)
+    )
+    for timing in (longest, in_time):
+        assert timing.peak_bytes[0] <= 96 and sum(own.bytes for own in timing.offloads) == 96
+    assert present.makespan == in_time.makespan < longest.makespan
 
 
 def _values_on_foot(schedule: Schedule, costs: StepCosts, chosen: list[Offload]) -> list[int]:

@@ -1,0 +1,170 @@
+"""The roofline's rates of an RTX 4090 beside those that others have measured: python -m benchmarks.published_kernels
+
+Figures are as their sources print them. A product of matrices has the modelled seconds of reading and writing them
+once; of attention, which is bound by its arithmetic, and of copies the rate is that of the roofline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.side_by_side import report
+from roundpipe_fx.analysis.cost import DEVICES, Roofline
+
+_DEVICE = "RTX 4090"
+
+
+def _product(size: int) -> Callable[[Roofline], float]:
+    """The rate of a product of square matrices in half precision, in TFLOP/s."""
+
+    def rate(roofline: Roofline) -> float:
+        flops = 2 * size**3
+        return flops / roofline.seconds(flops, 3 * 2 * size**2, torch.float16) / 1e12
+
+    return rate
+
+
+def _arithmetic(roofline: Roofline) -> float:
+    return roofline.flops[torch.float16] / 1e12
+
+
+def _memory(roofline: Roofline) -> float:
+    return roofline.bandwidth / 1e9
+
+
+def _host(roofline: Roofline) -> float:
+    return roofline.host / 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rate:
+    """A measured rate.
+
+    Attributes:
+        operation: what was measured.
+        unit: of the rate.
+        published: the rate.
+        modelled: returns the roofline's.
+        source: where it is printed.
+    """
+
+    operation: str
+    unit: str
+    published: float
+    modelled: Callable[[Roofline], float]
+    source: str
+
+
+_PRODUCTS = "github.com/mli/transformers-benchmarks/issues/4 (PyTorch 1.14, CUDA 12.0)"
+_ATTENTION = "apache/tvm, tl_doc/flash_perf.md (CUDA 12.2, columns Flash_attn)"
+_COPIES = "github.com/NVIDIA/nvbandwidth/issues/15 (v0.2, a machine with eight)"
+_RATES = (
+    _Rate(
+        operation="product of 2,048 × 2,048, float16",
+        unit="TFLOP/s",
+        published=167.112,
+        modelled=_product(2048),
+        source=_PRODUCTS,
+    ),
+    _Rate(
+        operation="product of 8,192 × 8,192, float16",
+        unit="TFLOP/s",
+        published=158.596,
+        modelled=_product(8192),
+        source=_PRODUCTS,
+    ),
+    _Rate(
+        operation="attention of 2,048 tokens, heads of 128",
+        unit="TFLOP/s",
+        published=169.28,
+        modelled=_arithmetic,
+        source=_ATTENTION,
+    ),
+    _Rate(
+        operation="the same, causal",
+        unit="TFLOP/s",
+        published=151.19,
+        modelled=_arithmetic,
+        source=_ATTENTION,
+    ),
+    _Rate(
+        operation="its backward, not causal",
+        unit="TFLOP/s",
+        published=124.57,
+        modelled=_arithmetic,
+        source=_ATTENTION,
+    ),
+    _Rate(
+        operation="its backward, causal",
+        unit="TFLOP/s",
+        published=99.23,
+        modelled=_arithmetic,
+        source=_ATTENTION,
+    ),
+    _Rate(
+        operation="memory of the device",
+        unit="GB/s",
+        published=921.32,
+        modelled=_memory,
+        source="github.com/krrishnarraj/clpeak/issues/106 (power limited to 248 W)",
+    ),
+    _Rate(
+        operation="from the host, the slowest of eight GPUs",
+        unit="GB/s",
+        published=23.90,
+        modelled=_host,
+        source=_COPIES,
+    ),
+    _Rate(
+        operation="from the host, the fastest of eight GPUs",
+        unit="GB/s",
+        published=26.38,
+        modelled=_host,
+        source=_COPIES,
+    ),
+    _Rate(
+        operation="to the host, the slowest of eight GPUs",
+        unit="GB/s",
+        published=26.25,
+        modelled=_host,
+        source=_COPIES,
+    ),
+    _Rate(
+        operation="to the host, the fastest of eight GPUs",
+        unit="GB/s",
+        published=27.11,
+        modelled=_host,
+        source=_COPIES,
+    ),
+    _Rate(
+        operation="from the host, beside a copy to it, the first of eight GPUs",
+        unit="GB/s",
+        published=11.24,
+        modelled=_host,
+        source=_COPIES,
+    ),
+)
+
+
+def main() -> None:
+    report("published_kernels", f"Rates of one {_DEVICE}: the roofline's, and published ones", [*map(_row, _RATES)])
+
+
+def _row(rate: _Rate) -> dict[str, Any]:
+    modelled = rate.modelled(DEVICES[_DEVICE])
+    return {
+        "operation": rate.operation,
+        "unit": rate.unit,
+        "roofline": modelled,
+        "published": rate.published,
+        "published / roofline": rate.published / modelled,
+        "source": rate.source,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Options on the host: what a segment saves, and whether it stays on the device or leaves, decided together.
+
+Every option of a segment is there twice. What stays takes bytes of the device from the segment's forward to its
+backward, once for each microbatch in flight. What leaves takes bytes only while the slots run that make and read it,
+and while it is copied, but time of the link, which all segments share, so its seconds have a *price* for each byte. ::
+
+    option of a segment      held on the device           seconds
+    stays                    bytes × microbatches         of recomputation
+    leaves                   what is being copied         of recomputation + price × bytes
+
+The chain with these options is solved for the memory of the device (:mod:`roundpipe_fx.remat.solve_chain`). The price
+is the link's Lagrange multiplier (Everett, "Generalized Lagrange multiplier method", 1963): no other choice within the
+memory sends as few bytes and recomputes less. At a price of 0 everything that helps leaves; at 1 / bandwidth a byte
+costs as much as if the device waited for it. How much of the copies devices really wait for is known when the schedule
+is simulated, so several prices are tried (:mod:`roundpipe_fx.pipeline.offload_values`). As prices find what is on a
+convex hull, not all choices are found.
+
+Of a segment everything stays or everything leaves; which values leave in the end is decided again for the emitted
+stage modules (:mod:`roundpipe_fx.schedules.choose_offloads`). Nested recomputation is not considered here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from roundpipe_fx.remat.chain import ChainStage, ChainStageOption, Decision, SegmentChain
+from roundpipe_fx.remat.search import FINE_SLOTS, levels
+from roundpipe_fx.remat.solve_chain import solve_chain
+
+__all__ = ["ChainOnHost", "SegmentOnHost", "any_fits", "decisions_at_price"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentOnHost:
+    """What the chain does not know of a segment whose weights, and maybe whose saved values, are on the host.
+
+    Attributes:
+        in_flight: microbatches that have begun its forward and not yet run its backward, at most, per device.
+        may_leave: whether what it saves has the time to leave and to come back.
+        passing: number of microbatches whose saved values of this segment are on the device while its slots run even
+            though they leave: the one that runs, and those that are copied beside it. Where slots have several
+            segments, those of the others count too.
+        copied: number of microbatches whose saved values are on the device while the last segment runs even though
+            they leave: those that are copied then.
+        forward: bytes beyond what the chain counts while its forward runs, of weights for instance.
+        backward: the same for its backward.
+    """
+
+    in_flight: int = 1
+    may_leave: bool = True
+    passing: int = 1
+    copied: int = 0
+    forward: int = 0
+    backward: int = 0
+
+
+@dataclass(frozen=True)
+class ChainOnHost:
+    """A chain in which saved values stay or leave.
+
+    Attributes:
+        chain: with the options of each segment, whose bytes are those of all microbatches in flight.
+        origins: by segment and option, the number of the option that it was.
+        leaves: by segment and option, the bytes of a microbatch that leave.
+    """
+
+    chain: SegmentChain
+    origins: tuple[tuple[int, ...], ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, chain: SegmentChain, segments: Sequence[SegmentOnHost], price: float) -> ChainOnHost:
+        """The chain at a price.
+
+        Args:
+            chain: of one microbatch.
+            segments: one for each stage of the chain.
+            price: seconds a byte that leaves.
+        """
+        stages: list[ChainStage] = []
+        origins: list[tuple[int, ...]] = []
+        leaves: list[tuple[int, ...]] = []
+        for stage, segment in zip(chain.stages, segments, strict=True):
+            staying = [_staying(option, segment.in_flight) for option in stage.options]
+            leaving = [_leaving(option, segment, price) for option in stage.options if segment.may_leave]
+            stages.append(
+                dataclasses.replace(
+                    stage,
+                    options=(*staying, *leaving),
+                    resident=stage.resident + segment.backward,
+                    resident_forward=stage.resident_forward + segment.forward,
+                )
+            )
+            origins.append((*range(len(staying)), *range(len(leaving))))
+            leaves.append((*(0 for _ in staying), *(option.held for option in stage.options if segment.may_leave)))
+        return cls(dataclasses.replace(chain, stages=tuple(stages)), tuple(origins), tuple(leaves))
+
+
+def _staying(option: ChainStageOption, in_flight: int) -> ChainStageOption:
+    """An option that every microbatch in flight keeps on the device."""
+    others = (in_flight - 1) * option.held
+    return ChainStageOption(
+        held=in_flight * option.held,
+        seconds=option.seconds,
+        forward=option.forward + others,
+        backward=option.backward + others,
+    )
+
+
+def _leaving(option: ChainStageOption, segment: SegmentOnHost, price: float) -> ChainStageOption:
+    """An option that is on the device while its slots run, and while it is copied."""
+    others = (segment.passing - 1) * option.held
+    return ChainStageOption(
+        held=segment.copied * option.held,
+        seconds=option.seconds + price * option.held,
+        forward=option.forward + others,
+        backward=option.backward + others,
+    )
+
+
+def decisions_at_price(
+    chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int, price: float
+) -> list[Decision]:
+    """The options that cost the least within a limit, as options of the chain; if none are, those that need least.
+
+    Args:
+        chain: of one microbatch.
+        segments: one for each stage of the chain.
+        limit: bytes of the device.
+        price: seconds a byte that leaves.
+    """
+    joined = ChainOnHost.of(chain, segments, price)
+    solution = solve_chain(joined.chain, limit, FINE_SLOTS, nested=False)
+    reached = levels(solution)
+    if reached:
+        decisions = solution.decisions(reached[-1])
+    else:
+        solution = solve_chain(joined.chain, _most(joined.chain), FINE_SLOTS, nested=False)
+        decisions = solution.decisions(levels(solution)[0])
+    return [
+        dataclasses.replace(own, option=joined.origins[own.stage][own.option])
+        for own in decisions
+        if own.option is not None
+    ]
+
+
+def any_fits(chain: SegmentChain, segments: Sequence[SegmentOnHost], limit: int) -> bool:
+    """Whether there are options within a limit: arguments as for :func:`decisions_at_price`."""
+    return bool(levels(solve_chain(ChainOnHost.of(chain, segments, 0.0).chain, limit, FINE_SLOTS, nested=False)))
+
+
+def _most(chain: SegmentChain) -> int:
+    """Bytes that are enough for all options."""
+    return sum(max(option.held for option in stage.options) for stage in chain.stages) + max(
+        max(option.forward + stage.resident_forward, option.backward + stage.resident)
+        for stage in chain.stages
+        for option in stage.options
+    )

@@ -1,0 +1,304 @@
+"""Pipelines whose stages are tensor parallel: the results of one process, to rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+
+import roundpipe_fx
+from roundpipe_fx.distributed.errors import RanksDifferError
+from tests.distributed.models import language_loss
+from tests.trainers.processes import in_processes
+
+WIDTH, WORDS = 16, 32
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.norm_of_mlp = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        heads = [own(y).unflatten(-1, (-1, 4)).transpose(1, 2) for own in (self.query, self.key, self.value)]
+        x = x + self.dropout(
+            self.out(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(-2))
+        )
+        y = self.norm_of_mlp(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Net(nn.Module):
+    """A small Llama."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    for layer in model.layers:
+        columns = {name: ColwiseParallel() for name in ("query", "key", "value", "gate", "up")}
+        parallelize_module(layer, mesh, {**columns, "out": RowwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def sequence_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    rows = Shard(1)
+    for layer in model.layers:
+        plan: dict[str, Any] = {name: SequenceParallel() for name in ("norm", "norm_of_mlp")}
+        plan |= {name: ColwiseParallel(input_layouts=rows) for name in ("query", "key", "value", "gate", "up")}
+        plan |= {name: RowwiseParallel(output_layouts=rows, use_local_output=False) for name in ("out", "down")}
+        parallelize_module(layer, mesh, plan)
+    first = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=rows, use_local_output=False)
+    head = ColwiseParallel(input_layouts=rows, output_layouts=Replicate())
+    return parallelize_module(model, mesh, {"layers.0": first, "norm": SequenceParallel(), "head": head})
+
+
+def vocabulary_parallel(model: Any, mesh: DeviceMesh) -> Any:
+    """The embedding too, of which each rank has some rows."""
+    return parallelize_module(
+        tensor_parallel(model, mesh),
+        mesh,
+        {"embed": RowwiseParallel(input_layouts=Replicate()), "head": ColwiseParallel(output_layouts=Replicate())},
+    )
+
+
+def _llama() -> Any:
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def parallel_llama(model: Any, mesh: DeviceMesh) -> Any:
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
+
+def _batch() -> dict[str, Any]:
+    tokens = torch.randint(WORDS, (8, 8), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens, "labels": tokens, "loss_fn": language_loss}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _meshes() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+
+
+def _check(
+    plain: nn.Module,
+    parallel: Callable[[Any, DeviceMesh], Any],
+    batch: dict[str, Any],
+    mesh: DeviceMesh,
+    **options: Any,
+) -> Any:
+    """Two steps with an optimizer are those of one process, to rounding; returns the model.
+
+    In float64: AdamW's first step has the size of the learning rate whatever a gradient's, so it magnifies rounding.
+    """
+    plain = plain.double()
+    model = parallel(copy.deepcopy(plain), mesh["tp"])
+    expected = roundpipe_fx.compile(plain, num_microbatches=4)
+    found = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=4, schedule="1f1b", **options)
+    found.trace(**batch)
+    names = {name for name, _ in found.named_parameters()}
+    assert 0 < len(names) < len(dict(plain.named_parameters()))
+    assert any(isinstance(value, DTensor) for value in found.parameters())
+    optimizers = [torch.optim.AdamW(own.parameters(), lr=0.01) for own in (expected, found)]
+    for _ in range(2):
+        losses = []
+        norms = []
+        for own, optimizer in zip((expected, found), optimizers, strict=True):
+            torch.manual_seed(5)
+            optimizer.zero_grad()
+            losses.append(own.forward_backward(**batch))
+            norms.append(own.clip_grad_norm_(1.0) if own is found else nn.utils.clip_grad_norm_(own.parameters(), 1.0))
+        torch.testing.assert_close(*losses, rtol=1e-7, atol=0)
+        torch.testing.assert_close(*norms, rtol=1e-7, atol=0)
+        for name, value in found.named_parameters():
+            gradient = plain.get_parameter(name).grad
+            assert value.grad is not None and gradient is not None, name
+            torch.testing.assert_close(_whole(value.grad), gradient, rtol=1e-6, atol=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in found.named_parameters():
+        torch.testing.assert_close(_whole(value.detach()), plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, names)
+    assert set().union(*everywhere) == set(dict(plain.named_parameters()))
+    return found
+
+
+def _net(dropout: float = 0.0) -> Net:
+    torch.manual_seed(0)
+    return Net(dropout)
+
+
+def check_layouts(_rank: int, _folder: str) -> None:
+    for parallel in (tensor_parallel, sequence_parallel, vocabulary_parallel):
+        _check(_net(), parallel, _batch(), _meshes())
+
+
+def check_transformers(_rank: int, _folder: str) -> None:
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
+    _check(_llama(), parallel_llama, {"input_ids": tokens, "labels": tokens}, _meshes())
+
+
+def check_dropout_and_budget(_rank: int, _folder: str) -> None:
+    """Ranks of a stage draw alike, whatever their seeds; what each allocates in a step is within the budget."""
+    mesh = _meshes()
+    model = roundpipe_fx.compile(tensor_parallel(_net(0.3), mesh["tp"]), mesh=mesh, num_microbatches=2)
+    torch.manual_seed(dist.get_rank())
+    losses = [model.forward_backward(**_batch()) for _ in range(2)]
+    found: list[Any] = [None] * 4
+    dist.all_gather_object(found, (losses, torch.get_rng_state()))
+    assert all(found[0][0] == own and torch.equal(found[0][1], state) for own, state in found)
+    gradients = {name: _whole(value.grad).clone() for name, value in model.named_parameters()}
+    parts: list[Any] = [None] * 4
+    dist.all_gather_object(parts, gradients)
+    assert all(torch.equal(parts[place][name], value) for place in (0, 2) for name, value in parts[place + 1].items())
+    peaks = []
+    for share in (1.0, 0.0):
+        options = {"memory_budget": share, "dynamic": False, "tiling": "never"}
+        model = roundpipe_fx.compile(tensor_parallel(_net(), mesh["tp"]), mesh=mesh, num_microbatches=4, **options)
+        batch = {**_batch(), "tokens": _batch()["tokens"].repeat(4, 2)}
+        batch["labels"] = batch["tokens"]
+        model.trace(**batch)
+        for _ in range(2):
+            model.zero_grad()
+            with roundpipe_fx.measure_peak("cpu") as peak:
+                model.forward_backward(**batch)
+        assert peak.bytes <= model.plan.budget, (share, peak.bytes, model.plan.budget)
+        peaks.append(model.plan.budget)
+    assert peaks[0] > peaks[1]
+
+
+def check_replicas(rank: int, _folder: str) -> None:
+    """Gradients are the mean over replicas, each of which has a batch of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    replica = mesh["dp"].get_local_rank()
+    tokens = _batch()["tokens"]
+    plain = _net()
+    model = sequence_parallel(copy.deepcopy(plain), mesh["tp"])
+    language_loss(plain(tokens), tokens).backward()
+    found = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2)
+    own = tokens.chunk(2)[replica]
+    found.trace(own, labels=own, loss_fn=language_loss)
+    for _ in range(2):
+        found.zero_grad()
+        found.forward_backward(own, labels=own, loss_fn=language_loss)
+    for name, value in found.named_parameters():
+        torch.testing.assert_close(_whole(value.grad), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+
+
+def check_calls_and_checkpoints(_rank: int, folder: str) -> None:
+    """A call and its backward; a checkpoint is loaded by the model, and by a model in one process."""
+    mesh, batch = _meshes(), _batch()
+    plain = _net()
+    model = roundpipe_fx.compile(vocabulary_parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh, num_microbatches=2)
+    model.trace(**batch)
+    language_loss(model(batch["tokens"]), batch["labels"]).backward()
+    expected = language_loss(plain(batch["tokens"]), batch["labels"])
+    expected.backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(_whole(value.grad), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        loss = language_loss(model(batch["tokens"]), batch["labels"])
+    torch.testing.assert_close(loss, expected.detach())
+    before = {name: _whole(value.detach()).clone() for name, value in model.named_parameters()}
+    dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/parallel")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.zero_()
+    state = model.state_dict()
+    dcp.load({"model": state}, checkpoint_id=f"{folder}/parallel")
+    model.load_state_dict(state)
+    assert all(torch.equal(_whole(value.detach()), before[name]) for name, value in model.named_parameters())
+    whole = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
+    dcp.load({"model": whole}, checkpoint_id=f"{folder}/parallel")
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in whole.items())
+    model.load_state_dict({name: value + 1 for name, value in plain.state_dict().items()})  # whole on each rank
+    assert all(torch.equal(_whole(v.detach()), plain.get_parameter(n) + 1) for n, v in model.named_parameters())
+    with pytest.raises(NotImplementedError, match=r"dcp\.save"):
+        model.save(f"{folder}/files")
+
+
+def check_errors(rank: int, _folder: str) -> None:
+    """All ranks of a replica are given the same batch; what is not supported is said before anything runs."""
+    mesh, batch = _meshes(), _batch()
+    model = roundpipe_fx.compile(tensor_parallel(_net(), mesh["tp"]), mesh=mesh, num_microbatches=2)
+    model.trace(**batch)
+    for _ in range(2):  # also once the plan is known
+        model.forward_backward(**batch)
+        with pytest.raises(RanksDifferError, match=r"differ in batch\. Rank 0 has"):
+            model.forward_backward(**{**batch, "tokens": batch["tokens"][: 8 - 4 * mesh["tp"].get_local_rank()]})
+    with pytest.raises(ValueError, match=r"no parameter of the model is a DTensor"):
+        roundpipe_fx.compile(_net(), mesh=mesh, num_microbatches=2)
+    with pytest.raises(ValueError, match=r"is a DTensor on"):
+        roundpipe_fx.compile(tensor_parallel(_net(), mesh["tp"]), mesh=mesh["pp"], num_microbatches=2)
+    with torch.device("meta"):
+        empty = Net()
+    with pytest.raises(ValueError, match="DTensor on the meta device"):
+        roundpipe_fx.compile(tensor_parallel(empty, mesh["tp"]), mesh=mesh, num_microbatches=2)
+    sharing = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="shard='dp' is not supported"):
+        roundpipe_fx.compile(tensor_parallel(_net(), sharing["tp"]), mesh=sharing, num_microbatches=2, shard="dp")
+
+
+@pytest.mark.long
+def test_pipelines_of_tensor_parallel_stages(tmp_path: Path) -> None:
+    checks = [
+        check_layouts,
+        check_transformers,
+        check_dropout_and_budget,
+        check_replicas,
+        check_calls_and_checkpoints,
+        check_errors,
+    ]
+    in_processes(4, checks, tmp_path)
