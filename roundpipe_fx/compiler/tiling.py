@@ -239,10 +239,12 @@ def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTi
             alike = (error.chosen is None) == (lowest.chosen is None)
             if alike and error.needs.bytes > lowest.needs.bytes * _GAIN:
                 assert kind is not None
+                if not kinds.is_by_class(kind) or tried[kind] >= kinds.most_tiles(kind):
+                    done.add(kind)
+                    continue
                 # Few tiles of classes may need more than many of rows, and more of them less than any.
                 known, heads[kind] = heads.get(kind), (tried[kind], error.needs)
-                lowers = known is None or error.needs.bytes <= known[1].bytes * _GAIN
-                if not (kinds.is_by_class(kind) and lowers and tried[kind] < kinds.most_tiles(kind)):
+                if known is not None and error.needs.bytes > known[1].bytes * _GAIN:
                     done.add(kind)
                 continue
             if not alike:

@@ -33,7 +33,7 @@ GATHERS = "the parameters that they gather"
 """Name of the text by which replicas are compared that gather parameters from each other."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Statement:
     """What a rank is about to do.
 

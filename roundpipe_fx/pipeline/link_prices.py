@@ -32,6 +32,7 @@ class LinkPrices:
 
     def __init__(
         self,
+        *,
         graph: OperationGraph,
         chain: SegmentChain,
         save_options: list[list[SaveOption]],

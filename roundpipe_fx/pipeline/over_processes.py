@@ -51,7 +51,7 @@ from roundpipe_fx.runtime.worker import Workers
 __all__ = ["NewlyShown", "ProcessPipeline"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Plan:
     """What is worked out once for a schedule.
 
@@ -77,7 +77,7 @@ class _Prepared:
     """A step that this rank has captured and planned."""
 
     captured: CapturedCalls
-    plan: _Plan
+    orders: _Plan
 
 
 class NewlyShown(Exception):
@@ -163,10 +163,10 @@ class ProcessPipeline:
             prepared = self._known(among["batch"], prepare, runs)
             known = None
             if prepared is not None:
-                everywhere, decided = self._compared(prepared.plan, first)
+                everywhere, decided = self._compared(prepared.orders, first)
                 known = KnownStep(
                     alike=(*texts.values(), *everywhere.values()),
-                    among=(*among.values(), prepared.plan.digest, prepared.plan.collectives),
+                    among=(*among.values(), prepared.orders.digest, prepared.orders.collectives),
                     within=(*decided.values(),),
                     generator=self._generator(generator_device, prepared.captured),
                     end_bytes=end_bytes_of(prepared.captured, generator_device(prepared.captured)),
@@ -179,18 +179,22 @@ class ProcessPipeline:
                 return ready(prepared.captured, generators=by_all.generators, end_bytes=by_all.end_bytes)
         if first and self.group.replicas is not None:
             texts[FIRST_BATCH] = shapes_text(batch)
-        agree(ranks, Statement(texts, among=among), size, parts)
+        agree(ranks, Statement(texts=texts, among=among), size, parts)
         try:
             prepared = self._prepared(prepare, runs)
         except BaseException as error:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        everywhere, decided = self._compared(prepared.plan, first)
+        everywhere, decided = self._compared(prepared.orders, first)
         state = self._generator(generator_device, prepared.captured)
         try:
-            among_parts = {"plan": prepared.plan.digest, "collectives": prepared.plan.collectives} if parts > 1 else {}
-            generators = agree(ranks, Statement(everywhere, decided, state, among=among_parts), size, parts)
+            among_parts = (
+                {"plan": prepared.orders.digest, "collectives": prepared.orders.collectives} if parts > 1 else {}
+            )
+            generators = agree(
+                ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
+            )
         except RemoteError as error:
             if error.figures is not None:
                 raise UnequalMicrobatchesError(*error.figures) from None
@@ -297,7 +301,14 @@ class ProcessPipeline:
                 gathers = "\n\n".join(text_of(self._gathers(captured, scheduled, rank), names) for rank in ranks)
             graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
             collectives = "\n".join(map(collectives_text, captured.graphs))
-            self._plans[key] = _Plan(transfers[self.group.rank], graphs, digest, gradients, collectives, gathers)
+            self._plans[key] = _Plan(
+                transfers=transfers[self.group.rank],
+                graphs=graphs,
+                digest=digest,
+                gradients=gradients,
+                collectives=collectives,
+                gathers=gathers,
+            )
         return self._plans[key]
 
     def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:

@@ -88,7 +88,16 @@ def within_budget(
         return chosen_among([first], first, limit, allowed)
     runs = runs_of(first.timing, cut.joint.cuts)
     may_leave = pipelining.offloaded and not forwards_before_backwards
-    prices = LinkPrices(blocks.graph, chain, save_options, runs, first, cut.joint.cuts) if may_leave else None
+    prices = None
+    if may_leave:
+        prices = LinkPrices(
+            graph=blocks.graph,
+            chain=chain,
+            save_options=save_options,
+            runs=runs,
+            first=first,
+            cuts=cut.joint.cuts,
+        )
     if fewer_weights and prices is not None and not prices.any_fits(limit):
         raise _refusal(limit, first.peak, cut.structure, pipelining)
     levels = _Levels(attempts, first, runs, [points_of_run(blocks.graph, chain, save_options, run) for run in runs])

@@ -57,7 +57,7 @@ def _on_each(call: Callable[[Any, int], Any]) -> list[Any]:
 
 
 def _statement(option: str = "a", batch: str = "x", generator: bytes = b"") -> Statement:
-    return Statement({"options": option}, {"batch": batch}, generator)
+    return Statement(texts={"options": option}, within={"batch": batch}, generator=generator)
 
 
 def test_replicas_have_batches_and_generators_of_their_own() -> None:
