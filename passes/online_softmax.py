@@ -23,6 +23,7 @@ from roundpipe_fx.analysis.cost import CostModel, annotate_added
 from roundpipe_fx.analysis.tiling.online_softmax import Scaled, Uses, summed_dims, uses_of
 from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
+from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
 __all__ = ["log_sum_exp_of", "scores_of", "write_online"]
 
@@ -64,7 +65,8 @@ def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
         joint: the graph.
         name: of the log-softmax.
     """
-    return next(node for node in joint.in_phase(Phase.FORWARD) if node.name == _named(name, "logsumexp"))
+    names = {_named(name, what) for what in ("logsumexp", "log_sum_exp")}
+    return next(node for node in joint.in_phase(Phase.FORWARD) if node.name in names)
 
 
 def scores_of(log_sum_exp: fx.Node) -> tuple[fx.Node, int]:
@@ -96,7 +98,16 @@ class _OnlineWriter:
         if scores.meta["val"].dtype is not self._dtype:
             scores = self._call(softmax, aten._to_copy.default, scores, dtype=self._dtype)
         self._scores = scores
-        self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._place], True)
+        self._rest: fx.Node | None = None
+        """What a log-sum-exp in double precision is more than one in the precision of the scores."""
+        if self._dtype is torch.float64:
+            self._log_sum_exp = self._call(softmax, aten.logsumexp.default, scores, [self._place], True)
+            self._rounded = self._log_sum_exp
+        else:
+            self._log_sum_exp = self._call(softmax, log_sum_exp, scores, [self._place])
+            self._rounded = self._call(softmax, aten._to_copy.default, self._log_sum_exp, dtype=self._dtype)
+            rest = self._call(softmax, aten.sub.Tensor, self._log_sum_exp, self._rounded)
+            self._rest = self._call(softmax, aten._to_copy.default, rest, dtype=self._dtype)
         count, device = self._shape[self._place], softmax.meta["val"].device
         words = self._call(softmax, aten.arange.default, count, dtype=torch.int32, device=device, pin_memory=False)
         behind = len(self._shape) - self._place - 1
@@ -142,7 +153,12 @@ class _OnlineWriter:
         if others not in self._picked:
             alone = self._call(before, aten.masked_fill.Scalar, self._scores, others, 0.0)
             self._picked[others] = self._call(before, aten.sum.dim_IntList, alone, [self._place], True)
-        return self._call(before, aten.sub.Tensor, self._picked[others], self._log_sum_exp)
+        return self._less(before, self._picked[others])
+
+    def _less(self, before: fx.Node, column: fx.Node) -> fx.Node:
+        """A column less the log-sum-exp."""
+        made = self._call(before, aten.sub.Tensor, column, self._log_sum_exp)
+        return made if self._rest is None else self._call(before, aten._to_copy.default, made, dtype=self._dtype)
 
     def _times(self, before: fx.Node, value: fx.Node, factor: float) -> fx.Node:
         if factor == 1:
@@ -184,6 +200,8 @@ class _OnlineWriter:
         total = self._call(node, aten.sum.dim_IntList, self._scores, [self._place], True)
         less = self._call(node, aten.mul.Scalar, self._log_sum_exp, self._shape[self._place])
         made = self._call(node, aten.sub.Tensor, total, less)
+        if self._rest is not None:
+            made = self._call(node, aten._to_copy.default, made, dtype=self._dtype)
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
         shape = list(operand.meta["val"].shape)
@@ -221,7 +239,9 @@ class _OnlineWriter:
                 sums.append(column)
                 whole = self._call(node, aten.expand.default, column, self._shape)
                 made.append(self._call(node, aten.masked_fill.Scalar, whole, others, 0.0))
-        less = self._call(node, aten.sub.Tensor, self._scores, self._log_sum_exp)
+        less = self._call(node, aten.sub.Tensor, self._scores, self._rounded)
+        if self._rest is not None:
+            less = self._call(node, aten.sub.Tensor, less, self._rest)
         probability = self._call(node, aten.exp.default, less)
         total = self._call(node, aten.mul.Tensor, probability, self._added_up(node, sums))
         result = self._call(node, aten.sub.Tensor, self._added_up(node, made), total)

@@ -42,9 +42,15 @@ class TileResult:
 
     @property
     def made_in(self) -> torch.dtype:
-        """The element type while tiles are carried out: sums of many tiles need more digits than half precision has."""
-        half = self.dim is None and self.dtype in (torch.bfloat16, torch.float16)
-        return torch.float32 if half else self.dtype
+        """The element type while tiles are carried out: sums of many tiles need more digits than half precision has.
+
+        A logarithm is rounded to its own digits, however small the part is that a tile adds.
+        """
+        if self.dim is not None or not self.dtype.is_floating_point:
+            return self.dtype
+        if self.is_logarithm:
+            return torch.float64
+        return torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
 
     def bytes(self, dtype: torch.dtype) -> int:
         """Bytes in an element type."""

@@ -1,1 +1,1 @@
-"""Operators of emitted code that PyTorch has not: in-place sums of gradients, and writes to a part of a tensor."""
+"""Operators of emitted code that PyTorch has not: in-place sums, partial writes, a log-sum-exp of more digits."""

@@ -183,6 +183,23 @@ def test_large_scores_do_not_overflow() -> None:
     assert_close(step(compiled, own, given), expected, TOLERANCE[torch.float64])
 
 
+@pytest.mark.parametrize(("scale", "tiles"), [(1.0, 512), (8.0, 512), (60.0, 16)])
+def test_in_single_precision(scale: float, tiles: int) -> None:
+    """Also with large scores, whose log-sum-exp has few digits behind the point."""
+
+    class Scaled(Wide):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(scale * self.head(torch.tanh(self.body(x))), y)
+
+    model, given = Scaled(2048), rows_of_words(64, torch.float32, 2048)
+    expected = step(model, model, given)
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    compiled = roundpipe_fx.compile(own, memory_budget=1.0, passes=tiled_passes(tiles, by_class=True))
+    assert_close(step(compiled, own, given), expected, TOLERANCE[torch.float32])
+    assert is_by_class(compiled)
+
+
 @pytest.mark.parametrize("auto", [None, "auto"])
 def test_tied_weights_and_a_budget(auto: str | None) -> None:
     class Tied(nn.Module):

@@ -84,7 +84,10 @@ def joint(
     tangents_1: float32[],
 ):
     # forward
-    scores_logsumexp: float32[6, 1] = aten.logsumexp.default(primals_1, [1], True)
+    scores_log_sum_exp: float64[6, 1] = torch.ops.roundpipe_fx.log_sum_exp.default(primals_1, [1])
+    scores__to_copy: float32[6, 1] = aten._to_copy.default(scores_log_sum_exp, dtype=torch.float32)
+    scores_sub: float64[6, 1] = aten.sub.Tensor(scores_log_sum_exp, scores__to_copy)
+    scores__to_copy_1: float32[6, 1] = aten._to_copy.default(scores_sub, dtype=torch.float32)
     scores_arange: int32[64] = aten.arange.default(64, dtype=torch.int32, device=device(type='cpu'), pin_memory=False)
     scores_reshape: int64[6, 1] = aten.reshape.default(primals_2, [6, 1])
     scores_eq: bool[6, 1] = aten.eq.Scalar(scores_reshape, -100)
@@ -95,8 +98,9 @@ def joint(
     scores_ne: bool[6, 64] = aten.ne.Tensor(scores_arange, scores_reshape_2)
     scores_masked_fill_1: float32[6, 64] = aten.masked_fill.Scalar(primals_1, scores_ne, 0.0)
     scores_sum: float32[6, 1] = aten.sum.dim_IntList(scores_masked_fill_1, [1], True)
-    scores_sub: float32[6, 1] = aten.sub.Tensor(scores_sum, scores_logsumexp)
-    scores_neg: float32[6, 1] = aten.neg.default(scores_sub)
+    scores_sub_1: float64[6, 1] = aten.sub.Tensor(scores_sum, scores_log_sum_exp)
+    scores__to_copy_2: float32[6, 1] = aten._to_copy.default(scores_sub_1, dtype=torch.float32)
+    scores_neg: float32[6, 1] = aten.neg.default(scores__to_copy_2)
     scores_masked_fill_2: float32[6, 1] = aten.masked_fill.Scalar(scores_neg, scores_eq, 0.0)
     scores_sum_1: float32[] = aten.sum.default(scores_masked_fill_2)
     # backward
@@ -104,11 +108,12 @@ def joint(
     scores_masked_fill_3: float32[6, 1] = aten.masked_fill.Scalar(scores_neg_1, scores_eq, 0.0)
     scores_expand: float32[6, 64].strides(1, 0) = aten.expand.default(scores_masked_fill_3, [6, 64])
     scores_masked_fill_4: float32[6, 64] = aten.masked_fill.Scalar(scores_expand, scores_ne, 0.0)
-    scores_sub_1: float32[6, 64] = aten.sub.Tensor(primals_1, scores_logsumexp)
-    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_1)
+    scores_sub_2: float32[6, 64] = aten.sub.Tensor(primals_1, scores__to_copy)
+    scores_sub_3: float32[6, 64] = aten.sub.Tensor(scores_sub_2, scores__to_copy_1)
+    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_3)
     scores_mul: float32[6, 64] = aten.mul.Tensor(scores_exp, scores_masked_fill_3)
-    scores_sub_2: float32[6, 64] = aten.sub.Tensor(scores_masked_fill_4, scores_mul)
-    return (scores_sum_1,), (scores_sub_2, None)
+    scores_sub_4: float32[6, 64] = aten.sub.Tensor(scores_masked_fill_4, scores_mul)
+    return (scores_sum_1,), (scores_sub_4, None)
 """,
     )
 
@@ -122,21 +127,26 @@ def joint(
     tangents_1: float32[6],
 ):
     # forward
-    scores_logsumexp: float32[6, 1] = aten.logsumexp.default(primals_1, [1], True)
+    scores_log_sum_exp: float64[6, 1] = torch.ops.roundpipe_fx.log_sum_exp.default(primals_1, [1])
+    scores__to_copy: float32[6, 1] = aten._to_copy.default(scores_log_sum_exp, dtype=torch.float32)
+    scores_sub: float64[6, 1] = aten.sub.Tensor(scores_log_sum_exp, scores__to_copy)
+    scores__to_copy_1: float32[6, 1] = aten._to_copy.default(scores_sub, dtype=torch.float32)
     scores_sum: float32[6, 1] = aten.sum.dim_IntList(primals_1, [1], True)
-    scores_mul: float32[6, 1] = aten.mul.Scalar(scores_logsumexp, 64)
-    scores_sub: float32[6, 1] = aten.sub.Tensor(scores_sum, scores_mul)
-    scores_neg: float32[6, 1] = aten.neg.default(scores_sub)
+    scores_mul: float64[6, 1] = aten.mul.Scalar(scores_log_sum_exp, 64)
+    scores_sub_1: float64[6, 1] = aten.sub.Tensor(scores_sum, scores_mul)
+    scores__to_copy_2: float32[6, 1] = aten._to_copy.default(scores_sub_1, dtype=torch.float32)
+    scores_neg: float32[6, 1] = aten.neg.default(scores__to_copy_2)
     scores_reshape: float32[6] = aten.reshape.default(scores_neg, [6])
     # backward
     column: float32[6, 1] = aten.unsqueeze.default(tangents_1, 1)
     scores_neg_1: float32[6, 1] = aten.neg.default(column)
     scores_mul_1: float32[6, 1] = aten.mul.Scalar(scores_neg_1, 64)
-    scores_sub_1: float32[6, 64] = aten.sub.Tensor(primals_1, scores_logsumexp)
-    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_1)
+    scores_sub_2: float32[6, 64] = aten.sub.Tensor(primals_1, scores__to_copy)
+    scores_sub_3: float32[6, 64] = aten.sub.Tensor(scores_sub_2, scores__to_copy_1)
+    scores_exp: float32[6, 64] = aten.exp.default(scores_sub_3)
     scores_mul_2: float32[6, 64] = aten.mul.Tensor(scores_exp, scores_mul_1)
-    scores_sub_2: float32[6, 64] = aten.sub.Tensor(scores_neg_1, scores_mul_2)
-    return (scores_reshape,), (scores_sub_2,)
+    scores_sub_4: float32[6, 64] = aten.sub.Tensor(scores_neg_1, scores_mul_2)
+    return (scores_reshape,), (scores_sub_4,)
 """,
     )
 

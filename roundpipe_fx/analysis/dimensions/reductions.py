@@ -8,6 +8,7 @@ import torch
 
 from roundpipe_fx.analysis.dimensions.labels import CallDims, Labels, Rule
 from roundpipe_fx.analysis.dimensions.operands import Call
+from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
 __all__ = ["LOGARITHMS", "RULES"]
 
@@ -39,7 +40,7 @@ def _other(call: Call, labels: Labels) -> CallDims:
     return _reduce(call, labels, mixed=True)
 
 
-LOGARITHMS = frozenset({aten.logsumexp.default})
+LOGARITHMS = frozenset({aten.logsumexp.default, log_sum_exp})
 """Operators whose results are logarithms of sums: what is summed over tiles is the exponential of the results."""
 
 RULES: dict[object, Rule] = {

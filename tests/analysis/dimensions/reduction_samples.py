@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 from tests.analysis.dimensions.calls import call
 from tests.analysis.dimensions.sample_sizes import Sample, mask, real, whole
 
@@ -115,6 +116,7 @@ REDUCTIONS: dict[Any, list[Sample]] = {
     aten.argmax.default: [*_one(), lambda n: call(real(n.a, n.b))],
     aten.argmin.default: _one(),
     aten.logsumexp.default: _several()[:2],
+    log_sum_exp: [lambda n: call(real(n.a, n.b, n.c), [0, -1]), lambda n: call(real(n.a, n.b, n.c), [1])],
     aten.any.default: [lambda n: call(mask(n.a, n.b))],
     aten.any.dim: [lambda n: call(mask(n.a, n.b), 1)],
     aten.any.dims: [lambda n: call(mask(n.a, n.b), [1])],
