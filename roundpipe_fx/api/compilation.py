@@ -136,7 +136,7 @@ class _Compilation:
         with torch_private.without_modes():
             view = self._view(joint, num_fwd_outputs)
             if bounded_in_bytes(view, self.options):
-                return lower_for_sizes(view, assumed, lower, lambda found: lowered_of(found).recompute_seconds > 0)
+                return lower_for_sizes(view, assumed, lower, lambda result: lowered_of(result).recompute_seconds > 0)
             torch_private.assume_sizes(joint, assumed)
             return lower(view)
 

@@ -51,13 +51,13 @@ def tensor_parallel_ranks(model: nn.Module) -> int:
     return min(sizes)
 
 
-def check_tensor_parallel(ranks: int, mesh_shape: object, given: int | None, alone: str) -> None:
+def check_tensor_parallel(ranks: int, mesh_shape: object, requested: int | None, alone: str) -> None:
     """Check that what a plan was asked for is for the ranks that share out the model's layers.
 
     Args:
         ranks: how many they are.
         mesh_shape: the user's.
-        given: how many the user said; ``None``: nothing was said about it, and no other number of devices is known.
+        requested: how many the user said; ``None``: nothing was said about it, and no other number of devices is known.
         alone: an option of the user's that excludes tensor parallelism; empty: there is none.
 
     Raises:
@@ -68,14 +68,14 @@ def check_tensor_parallel(ranks: int, mesh_shape: object, given: int | None, alo
             f"{alone} is for models whose layers are whole on a device, and this one's parameters are DTensors over "
             f"{ranks} devices. Give mesh_shape=(dp, pp, {ranks})."
         )
-    if given is None or given == ranks:
+    if requested is None or requested == ranks:
         return
     if ranks == 1:
         raise ValueError(
-            f"mesh_shape={mesh_shape!r}: {given} devices are to share out each layer, and "
+            f"mesh_shape={mesh_shape!r}: {requested} devices are to share out each layer, and "
             "no parameter of the model is a DTensor. "
             "Call torch.distributed.tensor.parallel.parallelize_module first. No other process is needed for it: "
-            f"torch.distributed.init_process_group('fake', rank=0, world_size={given})."
+            f"torch.distributed.init_process_group('fake', rank=0, world_size={requested})."
         )
     raise ValueError(
         f"mesh_shape={mesh_shape!r}: the model's parameters are DTensors over {ranks} devices. "

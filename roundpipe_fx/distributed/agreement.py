@@ -112,15 +112,15 @@ def known_to_all(ranks: Ranks, known: KnownStep | None, shown: str | None, size:
         ]
     row[7] = _number(shown) if shown is not None else 0
     rows = ranks.gather_record(torch.tensor(row)).tolist()
-    same = all(own[0] for own in rows)
+    same = all(record[0] for record in rows)
     for column, of_one in ((1, ranks.size), (2, size * parts), (3, size)):
-        same &= all(own[column] == rows[rank - rank % of_one][column] for rank, own in enumerate(rows))
-    generators = [own[4] for own in rows]
+        same &= all(record[column] == rows[rank - rank % of_one][column] for rank, record in enumerate(rows))
+    generators = [record[4] for record in rows]
     return KnownByAll(
-        all(own[7] and own[7] == rows[0][7] for own in rows),
+        all(record[7] and record[7] == rows[0][7] for record in rows),
         same,
         [generators[start : start + size] for start in range(0, len(rows), size)],
-        EndBytes(*(max(own[column] for own in rows) for column in (5, 6))),
+        EndBytes(*(max(record[column] for record in rows) for column in (5, 6))),
     )
 
 

@@ -88,7 +88,7 @@ def initialize(ownership: Ownership, fill: Fill, seed: int, names: set[str] | No
             digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
             with torch.random.fork_rng():
                 torch.manual_seed(int.from_bytes(digest[:7], "little"))
-                if any(local_part(own) is value for own in ownership.parallel):
+                if any(local_part(parameter) is value for parameter in ownership.parallel):
                     raise NotImplementedError(
                         f"init_weights() writes whole tensors, and {name!r} is distributed over ranks: initialize it "
                         "before compile, or load a checkpoint."
@@ -113,7 +113,7 @@ def aliases(ownership: Ownership) -> Iterator[tuple[list[str], torch.Tensor]]:
 
 
 def _copy(ownership: Ownership, name: str, value: torch.Tensor, loaded: torch.Tensor) -> None:
-    parallel = next((own for own in ownership.parallel if local_part(own) is value), None)
+    parallel = next((parameter for parameter in ownership.parallel if local_part(parameter) is value), None)
     if parallel is not None:
         if parallel.shape != loaded.shape:
             raise KeyError(f"{name!r} has the shape {tuple(loaded.shape)}, and {tuple(parallel.shape)} in the model.")

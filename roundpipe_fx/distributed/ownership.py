@@ -190,7 +190,7 @@ class Ownership:
                     "that read it: begin stages at modules of your choice, stages=[…], so that one has all of them."
                 )
 
-    def own(self, readers: Mapping[int, frozenset[int]]) -> None:
+    def assign_owners(self, readers: Mapping[int, frozenset[int]]) -> None:
         """Free what other ranks own. When another shape is planned, check that the owners have what it reads.
 
         Args:

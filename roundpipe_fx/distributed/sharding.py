@@ -70,13 +70,13 @@ class ShardedParameter:
 
     Attributes:
         traced: the parameter that stages read; it has memory only while it is gathered.
-        own: the DTensor with this replica's rows.
+        dtensor: the DTensor with this replica's rows.
         parts: number of replicas.
         part: number of this one.
     """
 
     traced: nn.Parameter
-    own: nn.Parameter
+    dtensor: nn.Parameter
     parts: int
     part: int
 
@@ -98,7 +98,7 @@ class ShardedParameter:
     def local(self) -> torch.Tensor:
         """This replica's rows."""
         with torch.no_grad():
-            rows: torch.Tensor = self.own.detach().to_local()  # type: ignore[attr-defined]
+            rows: torch.Tensor = self.dtensor.detach().to_local()  # type: ignore[attr-defined]
         return rows
 
     def padded(self, rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -149,7 +149,7 @@ class ShardedParameter:
 
     def holds_rows_of(self, other: DTensor) -> bool:
         """Whether a DTensor has on each rank the rows that this parameter has there."""
-        parameter: DTensor = self.own  # type: ignore[assignment]
+        parameter: DTensor = self.dtensor  # type: ignore[assignment]
         return other.device_mesh == parameter.device_mesh and other.placements == parameter.placements
 
 
@@ -189,7 +189,7 @@ class ShardedParameters:
                 continue
             if value.dim():
                 made = self._sharded(value, with_values=id(value) not in unloaded)
-                self.by_traced[id(value)], dtensor = made, made.own
+                self.by_traced[id(value)], dtensor = made, made.dtensor
             else:
                 dtensor = _in_place_of(value, _distributed(value.detach(), self.mesh, value, Replicate()))
             self.receivers[id(value)], self._traced[id(dtensor)] = dtensor, value
@@ -206,7 +206,7 @@ class ShardedParameters:
         rows = max(min(value.shape[0] - part * chunk, chunk), 0)
         padded = torch.zeros((chunk, *value.shape[1:]), dtype=value.dtype, device=value.device)
         parameter = _in_place_of(value, _distributed(padded[:rows], self.mesh, value, Shard(0)))
-        made = ShardedParameter(traced=value, own=parameter, parts=parts, part=part)
+        made = ShardedParameter(traced=value, dtensor=parameter, parts=parts, part=part)
         if with_values:
             made.write(value.data)
         # Its memory may be a part of another tensor's, or not be PyTorch's.

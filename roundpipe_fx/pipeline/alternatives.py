@@ -86,7 +86,7 @@ def _alternatives(chosen: Attempt, frontier: Sequence[Attempt]) -> Alternatives:
         )
 
     plans = tuple(map(told, shown))
-    return Alternatives(values=tuple(values), plans=plans, own=shown.index(chosen))
+    return Alternatives(values=tuple(values), plans=plans, chosen=shown.index(chosen))
 
 
 def device_curves(timing: Timing) -> tuple[tuple[int, ...], ...]:

@@ -75,7 +75,7 @@ def _node_text(node: fx.Node, numbers: Mapping[str, str]) -> str:
         for argument in node.args:
             if isinstance(argument, str):
                 text = text.replace(f", {argument})", f", {len(group_of(node))} ranks)")
-    return _NAME.sub(lambda found: numbers.get(found[1], found[0]), text)
+    return _NAME.sub(lambda match: numbers.get(match[1], match[0]), text)
 
 
 def _kind(value: Any) -> str:

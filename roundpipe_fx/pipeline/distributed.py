@@ -137,10 +137,10 @@ def refuse_other_groups(joint: JointGraph, ranks: int) -> None:
         DistributedTensorError: a collective runs on more or fewer.
     """
     for node in joint.computed():
-        found = len(group_of(node)) if is_collective(node.target) else 0
-        if found not in (0, 1, ranks):
+        group_size = len(group_of(node)) if is_collective(node.target) else 0
+        if group_size not in (0, 1, ranks):
             raise DistributedTensorError(
-                f"{node.target} communicates over {found} ranks, and a stage is planned for {ranks} devices: of a mesh "
-                "only the dimension of tensor parallelism may communicate within the model. What replicas share out is "
-                f"said by mesh_shape= and shard= instead.\n{source_of(node)}"
+                f"{node.target} communicates over {group_size} ranks, and a stage is planned for {ranks} devices: of a "
+                "mesh only the dimension of tensor parallelism may communicate within the model. What replicas share "
+                f"out is said by mesh_shape= and shard= instead.\n{source_of(node)}"
             )

@@ -58,8 +58,8 @@ class LinkPrices:
         """
         decisions: list[Decision] = []
         for run in self._runs:
-            own = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
-            decisions += [_moved(decision, run.first) for decision in own]
+            decisions_of_run = decisions_at_price(*self._part(run), limit, price * self._byte_seconds)
+            decisions += [_moved(decision, run.first) for decision in decisions_of_run]
         return remat_choice_of(self._graph, self._save_options, decisions)
 
     def _part(self, run: SegmentRun) -> tuple[SegmentChain, Sequence[SegmentOnHost]]:

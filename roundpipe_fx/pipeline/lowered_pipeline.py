@@ -116,9 +116,9 @@ class LoweredPipeline:
         Raises:
             InvalidScheduleError: a given schedule does not fit; the message names the action.
         """
-        devices, given = self.pipelining.workers, self.pipelining.given_schedule
-        if given is not None:
-            made = with_recompute(given.without_missing_halves(graph), graph)
+        devices, user_schedule = self.pipelining.workers, self.pipelining.given_schedule
+        if user_schedule is not None:
+            made = with_recompute(user_schedule.without_missing_halves(graph), graph)
         else:
             made = make_schedule(self.structure.name, graph, self.main.costs, devices, microbatches)
         validate(made, graph, microbatches, devices)

@@ -172,13 +172,15 @@ def _lower_undivided(
     )
 
     def lower(division: Division, tiles: bool) -> LoweredPipeline:
-        own = dataclasses.replace(options, stages=division.stages, tiling=options.tiling if tiles else "never")
+        division_options = dataclasses.replace(
+            options, stages=division.stages, tiling=options.tiling if tiles else "never"
+        )
         with warnings.catch_warnings():
             # In tiles there are fewer segments; how many stages there are was not the user's choice.
             warnings.filterwarnings("ignore", "roundpipe_fx: stages=")
             return lower_pipeline(
                 joint.copy(),
-                own,
+                division_options,
                 pipelining_of(pipelining, division),
                 registered_syncs,
                 forwards_before_backwards=forwards_before_backwards,

@@ -45,9 +45,9 @@ def with_offloads(attempt: Attempt, limit: int) -> Attempt:
         return attempt
     tried = [_by_rule(attempt, OffloadRule(limit, distance)) for distance in _DISTANCES]
     tried += [_by_rule(attempt, OffloadRule(limit, distance, in_time=True)) for distance in _DISTANCES[1:]]
-    if min(own.peak for own in tried) > limit:
+    if min(candidate.peak for candidate in tried) > limit:
         tried.append(_by_rule(attempt, OffloadRule(limit, 0)))
-    return min(tried, key=lambda own: _cost(own, limit))
+    return min(tried, key=lambda candidate: _cost(candidate, limit))
 
 
 def _by_rule(attempt: Attempt, rule: OffloadRule) -> Attempt:
@@ -71,7 +71,7 @@ def quickest_offloaded(
         pipelining: the user's.
         host_budget: bytes of the host; ``None``: no limit.
     """
-    found: dict[float, Attempt] = {}
+    attempts: dict[float, Attempt] = {}
     sent: dict[int, Attempt] = {}
 
     def attempt_with(power: float, share: float = 1.0) -> Attempt:
@@ -81,7 +81,7 @@ def quickest_offloaded(
         return sent[id(attempt)]
 
     def cost(power: float) -> tuple[int, int, float]:
-        attempt = found[power]
+        attempt = attempts[power]
         beyond, seconds = _cost(attempt, limit)
         on_host = 0
         if host_budget is not None:
@@ -90,18 +90,18 @@ def quickest_offloaded(
         return beyond, on_host, seconds
 
     for power in _PRICES:
-        found[power] = attempt_with(power)
+        attempts[power] = attempt_with(power)
     for _ in range(_ROUNDS):
-        powers = sorted(found)
+        powers = sorted(attempts)
         best = min(powers, key=cost)
         place = powers.index(best)
         lower = powers[place - 1] if place else best - 2 * _STEP
         higher = powers[place + 1] if place + 1 < len(powers) else best + 2 * _STEP
         for other in (lower, higher):
-            if found.get(other) is not found[best]:
+            if attempts.get(other) is not attempts[best]:
                 between = (best + other) / 2
-                found[between] = attempt_with(between)
-    best = min(found, key=cost)
+                attempts[between] = attempt_with(between)
+    best = min(attempts, key=cost)
     for share in _SHARES:
         attempt_with(best - _STEP / 4, share)
     return list(sent.values())

@@ -238,7 +238,7 @@ class ProcessPipeline:
             readers,
         )
         plan = self._plan(captured, scheduled, None)
-        self.ownership.own(readers)
+        self.ownership.assign_owners(readers)
         self.structure = self.structure or captured.graphs[0].pipeline.structure
         missing = self.ownership.missing() if runs else []
         if missing:

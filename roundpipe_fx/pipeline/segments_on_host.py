@@ -91,22 +91,22 @@ def _copied(timing: Timing, costs: StepCosts, innermost: Sequence[int]) -> dict[
     orders = timing.schedule.orders
     may_leave, _ = offloads_at_distance(timing.schedule, costs, {}, _BESIDE)
     copied: dict[int, dict[tuple[int, int], set[int]]] = {}
-    for own in may_leave:
-        order = orders[own.device]
-        if order[own.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
+    for offload in may_leave:
+        order = orders[offload.device]
+        if order[offload.leaves - 1, 0] != NUMBER[ActionKind.FORWARD]:
             continue  # gradients on their way from slot to slot
-        beside = copied.setdefault(int(order[own.leaves - 1, 1]), {})
-        for place in (*range(own.leaves, own.freed), *range(own.reloads, own.back)):
+        beside = copied.setdefault(int(order[offload.leaves - 1, 1]), {})
+        for place in (*range(offload.leaves, offload.freed), *range(offload.reloads, offload.back)):
             if order[place, 1] in innermost:
-                beside.setdefault((own.device, place), set()).add(own.microbatch)
+                beside.setdefault((offload.device, place), set()).add(offload.microbatch)
     return {stage: max(map(len, beside.values()), default=0) for stage, beside in copied.items()}
 
 
 def _held(timing: Timing) -> dict[tuple[bool, int], int]:
     """Most bytes on a device, by whether a stage's forward runs or its backward, and by stage."""
-    found: dict[tuple[bool, int], int] = {}
+    most: dict[tuple[bool, int], int] = {}
     for order, sizes in zip(timing.schedule.orders, timing.action_bytes, strict=True):
         for (kind, stage, _), size in zip(order.tolist(), sizes.tolist(), strict=True):
             key = kind == NUMBER[ActionKind.FORWARD], stage
-            found[key] = max(found.get(key, 0), size)
-    return found
+            most[key] = max(most.get(key, 0), size)
+    return most

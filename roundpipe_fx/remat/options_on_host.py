@@ -140,9 +140,9 @@ def decisions_at_price(
         solution = solve_chain(joined.chain, _most(joined.chain), FINE_SLOTS, nested=False)
         decisions = solution.decisions(levels(solution)[0])
     return [
-        dataclasses.replace(own, option=joined.origins[own.stage][own.option])
-        for own in decisions
-        if own.option is not None
+        dataclasses.replace(decision, option=joined.origins[decision.stage][decision.option])
+        for decision in decisions
+        if decision.option is not None
     ]
 
 

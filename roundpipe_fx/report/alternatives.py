@@ -85,12 +85,12 @@ class Alternatives:
         values: what they differ in.
         plans: highest peak first; points of the frontier that the search does not reach again are missing. A pipeline
             that was chosen and is not on the frontier is the last.
-        own: index of the plan that was chosen; ``None`` if it is none of them.
+        chosen: index of the plan that was chosen; ``None`` if it is none of them.
     """
 
     values: tuple[AlternativeValue, ...] = ()
     plans: tuple[Alternative, ...] = ()
-    own: int | None = None
+    chosen: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +143,13 @@ class Noted:
         )
         self._plans.append(plan)
 
-    def alternatives(self, own: int | None = None) -> Alternatives:
+    def alternatives(self, chosen: int | None = None) -> Alternatives:
         """All of them, in order.
 
         Args:
-            own: index of the plan that was chosen, if it is one of them.
+            chosen: index of the plan that was chosen, if it is one of them.
         """
-        return Alternatives(values=tuple(self._values.values()), plans=tuple(self._plans), own=own)
+        return Alternatives(values=tuple(self._values.values()), plans=tuple(self._plans), chosen=chosen)
 
     def _indices(self, graph: OperationGraph, storages: Iterable[int]) -> tuple[int, ...]:
         nodes = {
@@ -181,14 +181,14 @@ def joined(parts: Sequence[Alternatives], is_told: Callable[[Alternative], bool]
 
     for place, part in enumerate(parts):
         for index, plan in enumerate(part.plans):
-            is_own, point = not place and index == part.own, (plan.bytes, plan.seconds)
+            is_own, point = not place and index == part.chosen, (plan.bytes, plan.seconds)
             if is_own or (is_told(plan) and point not in known):
                 known.add(point)
                 saved, recomputed = renumbered(part, plan.saved), renumbered(part, plan.recomputed)
                 plans.append((dataclasses.replace(plan, saved=saved, recomputed=recomputed), is_own))
     plans.sort(key=lambda item: (-item[0].bytes, item[0].seconds))
     chosen = next((index for index, (_, is_own) in enumerate(plans) if is_own), None)
-    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), own=chosen)
+    return Alternatives(values=tuple(values.values()), plans=tuple(plan for plan, _ in plans), chosen=chosen)
 
 
 def alternatives_of(

@@ -226,9 +226,9 @@ class Plan:
             its peak in bytes, and its modelled seconds of recomputation, with what its operations take longer in tiles.
         """
         alternatives = self.look_into().alternatives if self.tiles else Alternatives()
-        if alternatives.own is None:
+        if alternatives.chosen is None:
             return self.peak_bytes, self.recompute_seconds
-        return self.peak_bytes, alternatives.plans[alternatives.own].seconds
+        return self.peak_bytes, alternatives.plans[alternatives.chosen].seconds
 
     @functools.cached_property
     def operations(self) -> OperationGraph | None:

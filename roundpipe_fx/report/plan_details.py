@@ -86,7 +86,7 @@ def details_as_data(details: PlanDetails) -> dict[str, Any]:
     alternatives = {
         "values": _columns(in_reach.values, _fields(AlternativeValue), strings),
         "plans": [dataclasses.asdict(plan) for plan in in_reach.plans],
-        "own": in_reach.own,
+        "chosen": in_reach.chosen,
     }
     if details.timeline is not None:
         timeline = {
@@ -163,7 +163,7 @@ def details_from_data(data: Mapping[str, Any]) -> PlanDetails:
             AlternativeValue(**dict(zip(names, row, strict=True))) for row in _rows(stored["values"], strings)
         ),
         plans=tuple(map(_alternative, stored["plans"])),
-        own=stored["own"],
+        chosen=stored["chosen"],
     )
     frontier = tuple((int(size), float(seconds)) for size, seconds in data["frontier"])
     return PlanDetails(step=step, frontier=frontier, alternatives=alternatives, timeline=timeline)

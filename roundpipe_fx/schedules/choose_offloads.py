@@ -59,16 +59,18 @@ def offloads_within(
     if max(timing.peak_bytes) <= rule.limit and not costs.wanted_on_host:
         return []
     may, must = offloads_at_distance(timing.schedule, costs, others, rule.distance)
-    during = [own.astype(np.int64) for own in timing.action_bytes]
-    for own in must:
-        during[own.device][own.freed : own.reloads] -= own.bytes
+    during = [sizes.astype(np.int64) for sizes in timing.action_bytes]
+    for offload in must:
+        during[offload.device][offload.freed : offload.reloads] -= offload.bytes
     if not rule.in_time:
         return sorted([*must, *choose_offloads(may, during, rule.limit)], key=_place)
     chosen = list(must)
     for device, (left, starts, ends) in enumerate(zip(during, timing.starts, timing.ends, strict=True)):
         link = _Outgoing(starts, ends, costs.host_bandwidth)
-        candidates = [own for own in may if own.device == device]
-        covering = _cover_in_time(candidates, [own for own in must if own.device == device], left, rule.limit, link)
+        candidates = [offload for offload in may if offload.device == device]
+        covering = _cover_in_time(
+            candidates, [offload for offload in must if offload.device == device], left, rule.limit, link
+        )
         chosen += _without_superfluous(covering, left, rule.limit)
     return sorted(chosen, key=_place)
 
@@ -84,13 +86,13 @@ def choose_offloads(candidates: Sequence[Offload], action_bytes: Sequence[np.nda
     chosen: list[Offload] = []
     for device, during in enumerate(action_bytes):
         left = during.astype(np.int64)
-        own = _cover([tried for tried in candidates if tried.device == device], left, limit)
-        chosen += _without_superfluous(own, left, limit)
+        covering = _cover([tried for tried in candidates if tried.device == device], left, limit)
+        chosen += _without_superfluous(covering, left, limit)
     return sorted(chosen, key=_place)
 
 
-def _place(own: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
-    return own.device, own.leaves, own.microbatch, own.values
+def _place(offload: Offload) -> tuple[int, int, int, tuple[tuple[int, int], ...]]:
+    return offload.device, offload.leaves, offload.microbatch, offload.values
 
 
 def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
@@ -103,9 +105,9 @@ def _cover(candidates: Sequence[Offload], left: np.ndarray, limit: int) -> list[
             index = waiting.pop()
             heapq.heappush(away_longest, (-candidates[index].reloads, -candidates[index].bytes, index))
         while left[place] > limit and away_longest and -away_longest[0][0] > place:
-            own = candidates[heapq.heappop(away_longest)[2]]
-            left[own.freed : own.reloads] -= own.bytes
-            chosen.append(own)
+            offload = candidates[heapq.heappop(away_longest)[2]]
+            left[offload.freed : offload.reloads] -= offload.bytes
+            chosen.append(offload)
     return chosen
 
 
@@ -122,17 +124,17 @@ class _Outgoing:
         self._starts, self._ends, self._bandwidth = starts, ends, bandwidth
         self._free = 0.0
 
-    def is_in_time(self, own: Offload) -> bool:
+    def is_in_time(self, offload: Offload) -> bool:
         """Whether the device would not wait for the copy of a value behind those that were sent so far."""
-        return self._copied(own) <= self._starts[own.freed]
+        return self._copied(offload) <= self._starts[offload.freed]
 
-    def send(self, own: Offload) -> None:
+    def send(self, offload: Offload) -> None:
         """Send a value."""
-        self._free = self._copied(own)
+        self._free = self._copied(offload)
 
-    def _copied(self, own: Offload) -> float:
+    def _copied(self, offload: Offload) -> float:
         """Seconds at which a value would be on the host."""
-        return max(self._free, float(self._ends[own.leaves - 1])) + own.bytes / self._bandwidth
+        return max(self._free, float(self._ends[offload.leaves - 1])) + offload.bytes / self._bandwidth
 
 
 def _cover_in_time(
@@ -148,27 +150,27 @@ def _cover_in_time(
         link: with no copies yet.
     """
     leaving: list[tuple[int, int, int, Offload]] = []
-    leaving += [(own.leaves, 0, place, own) for place, own in enumerate(must)]
-    leaving += [(own.leaves, 1, place, own) for place, own in enumerate(candidates)]
+    leaving += [(offload.leaves, 0, place, offload) for place, offload in enumerate(must)]
+    leaving += [(offload.leaves, 1, place, offload) for place, offload in enumerate(candidates)]
     leaving.sort(key=lambda item: item[:3], reverse=True)
     late: list[tuple[int, int, int]] = []
     chosen: list[Offload] = []
 
-    def send(own: Offload) -> None:
-        link.send(own)
-        left[own.freed : own.reloads] -= own.bytes
-        chosen.append(own)
+    def send(offload: Offload) -> None:
+        link.send(offload)
+        left[offload.freed : offload.reloads] -= offload.bytes
+        chosen.append(offload)
 
     for place in range(len(left)):
         while leaving and leaving[-1][0] <= place:
-            _, may_stay, index, own = leaving.pop()
+            _, may_stay, index, offload = leaving.pop()
             if not may_stay:
-                link.send(own)
-            elif (left[own.freed : own.reloads] > limit).any():
-                if link.is_in_time(own):
-                    send(own)
+                link.send(offload)
+            elif (left[offload.freed : offload.reloads] > limit).any():
+                if link.is_in_time(offload):
+                    send(offload)
                 else:
-                    heapq.heappush(late, (-own.reloads, -own.bytes, index))
+                    heapq.heappush(late, (-offload.reloads, -offload.bytes, index))
         if left[place] > limit:
             not_yet = []
             while left[place] > limit and late and -late[0][0] > place:
@@ -185,10 +187,10 @@ def _cover_in_time(
 def _without_superfluous(chosen: Sequence[Offload], left: np.ndarray, limit: int) -> list[Offload]:
     """Offloads without those that may stay: no position within the limit leaves it, and none above it rises."""
     needed = []
-    for own in sorted(chosen, key=lambda own: own.reloads - own.freed):
-        away = left[own.freed : own.reloads]
-        if (away + own.bytes <= limit).all():
-            away += own.bytes
+    for offload in sorted(chosen, key=lambda offload: offload.reloads - offload.freed):
+        away = left[offload.freed : offload.reloads]
+        if (away + offload.bytes <= limit).all():
+            away += offload.bytes
         else:
-            needed.append(own)
+            needed.append(offload)
     return needed

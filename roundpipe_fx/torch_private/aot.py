@@ -146,7 +146,7 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
     """Definitions (``CustomOpDef``) of the operators whose backward was registered from Python."""
     from torch._library.custom_ops import OPDEFS
 
-    found = {}
+    definitions = {}
     for target in targets:
         if isinstance(target, torch._ops.OpOverload):
             name = target._schema.name
@@ -156,8 +156,8 @@ def registered_backwards(targets: Sequence[Any]) -> list[Any]:
             continue
         definition = OPDEFS.get(name)
         if definition is not None and definition._backward_fn is not None:
-            found[name] = definition
-    return list(found.values())
+            definitions[name] = definition
+    return list(definitions.values())
 
 
 def traces(function: Callable[[], Any], tensors: Sequence[Any]) -> bool:

@@ -150,8 +150,8 @@ def missing(loaded: Mapping[str, object] = sys.modules, root: Path = Path(torch.
     """
     for module, names in USED.items():
         for name in names.split():
-            found = _has(loaded[module], name) if module in loaded else _is_defined(_source(module, root), name)
-            if not found:
+            exists = _has(loaded[module], name) if module in loaded else _is_defined(_source(module, root), name)
+            if not exists:
                 yield f"{module}.{name}"
     for module, texts in SPELLED.items():
         source = _source(module, root)

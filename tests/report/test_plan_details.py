@@ -65,12 +65,12 @@ def test_stages_that_do_the_same_work_have_values_of_their_own(plan: roundpipe_f
 def test_every_plan_of_the_frontier_is_told_apart(plan: roundpipe_fx.Plan) -> None:
     found = plan.look_into().alternatives
     assert [(own.bytes, own.seconds) for own in found.plans] == plan.frontier()
-    assert found.own is not None and found.plans[found.own].seconds == pytest.approx(plan.recompute_seconds)
+    assert found.chosen is not None and found.plans[found.chosen].seconds == pytest.approx(plan.recompute_seconds)
     for own in found.plans:
         assert max(own.curve) == own.bytes and 0 < own.forward < len(own.curve)
         assert not set(own.saved) & set(own.recomputed)
         assert bool(own.recomputed) == (own.seconds > 0)
-    first, chosen = found.plans[0], found.plans[found.own]
+    first, chosen = found.plans[0], found.plans[found.chosen]
     assert not first.recomputed and set(chosen.recomputed) <= set(first.saved)
     named = {found.values[place].name for place in chosen.recomputed}
     listed = {value.name for stage in plan.stages for value in stage.recomputed}
@@ -84,8 +84,8 @@ def test_every_plan_of_a_pipelines_frontier_is_told_apart() -> None:
     found = plan.look_into().alternatives
     points = [(own.bytes, own.seconds) for own in found.plans]
     assert points[: len(plan.trade_off)] == plan.frontier() and len(plan.trade_off) > 2
-    assert found.own is not None and plan.pipeline is not None
-    chosen = found.plans[found.own]
+    assert found.chosen is not None and plan.pipeline is not None
+    chosen = found.plans[found.chosen]
     assert (chosen.bytes, chosen.makespan) == (plan.peak_bytes, plan.pipeline.makespan)
     assert {found.values[at].name for at in chosen.recomputed} == _named(plan, "recomputed")
     assert _named(plan, "saved") <= {found.values[at].name for at in (*chosen.saved, *chosen.recomputed)}

@@ -244,14 +244,14 @@ def test_points_of_the_frontier_show_what_differs(plan: roundpipe_fx.Plan, page:
     page.open(plan.write_html(tmp_path / "plan.html"))
     page.click("#tab-frontier")
     found = plan.look_into().alternatives
-    assert found.own is not None
+    assert found.chosen is not None
     assert "it is this plan" in page.text("#view-frontier .panel")
     page.click("#view-frontier canvas")
     page.press("End")
     for number, other in enumerate(found.plans):
         assert f"{bytes_text(other.bytes)}, recomputes" in page.text("#view-frontier .panel h2")
-        if number != found.own:
-            own = found.plans[found.own]
+        if number != found.chosen:
+            own = found.plans[found.chosen]
             more, less = set(other.recomputed) - set(own.recomputed), set(own.recomputed) - set(other.recomputed)
             text = page.text("#difference-count")
             assert text.startswith(f"{len(more)} value") and f", {len(less)} (" in text
@@ -287,8 +287,8 @@ def test_points_of_a_pipelines_frontier_show_the_memory_of_each_device(page: Pag
     page.open(plan.write_html(tmp_path / "plan.html"))
     page.click("#tab-frontier")
     found = plan.look_into().alternatives
-    assert found.own is not None and plan.budget is not None
-    own = found.plans[found.own]
+    assert found.chosen is not None and plan.budget is not None
+    own = found.plans[found.chosen]
     assert "it is this plan" in page.text("#view-frontier .panel")
     page.click("#view-frontier canvas")
     page.press("End")

@@ -56,7 +56,7 @@ def test_below_what_is_reached_without_there_are_plans_in_tiles(plan: roundpipe_
     assert [(own.bytes, own.seconds) for own in found.plans] == every
     assert [bool(own.tiles) for own in found.plans] == [point in set(tiled) for point in every]
     assert all("head" in own.tiles and max(own.curve) == own.bytes for own in found.plans if own.tiles)
-    assert found.own is not None and not found.plans[found.own].tiles
+    assert found.chosen is not None and not found.plans[found.chosen].tiles
 
 
 def test_budgets_meet_them(plan: roundpipe_fx.Plan) -> None:
@@ -77,8 +77,8 @@ def test_a_plan_in_tiles_has_the_same_frontier_and_its_own_plans(plan: roundpipe
     assert found.tiles and found.frontier(tiles=False)[-1] == plan.frontier(tiles=False)[-1]
     assert set(tiled) <= {*found.frontier(), *_dominated(found.frontier(), tiled)}
     details = found.look_into()
-    assert details.alternatives.own is not None
-    own = details.alternatives.plans[details.alternatives.own]
+    assert details.alternatives.chosen is not None
+    own = details.alternatives.plans[details.alternatives.chosen]
     assert own.tiles and own.seconds != found.recompute_seconds and found.point() == (found.peak_bytes, own.seconds)
     stored = roundpipe_fx.Plan.from_json(found.to_json())
     assert stored.look_into() == details and stored.point() == found.point()

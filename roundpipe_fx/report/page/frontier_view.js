@@ -3,7 +3,7 @@
 function frontierView(data) {
   const { plan, alternatives } = data;
   const { frontier } = plan;
-  const own = alternatives.own === null ? null : alternatives.plans[alternatives.own];
+  const own = alternatives.chosen === null ? null : alternatives.plans[alternatives.chosen];
   // A pipeline that recomputes while devices wait need not be on the frontier: its step is what is shorter.
   const beside = own && !frontier.some(([bytes, seconds]) => bytes === own.bytes && seconds === own.seconds);
   const points = (beside ? [...frontier, [own.bytes, own.seconds]] : [...frontier]).sort(([a], [b]) => b - a);
