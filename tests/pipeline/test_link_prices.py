@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -55,9 +56,9 @@ def test_the_chain_counts_a_plan_that_saves_everything_as_the_simulation_does(mo
     seen: list[tuple[LinkPrices, Attempt]] = []
     initialize = LinkPrices.__init__
 
-    def noted(self: LinkPrices, *args: object) -> None:
-        initialize(self, *args)  # type: ignore[arg-type]
-        seen.append((self, args[4]))  # type: ignore[arg-type]
+    def noted(self: LinkPrices, **arguments: Any) -> None:
+        initialize(self, **arguments)
+        seen.append((self, arguments["first"]))
 
     monkeypatch.setattr(LinkPrices, "__init__", noted)
     needed = _planned(2**30).timing.peak_bytes[0]
