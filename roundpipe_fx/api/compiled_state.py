@@ -115,6 +115,13 @@ class CompiledState:
         self._is_new = True
         self.compile()
 
+    @property
+    def _dynamic_in_pipeline(self) -> bool | None:
+        """As asked for. PyTorch cannot trace layers that ranks share out for sizes of any number, seen with 2.13."""
+        if self.dynamic is None and self.processes is not None and self.processes.group.parts > 1:
+            return False
+        return self.dynamic
+
     def settings(self) -> dict[str, Any]:
         """Arguments for another."""
         return {
@@ -158,7 +165,7 @@ class CompiledState:
             model=self.original,
             settings=self.pipelining,
             compile_function=lambda function: torch.compile(
-                function, backend=backend, fullgraph=True, dynamic=self.dynamic
+                function, backend=backend, fullgraph=True, dynamic=self._dynamic_in_pipeline
             ),
             compile_state=compile_state,
             splitting=self.splitting,

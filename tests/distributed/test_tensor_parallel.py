@@ -251,6 +251,13 @@ def check_calls_and_checkpoints(_rank: int, folder: str) -> None:
     with torch.no_grad():
         loss = language_loss(model(batch["tokens"]), batch["labels"])
     torch.testing.assert_close(loss, expected.detach())
+    shorter = batch["tokens"][:4, :6]  # a batch of another shape
+    model.zero_grad()
+    plain.zero_grad()
+    language_loss(model(shorter), shorter).backward()
+    language_loss(plain(shorter), shorter).backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(_whole(value.grad), plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
     before = {name: _whole(value.detach()).clone() for name, value in model.named_parameters()}
     dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/parallel")
     with torch.no_grad():
