@@ -11,12 +11,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
+
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
-from roundpipe_fx.ir.joint_graph import JointGraph, Mark
+from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
 from roundpipe_fx.passes.online_softmax import log_sum_exp_of, scores_of, write_online
 
-__all__ = ["class_regions", "instead_of_rows", "operations_of", "seconds_of"]
+__all__ = ["class_regions", "instead_of_rows", "may_be_quicker", "operations_of", "seconds_of"]
+
+aten = torch.ops.aten
+
+_ABOUT = 0.5
+"""Seconds of sums are compared with those of the logits from this share of them on."""
 
 
 def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
@@ -70,6 +77,28 @@ def seconds_of(joint: JointGraph) -> float:
     return sum(node.meta[Mark.SECONDS] for node in joint.computed())
 
 
+def may_be_quicker(region: TileRegion, tiles: int) -> bool:
+    """Whether tiles of classes may take less time than as many tiles of rows: if the sums of gradients, which each tile
+    of rows reads and writes, take about as long as the logits, which tiles of classes compute twice.
+
+    Args:
+        region: of rows.
+        tiles: their number.
+    """
+    softmax = next((node for node in region.members if node.target is aten._log_softmax.default), None)
+    if softmax is None:
+        return False
+    logits = softmax.meta["val"]
+    bandwidth = 2 * logits.numel() * logits.dtype.itemsize / max(softmax.meta[Mark.SECONDS], 1e-12)
+    sums = [
+        node.meta["val"].numel() * max(node.meta["val"].dtype.itemsize, 4)
+        for node in region.in_phase(Phase.BACKWARD)
+        if node not in region.where and node not in region.whole and is_tensor(node) and not is_view(node)
+    ]
+    again = sum(node.meta[Mark.SECONDS] for node in region.in_phase(Phase.FORWARD) if node.meta[Mark.FLOPS])
+    return tiles * 2 * sum(sums) / bandwidth >= _ABOUT * again
+
+
 def instead_of_rows(
     joint: JointGraph,
     tiles: Sequence[tuple[TileRegion, int]],
@@ -88,7 +117,7 @@ def instead_of_rows(
     for head in heads:
         names = operations_of(joint, head)
         rows = [(region, count) for region, count in chosen if not names.isdisjoint(operations_of(joint, region))]
-        if not rows:
+        if not any(may_be_quicker(region, count) for region, count in rows):
             continue
         classes = [(head, min(max(count for _, count in rows), head.most_tiles))]
         if seconds_of(tiled(joint, classes)) < seconds_of(tiled(joint, rows)):

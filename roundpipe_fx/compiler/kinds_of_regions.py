@@ -15,7 +15,7 @@ from torch import fx
 
 from roundpipe_fx.analysis.operations import Operation
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, elements
-from roundpipe_fx.compiler.class_tiles import instead_of_rows, operations_of, seconds_of
+from roundpipe_fx.compiler.class_tiles import instead_of_rows, may_be_quicker, operations_of, seconds_of
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.ir.tile_loop import TileLoop
@@ -123,6 +123,7 @@ class Kinds:
         self._fitting: dict[_TilesOfKinds, int] = {}
         """The least limit that no operation alone was found to exceed."""
         self._holding_of: dict[Kind, frozenset[str]] = {}
+        self._compared_in: dict[frozenset[tuple[str, ...]], JointGraph] = {}
         self._quicker: dict[tuple[Kind, Kind, int], int | None] = {}
         self._lowest: dict[_TilesOfKinds, UnmetError] = {}
         """The lowest peak of a plan; which that is does not depend on the budget."""
@@ -206,8 +207,16 @@ class Kinds:
         Raises:
             UnmetError: no plan stays within it.
         """
-        graph = self._steps.tiled(self._graph, tiles) if tiles else self._joint
+        graph = self._compared_in.pop(_named(tiles), None) if tiles else self._joint
+        self._compared_in.clear()
+        if graph is None:
+            graph = self._steps.tiled(self._graph, tiles)
         return self._steps.planned(graph, budget, limit)
+
+    def _compared(self, joint: JointGraph, tiles: Tiles) -> JointGraph:
+        """A graph whose seconds are compared, and which may be planned then."""
+        self._compared_in[_named(tiles)] = graph = self._steps.tiled(joint, tiles)
+        return graph
 
     def by_segment(self, limit: int, tiles: Tiles) -> Iterable[tuple[float, Tiles]]:
         """The tiles of regions that are best for a number of bytes and for ever fewer, with seconds.
@@ -236,9 +245,13 @@ class Kinds:
         # No region has values that are much wider than its widest.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = by_kind(self._regions.as_wide_as(width))
-            kinds |= {kind: heads for kind, heads in self._heads.items() if elements(heads[0].widest) >= width}
-            first = sorted(kinds, key=lambda kind: kind not in tiles)
-            held = _held(needs, running, {kind: self._holding(kind) for kind in first if kind not in done})
+            held: dict[Kind, int] = {}
+            if not done:  # rows of a head come before its classes, which are then not looked for
+                held = _held(needs, running, {kind: self._holding(kind) for kind in kinds})
+            if not held or any(self._of(kind)[0].online for kind in tiles):
+                kinds |= {kind: heads for kind, heads in self._heads.items() if elements(heads[0].widest) >= width}
+                first = sorted(kinds, key=lambda kind: kind not in tiles)
+                held = _held(needs, running, {kind: self._holding(kind) for kind in first if kind not in done})
             if held:
                 return max(held, key=held.__getitem__)
         return None
@@ -260,7 +273,7 @@ class Kinds:
 
     def is_by_class(self, kind: Kind) -> bool:
         """Whether these are loss heads whose rows are classes."""
-        return kind in self._heads
+        return bool(self._of(kind)[0].online)
 
     def quicker(self, kind: Kind, count: int, done: Collection[Kind]) -> tuple[Kind, int]:
         """A head's classes instead of its rows, where as many tiles of them take fewer modelled seconds.
@@ -271,12 +284,14 @@ class Kinds:
             done: kinds that are left out.
         """
         tiles = self.in_tiles({kind: count})
+        if not any(may_be_quicker(region, count) for region, count in tiles if not region.online):
+            return kind, count
         for other, heads in self._heads.items():
             if other in done or other == kind or self._holding(other).isdisjoint(self._holding(kind)):
                 continue
             key = kind, other, count
             if key not in self._quicker:
-                chosen = instead_of_rows(self._graph, tiles, heads, self._steps.tiled)
+                chosen = instead_of_rows(self._graph, tiles, heads, self._compared)
                 self._quicker[key] = next((number for region, number in chosen if region.online), None)
             number = self._quicker[key]
             if number is not None:
@@ -302,7 +317,8 @@ class Kinds:
         return min(times * tiles, region.most_tiles)
 
     def _of(self, kind: Kind) -> list[TileRegion]:
-        return self._heads[kind] if kind in self._heads else by_kind(self._regions.regions)[kind]
+        rows = by_kind(self._regions.regions)
+        return rows[kind] if kind in rows else self._heads[kind]
 
 
 def _held(needs: Needs, running: Sequence[fx.Node], kinds: Mapping[Kind, Collection[str]]) -> dict[Kind, int]:
@@ -337,6 +353,10 @@ def _loops(regions: Iterable[TileRegion]) -> set[str | None]:
 def _loop_of(node: fx.Node) -> str | None:
     """The name of the widest value in a loop; ``None``: the operation is none."""
     return node.target.widest.name if isinstance(node.target, TileLoop) else None
+
+
+def _named(tiles: Tiles) -> frozenset[tuple[str, ...]]:
+    return frozenset((region.widest.name, *region.online, str(count)) for region, count in tiles)
 
 
 def by_kind(regions: Iterable[TileRegion]) -> dict[Kind, list[TileRegion]]:
