@@ -231,13 +231,19 @@ class Kinds:
         others = [region for region in regions if by_class.isdisjoint(operations_of(self._graph, region))]
         return self._steps.by_segment(self._graph, [*others, *heads], limit)
 
-    def binding(self, needs: Needs, tiles: Collection[Kind], done: Collection[Kind]) -> Kind | None:
+    @property
+    def have_classes(self) -> bool:
+        """Whether there are loss heads that can have tiles of their classes."""
+        return bool(self._heads)
+
+    def binding(self, needs: Needs, tiles: Collection[Kind], done: Collection[Kind], by_class: bool) -> Kind | None:
         """The kind that holds most of what binds; ``None``: none holds any.
 
         Args:
             needs: what binds.
             tiles: the kinds that are in tiles. Of kinds with the same operations, these hold them.
             done: kinds that are left out.
+            by_class: whether classes of loss heads are among them that are not in tiles of classes.
         """
         values = [self._named[name] for name, _ in needs.live if name in self._named]
         running = self._running(needs)
@@ -245,10 +251,8 @@ class Kinds:
         # No region has values that are much wider than its widest.
         for width in sorted({elements(value) for value in values} | {0}, reverse=True):
             kinds = by_kind(self._regions.as_wide_as(width))
-            held: dict[Kind, int] = {}
-            if not done:  # rows of a head come before its classes, which are then not looked for
-                held = _held(needs, running, {kind: self._holding(kind) for kind in kinds})
-            if not held or any(self._of(kind)[0].online for kind in tiles):
+            held = _held(needs, running, {kind: self._holding(kind) for kind in kinds if kind not in done})
+            if (by_class and (done or not held)) or any(self._of(kind)[0].online for kind in tiles):
                 kinds |= {kind: heads for kind, heads in self._heads.items() if elements(heads[0].widest) >= width}
                 first = sorted(kinds, key=lambda kind: kind not in tiles)
                 held = _held(needs, running, {kind: self._holding(kind) for kind in first if kind not in done})

@@ -207,6 +207,26 @@ def _in_tiles_either_way(kinds: Kinds, unmet: UnmetError, budget: int, limit: in
 
 
 def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTiles:
+    """The first plan within the budget: with the quicker tiles of each loss head, of rows, or also of its classes.
+
+    Arguments and errors as for :func:`_in_more_tiles`.
+    """
+    lowest: UnmetError | None = None
+    for quicker, by_class in ((True, False), (False, False), (True, True)):
+        try:
+            return _in_more_tiles(kinds, unmet, budget, limit, quicker=quicker, by_class=by_class)
+        except UnmetError as error:
+            if lowest is None or error.needs.bytes < lowest.needs.bytes:
+                lowest = error
+        if not kinds.have_classes:
+            break
+    assert lowest is not None
+    raise lowest
+
+
+def _in_more_tiles(
+    kinds: Kinds, unmet: UnmetError, budget: int, limit: int, *, quicker: bool, by_class: bool
+) -> _InTiles:
     """The first plan within the budget, in more and more tiles, with these.
 
     Args:
@@ -214,6 +234,8 @@ def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTi
         unmet: what binds without tiles.
         budget: bytes.
         limit: while one operation needs more bytes, no plan is searched for unless that is so in any tiles.
+        quicker: whether a head has tiles of classes where these are quicker than as many of rows.
+        by_class: whether tiles of classes are tried where no tiles of rows lower what binds.
 
     Raises:
         UnmetError: there is none; of all that was tried the one that needs least.
@@ -222,7 +244,7 @@ def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTi
     lowest, done = unmet, set[Kind]()
     heads: dict[Kind, tuple[int, Needs]] = {}  # by classes, that are not in tiles, as they were tried last
     while True:
-        kind = kinds.binding(lowest.needs, tiles, done)
+        kind = kinds.binding(lowest.needs, tiles, done, by_class)
         if kind is None and lowest.chosen is not None:
             raise lowest
         tried = dict(tiles)
@@ -230,7 +252,9 @@ def _in_tiles(kinds: Kinds, unmet: UnmetError, budget: int, limit: int) -> _InTi
             count, needs = tiles.get(kind), lowest.needs
             if count is None and kind in heads:
                 count, needs = heads[kind]
-            kind, count = kinds.quicker(kind, kinds.more_tiles(kind, count, needs, limit), done | heads.keys())
+            count = kinds.more_tiles(kind, count, needs, limit)
+            if quicker:
+                kind, count = kinds.quicker(kind, count, done | heads.keys())
             tried = {**kinds.beside(kind, tiles), kind: count}
         try:
             bounded = kind is not None and lowest.chosen is None
