@@ -27,12 +27,12 @@ class Head(nn.Module):
         return F.cross_entropy(self.head(torch.tanh(self.body(x))), y)
 
 
-@pytest.mark.parametrize("rows", [64, 65])
-def test_no_tile_has_one_row(rows: int) -> None:
-    """A product with one row is one with a vector, which other kernels compute."""
-    for loop in tiles_at_the_least_budget(rows, WORDS):
+@pytest.mark.parametrize(("rows", "words", "least"), [(64, 1024, 2), (65, 1024, 2), (64, WORDS, 16), (67, WORDS, 16)])
+def test_rows_of_a_tile(rows: int, words: int, least: int) -> None:
+    """Other kernels compute products with a vector, and those of few rows round long sums term by term."""
+    for loop in tiles_at_the_least_budget(rows, words):
         size = -(-loop.rows // loop.tiles)
-        assert size > 1 and loop.rows % size != 1
+        assert size >= least and not 0 < loop.rows % size < least
 
 
 def test_sums_are_of_few_tiles() -> None:

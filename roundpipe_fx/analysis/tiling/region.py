@@ -49,16 +49,21 @@ _MOST_DIMS = 3
 _MOST_ROUNDED = 2048
 """A sum is rounded once a tile; with more tiles float32 gradients may be farther than 1e-6 from those without."""
 
-_PRODUCTS = frozenset(
-    {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.addbmm.default,
-        aten.linear.default,
-    }
-)
+_LONG_SUM = 1024
+"""A product that sums more terms needs tiles of several rows."""
+_ROWS_OF_LONG_SUMS = 16
+"""Kernels for products of few rows (here: 3) or columns (here: 15) add long sums term by term: that rounds about ten
+times as much as the kernels for larger ones."""
+
+_PRODUCTS: Mapping[Any, int] = {
+    aten.mm.default: 0,
+    aten.addmm.default: 1,
+    aten.bmm.default: 0,
+    aten.baddbmm.default: 1,
+    aten.addbmm.default: 1,
+    aten.linear.default: 0,
+}
+"""By matrix product, which of its arguments is the left one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,12 +99,12 @@ class TileRegion:
         Sums over tiles are rounded once a tile; if they are not of double precision there are at most 2,048 tiles.
 
         Where rows of a matrix product are divided, no tile has only one: the product would be one with a vector, which
-        other kernels compute, that round otherwise.
+        other kernels compute, that round otherwise. For the same reason no tile has fewer than 16 if the product sums
+        more than 1,024 terms.
         """
         size = -(-self.rows // (min(tiles, _MOST_ROUNDED) if self._rounds_sums else tiles))
-        if self._divides_matrices:
-            while size < self.rows and (size == 1 or self.rows % size == 1):
-                size += 1
+        while size < self.rows and (size < self._least_rows or 0 < self.rows % size < self._least_rows):
+            size += 1
         return size
 
     @property
@@ -108,10 +113,13 @@ class TileRegion:
         return -(-self.rows // self.rows_of_tile(self.rows))
 
     @functools.cached_property
-    def _divides_matrices(self) -> bool:
-        """Whether rows of a matrix product, or columns, are divided; a batch of products may be."""
+    def _least_rows(self) -> int:
+        """The fewest rows that a tile may have: by the matrix products whose rows or columns are divided."""
         products = (node for node in self.members if node.target in _PRODUCTS and node in self.where)
-        return any(self.where[node][-1] >= node.meta["val"].dim() - 2 for node in products)
+        divided = [node for node in products if self.where[node][-1] >= node.meta["val"].dim() - 2]
+        if any(_is_long_sum(node) for node in divided):
+            return _ROWS_OF_LONG_SUMS
+        return 2 if divided else 1
 
     @functools.cached_property
     def _rounds_sums(self) -> bool:
@@ -258,6 +266,14 @@ def _scalar(joint: JointGraph, region: TileRegion, tangential: Collection[fx.Nod
     linear = proportional(backward, waiting)
     results = [node for node in backward if node not in region.whole and any(user not in inside for user in node.users)]
     return waiting[0] if linear is not None and results and all(node in linear for node in results) else None
+
+
+def _is_long_sum(product: fx.Node) -> bool:
+    """Whether a matrix product, not of double precision, sums more terms than any kernel may add one by one."""
+    left = product.args[_PRODUCTS[product.target]]
+    assert isinstance(left, fx.Node)
+    terms = left.meta["val"].shape[-1]
+    return left.meta["val"].dtype is not torch.float64 and (not isinstance(terms, int) or terms > _LONG_SUM)
 
 
 def _is_sum(region: TileRegion, node: fx.Node) -> bool:
