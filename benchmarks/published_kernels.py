@@ -1,4 +1,4 @@
-"""The roofline's rates of an RTX 4090 beside those that others have measured: python -m benchmarks.published_kernels
+"""The roofline's rates of a GPU beside those that others have measured: python -m benchmarks.published_kernels
 
 Figures are as their sources print them. A product of matrices has the modelled seconds of reading and writing them
 once; of attention, which is bound by its arithmetic, and of copies the rate is that of the roofline.
@@ -15,7 +15,8 @@ import torch
 from benchmarks.side_by_side import report
 from roundpipe_fx.analysis.cost import DEVICES, Roofline
 
-_DEVICE = "RTX 4090"
+_RTX_4090 = "RTX 4090"
+_PCIE_5 = "H100"  # any with as fast a link to the host
 
 
 def _product(size: int) -> Callable[[Roofline], float]:
@@ -30,6 +31,10 @@ def _product(size: int) -> Callable[[Roofline], float]:
 
 def _arithmetic(roofline: Roofline) -> float:
     return roofline.flops[torch.float16] / 1e12
+
+
+def _attention_backward(roofline: Roofline) -> float:
+    return roofline.attention_backward * _arithmetic(roofline)
 
 
 def _memory(roofline: Roofline) -> float:
@@ -50,6 +55,7 @@ class _Rate:
         published: the rate.
         modelled: returns the roofline's.
         source: where it is printed.
+        device: name of the roofline.
     """
 
     operation: str
@@ -57,11 +63,13 @@ class _Rate:
     published: float
     modelled: Callable[[Roofline], float]
     source: str
+    device: str = _RTX_4090
 
 
 _PRODUCTS = "github.com/mli/transformers-benchmarks/issues/4 (PyTorch 1.14, CUDA 12.0)"
 _ATTENTION = "apache/tvm, tl_doc/flash_perf.md (CUDA 12.2, columns Flash_attn)"
 _COPIES = "github.com/NVIDIA/nvbandwidth/issues/15 (v0.2, a machine with eight)"
+_COPIES_OF_PCIE_5 = "github.com/tinygrad/open-gpu-kernel-modules/issues/29 (the first of eight)"
 _RATES = (
     _Rate(
         operation="product of 2,048 × 2,048, float16",
@@ -95,14 +103,14 @@ _RATES = (
         operation="its backward, not causal",
         unit="TFLOP/s",
         published=124.57,
-        modelled=_arithmetic,
+        modelled=_attention_backward,
         source=_ATTENTION,
     ),
     _Rate(
         operation="its backward, causal",
         unit="TFLOP/s",
         published=99.23,
-        modelled=_arithmetic,
+        modelled=_attention_backward,
         source=_ATTENTION,
     ),
     _Rate(
@@ -147,15 +155,38 @@ _RATES = (
         modelled=_host,
         source=_COPIES,
     ),
+    _Rate(
+        operation="the same between two GPUs, without the host's memory",
+        unit="GB/s",
+        published=41.38 / 2,
+        modelled=_host,
+        source="github.com/tinygrad/open-gpu-kernel-modules/issues/6 (three, half of both directions)",
+    ),
+    _Rate(
+        operation="from the host, over PCIe 5 (RTX 5090)",
+        unit="GB/s",
+        published=56.30,
+        modelled=_host,
+        source=_COPIES_OF_PCIE_5,
+        device=_PCIE_5,
+    ),
+    _Rate(
+        operation="the same, beside a copy to it",
+        unit="GB/s",
+        published=50.94,
+        modelled=_host,
+        source=_COPIES_OF_PCIE_5,
+        device=_PCIE_5,
+    ),
 )
 
 
 def main() -> None:
-    report("published_kernels", f"Rates of one {_DEVICE}: the roofline's, and published ones", [*map(_row, _RATES)])
+    report("published_kernels", f"Rates of one {_RTX_4090}: the roofline's, and published ones", [*map(_row, _RATES)])
 
 
 def _row(rate: _Rate) -> dict[str, Any]:
-    modelled = rate.modelled(DEVICES[_DEVICE])
+    modelled = rate.modelled(DEVICES[rate.device])
     return {
         "operation": rate.operation,
         "unit": rate.unit,

@@ -25,7 +25,7 @@ from roundpipe_fx.ir.graph_edit import insert_call
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase
 from roundpipe_fx.operators.log_sum_exp import log_sum_exp
 
-__all__ = ["log_sum_exp_of", "scores_of", "write_online"]
+__all__ = ["log_sum_exp_of", "write_online"]
 
 aten = torch.ops.aten
 _NONE, _MEAN, _SUM = 0, 1, 2
@@ -52,7 +52,7 @@ def write_online(
         if node.name in names:
             uses = uses_of(joint, node)
             assert uses is not None, f"{node.name} cannot be written with sums over its classes"
-            added |= _OnlineWriter(node).write(uses)
+            added |= _OnlineWriter(node, uses).write()
     joint.drop_unread()
     annotate_added([node for node in joint.computed() if node in added], costs, device, eager)
     return joint
@@ -69,13 +69,6 @@ def log_sum_exp_of(joint: JointGraph, name: str) -> fx.Node:
     return next(node for node in joint.in_phase(Phase.FORWARD) if node.name in names)
 
 
-def scores_of(log_sum_exp: fx.Node) -> tuple[fx.Node, int]:
-    """The scores that a log-sum-exp reduces, and the dimension of their classes."""
-    (scores,) = log_sum_exp.all_input_nodes
-    (place,) = log_sum_exp.args[1]  # type: ignore[misc, str-unpack]
-    return scores, int(place)  # type: ignore[arg-type]
-
-
 def _named(softmax: str, what: str) -> str:
     return f"{softmax}_{what}"
 
@@ -83,18 +76,15 @@ def _named(softmax: str, what: str) -> str:
 class _OnlineWriter:
     """Rewrites one log-softmax with sums. A *column* has the shape of the scores, with one class."""
 
-    def __init__(self, softmax: fx.Node) -> None:
-        self._softmax = softmax
+    def __init__(self, softmax: fx.Node, uses: Uses) -> None:
+        self._softmax, self._uses, self._place = softmax, uses, uses.place
         self._added: set[fx.Node] = set()
         self._shape = list(softmax.meta["val"].shape)
-        self._place = int(softmax.args[1]) % len(self._shape)  # type: ignore[arg-type]
         self._column = [*self._shape]
         self._column[self._place] = 1
         self._labels: dict[tuple[fx.Node, Any], tuple[fx.Node, fx.Node | None, fx.Node]] = {}
         self._picked: dict[fx.Node, fx.Node] = {}
-        scores = softmax.args[0]
-        assert isinstance(scores, fx.Node)
-        self._dtype = softmax.meta["val"].dtype
+        scores, self._dtype = uses.scores, softmax.meta["val"].dtype
         if scores.meta["val"].dtype is not self._dtype:
             scores = self._call(softmax, aten._to_copy.default, scores, dtype=self._dtype)
         self._scores = scores
@@ -114,11 +104,11 @@ class _OnlineWriter:
         self._words = words
         self._classes = self._call(softmax, aten.view.default, words, [-1, *[1] * behind]) if behind else words
 
-    def write(self, uses: Uses) -> set[fx.Node]:
+    def write(self) -> set[fx.Node]:
         """Replace the readers of the log-probabilities; returns the operations that were added."""
-        for read in uses.reads:
+        for read in self._uses.reads:
             self._replace(read.node, read)
-        for gradient, parts in uses.gradients:
+        for gradient, parts in self._uses.gradients:
             gradient.replace_all_uses_with(self._gradient(gradient, parts))
         return self._added
 

@@ -16,7 +16,7 @@ import torch
 from roundpipe_fx.analysis.cost import CostModel
 from roundpipe_fx.analysis.tiling import TileRegion, TileRegions, online_softmaxes
 from roundpipe_fx.ir.joint_graph import JointGraph, Mark, Phase, is_tensor, is_view
-from roundpipe_fx.passes.online_softmax import log_sum_exp_of, scores_of, write_online
+from roundpipe_fx.passes.online_softmax import log_sum_exp_of, write_online
 
 __all__ = ["class_regions", "instead_of_rows", "may_be_quicker", "operations_of", "seconds_of"]
 
@@ -36,14 +36,14 @@ def class_regions(joint: JointGraph, costs: CostModel) -> list[TileRegion]:
     Returns:
         regions whose nodes are those of a copy of the graph, in which log-softmaxes are written with sums over classes.
     """
-    names = online_softmaxes(joint)
-    if not names:
+    softmaxes = online_softmaxes(joint)
+    if not softmaxes:
         return []
-    copy = write_online(joint.copy(), names, costs)
+    copy = write_online(joint.copy(), softmaxes, costs)
     regions, heads = TileRegions(copy), []
-    log_sum_exps = {name: log_sum_exp_of(copy, name) for name in names}
-    for name in names:
-        scores, place = scores_of(log_sum_exps[name])
+    log_sum_exps = {name: log_sum_exp_of(copy, name) for name in softmaxes}
+    for name, place in softmaxes.items():
+        (scores,) = log_sum_exps[name].all_input_nodes
         region = regions.around(scores, (place,))
         if region is not None:
             online = tuple(other for other, made in log_sum_exps.items() if made in region.members)

@@ -22,7 +22,18 @@ from roundpipe_fx.ir.tile_loop import TileLoop
 from roundpipe_fx.remat.choose import Chosen
 from roundpipe_fx.remat.schedule import simulate
 
-__all__ = ["Kind", "Kinds", "MetError", "Needs", "Tiles", "TilingSteps", "UnmetError", "by_kind", "first_tiles"]
+__all__ = [
+    "Kind",
+    "Kinds",
+    "MetError",
+    "Needs",
+    "Tiles",
+    "TilingSteps",
+    "UnmetError",
+    "by_kind",
+    "first_tiles",
+    "names_of",
+]
 
 _ROWS = 128
 """A tile begins with at least so many rows: matrix products with fewer are slower."""
@@ -207,7 +218,7 @@ class Kinds:
         Raises:
             UnmetError: no plan stays within it.
         """
-        graph = self._compared_in.pop(_named(tiles), None) if tiles else self._joint
+        graph = self._compared_in.pop(names_of(tiles), None) if tiles else self._joint
         self._compared_in.clear()
         if graph is None:
             graph = self._steps.tiled(self._graph, tiles)
@@ -215,7 +226,7 @@ class Kinds:
 
     def _compared(self, joint: JointGraph, tiles: Tiles) -> JointGraph:
         """A graph whose seconds are compared, and which may be planned then."""
-        self._compared_in[_named(tiles)] = graph = self._steps.tiled(joint, tiles)
+        self._compared_in[names_of(tiles)] = graph = self._steps.tiled(joint, tiles)
         return graph
 
     def by_segment(self, limit: int, tiles: Tiles) -> Iterable[tuple[float, Tiles]]:
@@ -359,7 +370,8 @@ def _loop_of(node: fx.Node) -> str | None:
     return node.target.widest.name if isinstance(node.target, TileLoop) else None
 
 
-def _named(tiles: Tiles) -> frozenset[tuple[str, ...]]:
+def names_of(tiles: Tiles) -> frozenset[tuple[str, ...]]:
+    """What tells tiles from others of the same graph."""
     return frozenset((region.widest.name, *region.online, str(count)) for region, count in tiles)
 
 

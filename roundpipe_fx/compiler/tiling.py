@@ -31,6 +31,7 @@ from roundpipe_fx.compiler.kinds_of_regions import (
     UnmetError,
     by_kind,
     first_tiles,
+    names_of,
 )
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.ir.joint_graph import JointGraph
@@ -172,14 +173,10 @@ def _shortest(kinds: Kinds, tiles: Tiles, met: Lowered, share: float) -> Lowered
     for longer, tried in itertools.islice(kinds.by_segment(met.chosen.limit, tiles), _TRIED):
         if kinds.seconds + longer >= _ROUGHLY * _seconds(met):
             break
-        if _named(tried) != _named(tiles):
+        if names_of(tried) != names_of(tiles):
             with contextlib.suppress(UnmetError):
                 met = min(met, kinds.planned_in(tried, budget), key=_seconds)
     return met
-
-
-def _named(tiles: Tiles) -> set[tuple[str, ...]]:
-    return {(region.widest.name, *region.online, str(count)) for region, count in tiles}
 
 
 def _seconds(lowered: Lowered) -> float:

@@ -14,11 +14,10 @@ from torch import nn
 import roundpipe_fx
 from benchmarks.fuzz.tiles import tiled_passes
 from roundpipe_fx.codegen.loop_text import loops_of
-from tests.compiler.test_tiling_odd_input import assert_no_worse
-from tests.compiler.tiled import TOLERANCE, assert_close, check, minimum, step
+from tests.compiler.tiled import TOLERANCE, assert_close, assert_no_worse, check, minimum, step
 from tests.compiler.tiled_models import WORDS, Head, batch, gradients
+from tests.cross_entropies import CROSS_ENTROPIES
 from tests.hugging_face import bert, gpt2, language_batch, llama, t5
-from tests.passes.test_online_softmax import LOSSES
 
 WIDTH = 8
 
@@ -132,10 +131,10 @@ def labelled() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("tiles", [2, 3, 40])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
 def test_losses(name: str, tiles: int) -> None:
     """40 classes in tiles that divide them, that do not, and of one class each; hooks and inputs get gradients."""
-    model, given = OfLoss(LOSSES[name]).double(), labelled()
+    model, given = OfLoss(CROSS_ENTROPIES[name]).double(), labelled()
     expected = step(model, model, given)
     torch._dynamo.reset()
     own = copy.deepcopy(model)
@@ -146,7 +145,7 @@ def test_losses(name: str, tiles: int) -> None:
 
 def test_labels_that_are_all_ignored() -> None:
     """The mean over nothing is NaN, and gradients are zero, as without tiles."""
-    model, given = OfLoss(LOSSES["mean"]).double(), labelled()
+    model, given = OfLoss(CROSS_ENTROPIES["mean"]).double(), labelled()
     given["y"] = torch.full_like(given["y"], -100)
     expected = step(model, model, given)
     torch._dynamo.reset()
@@ -158,7 +157,7 @@ def test_labels_that_are_all_ignored() -> None:
 
 @pytest.mark.parametrize("label", [40, -1])
 def test_labels_out_of_range_are_an_error(label: int) -> None:
-    model, given = OfLoss(LOSSES["mean"]).double(), labelled()
+    model, given = OfLoss(CROSS_ENTROPIES["mean"]).double(), labelled()
     compiled = roundpipe_fx.compile(model, memory_budget=1.0, passes=tiled_passes(4, by_class=True))
     compiled(**given).backward()
     assert is_by_class(compiled)
@@ -186,7 +185,7 @@ def test_scores_that_are_infinite() -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    model, given = OfLoss(lambda scores, labels: LOSSES["mean"](scores * 1e4, labels)).double(), labelled()
+    model, given = OfLoss(lambda scores, labels: CROSS_ENTROPIES["mean"](scores * 1e4, labels)).double(), labelled()
     expected = step(model, model, given)
     torch._dynamo.reset()
     own = copy.deepcopy(model)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import roundpipe_fx
-from tests.compiler.tiled import assert_close, check, is_tiled, minimum, step
+from tests.compiler.tiled import assert_close, assert_no_worse, check, is_tiled, minimum, step
 from tests.compiler.tiled_models import MLP, WORDS, Head, batch, both, gradients, least
 from tests.long import long_but
 
@@ -107,14 +107,6 @@ def test_autocast(dtype: torch.dtype) -> None:
     found, expected = taken(compiled, model), taken(plain, plain)
     assert is_tiled(compiled)
     assert_no_worse(found, expected, gradients(exact))
-
-
-def assert_no_worse(found: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
-    """Rounding is as without tiles: errors against exact gradients are at most half as large again."""
-    largest = max(g.norm() for g in exact)
-    for own, other, true in zip(found, plain, exact, strict=True):
-        error, allowed = (own.double() - true).norm(), (other.double() - true).norm()
-        assert error <= 1.5 * allowed + 1e-6 * largest, f"{float(error)}, without tiles {float(allowed)}"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

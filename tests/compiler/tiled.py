@@ -14,7 +14,7 @@ from torch import nn
 import roundpipe_fx
 from roundpipe_fx.codegen.loop_text import loops_of
 
-__all__ = ["Outcome", "assert_close", "budgets", "check", "is_tiled", "minimum", "step"]
+__all__ = ["Outcome", "assert_close", "assert_no_worse", "budgets", "check", "is_tiled", "minimum", "step"]
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 """Norm of a difference relative to the largest gradient's norm."""
@@ -127,6 +127,14 @@ def budgets(model: nn.Module, batch: Mapping[str, Any], **options: Any) -> tuple
     assert with_tiles <= without
     between = [without - 1, (with_tiles + without) // 2, with_tiles] if with_tiles < without else [with_tiles]
     return with_tiles, without, sorted({budget for budget in between if budget >= with_tiles}, reverse=True)
+
+
+def assert_no_worse(found: list[torch.Tensor], plain: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    """Rounding is as without tiles: errors against exact gradients are at most half as large again."""
+    largest = max(g.norm() for g in exact)
+    for own, other, true in zip(found, plain, exact, strict=True):
+        error, allowed = (own.double() - true).norm(), (other.double() - true).norm()
+        assert error <= 1.5 * allowed + 1e-6 * largest, f"{float(error)}, without tiles {float(allowed)}"
 
 
 def check(

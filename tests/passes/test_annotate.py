@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import expecttest
+import pytest
 import torch
 from torch import nn
 
@@ -159,3 +160,19 @@ def joint(
     return (tanh,), ()
 """,
     )
+
+
+def test_backward_of_attention_is_slower_on_gpus() -> None:
+    """Published kernels attain less there than in the forward: benchmarks/published_kernels.py."""
+
+    class Attention(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    joint = _annotated(Attention(), torch.randn(2, 4, 16, 8, requires_grad=True))
+    forward, backward = [node for node in joint.computed() if "attention" in node.name]
+    for name, share in (("cpu", 1.0), ("RTX 4090", 0.7)):
+        roofline, flops = DEVICES[name], 10**15
+        seconds = [roofline.node_seconds(node, flops, 0, torch.bfloat16) for node in (forward, backward)]
+        rates = [flops / (taken - roofline.overhead) for taken in seconds]
+        assert rates == pytest.approx([roofline.flops[torch.bfloat16], share * roofline.flops[torch.bfloat16]])

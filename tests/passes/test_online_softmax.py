@@ -16,6 +16,7 @@ from roundpipe_fx.passes.annotate import annotate
 from roundpipe_fx.passes.mean_losses import split_mean_losses
 from roundpipe_fx.passes.online_softmax import write_online
 from tests.capturing import capture_joint, run_joint
+from tests.cross_entropies import CLASS_WEIGHTS, CROSS_ENTROPIES
 from tests.graph_text import CPU, joint_of
 
 HEAD = """
@@ -155,53 +156,6 @@ def test_as_text_what_needs_all_classes_of_a_row_stays() -> None:
     assert written(ENTROPY).strip() == ENTROPY.strip()
 
 
-def smoothed(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """As the Trainer's label smoother does."""
-    log_probabilities = -F.log_softmax(scores, dim=-1)
-    column = labels.clamp(min=0).unsqueeze(-1)
-    ignored = labels.unsqueeze(-1).eq(-100)
-    of_labels = log_probabilities.gather(-1, column).masked_fill(ignored, 0.0)
-    of_all = log_probabilities.sum(-1, keepdim=True).masked_fill(ignored, 0.0)
-    return 0.9 * of_labels.sum() / 7 + 0.1 * of_all.sum() / 7 / scores.shape[-1]
-
-
-def flat(**options: object) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    def loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        found = F.cross_entropy(scores.flatten(0, 1), labels.flatten(), **options)  # type: ignore[arg-type]
-        return (found * found.detach()).sum()
-
-    return loss
-
-
-WEIGHTS = torch.arange(1.0, 41.0, dtype=torch.float64)
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "mean": flat(),
-    "sum": flat(reduction="sum"),
-    "none": flat(reduction="none"),
-    "smoothed": flat(label_smoothing=0.1),
-    "smoothed, none": flat(label_smoothing=0.2, reduction="none"),
-    "weights": flat(weight=WEIGHTS),
-    "weights, none": flat(weight=WEIGHTS, reduction="none"),
-    "another label ignored": lambda scores, labels: flat(ignore_index=3)(scores, labels.clamp(min=3)),
-    "classes second": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels),
-    "classes second, weights": lambda scores, labels: F.cross_entropy(scores.transpose(1, 2), labels, WEIGHTS),
-    "classes first": lambda scores, labels: F.nll_loss(
-        F.log_softmax(scores.permute(2, 0, 1), 0).permute(1, 0, 2), labels
-    ),
-    "log-probabilities rearranged": lambda scores, labels: F.nll_loss(
-        F.log_softmax(scores, -1).transpose(1, 2), labels, reduction="sum"
-    ),
-    "gathered": lambda scores, labels: -F.log_softmax(scores, -1).gather(-1, labels.clamp(min=0)[..., None]).mean(),
-    "gathered twice": lambda scores, labels: (
-        F.log_softmax(scores, -1).gather(-1, labels.clamp(min=0)[..., None]).mean()
-        - 0.5 * F.log_softmax(scores, -1).gather(-1, (labels + 101)[..., None] % 40).square().mean()
-    ),
-    "label smoother": smoothed,
-    "sum of everything": lambda scores, labels: F.log_softmax(scores, -1).sum() + labels.sum(),
-    "sum over rows first": lambda scores, labels: (F.log_softmax(scores, -1).sum((0, 2)) * labels.sum(0)).sum(),
-}
-
-
 class Head(nn.Module):
     def __init__(self, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -221,14 +175,14 @@ def summed_graph(loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> 
     known = {(40, 8): model.head.weight, (40,): model.head.bias, (2, 5, 8): x, (2, 5): labels, (): torch.tensor(0.7)}
     for node in joint.inputs:
         value = node.meta["val"]
-        found = WEIGHTS if joint.label(node) == "WEIGHTS" else known[tuple(value.shape)]
+        found = CLASS_WEIGHTS if joint.label(node) == "CLASS_WEIGHTS" else known[tuple(value.shape)]
         given.append(found.detach().to(value.dtype))
     return joint, given
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", CROSS_ENTROPIES)
 def test_losses_and_gradients_are_the_same(name: str) -> None:
-    joint, given = summed_graph(LOSSES[name])
+    joint, given = summed_graph(CROSS_ENTROPIES[name])
     expected = run_joint(joint, given)
     names = online_softmaxes(joint)
     assert names

@@ -45,6 +45,7 @@ class Roofline:
         memory: bytes of memory of the device; 0 if it is not fixed.
         draw: seconds of drawing a random number, in addition to writing it.
         full: number of elements of a result from which on a kernel keeps the whole device busy.
+        attention_backward: share of ``flops`` that the backward of an attention kernel attains.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Roofline:
     draw: float = 0.0
     full: int = 1 << 15
     """ATen's grain size: with fewer elements a kernel runs on one thread of the CPU (``ATen/Parallel.h``)."""
+    attention_backward: float = 1.0
 
     def node_seconds(self, node: fx.Node, flops: int, traffic: int, dtype: torch.dtype) -> float:
         """Modelled seconds of a node's operation."""
@@ -66,6 +68,8 @@ class Roofline:
             if sent is not None:
                 return sent
         operators = [node.target, *(argument for argument in node.args if isinstance(argument, torch._ops.OpOverload))]
+        if getattr(node.target, "overloadpacket", None) in _ATTENTION_BACKWARDS:
+            flops = round(flops / self.attention_backward)
         return self.seconds(flops, traffic, dtype, numbers_drawn(operators[-1], node.meta.get("val")))
 
     def seconds(self, flops: int, traffic: int, dtype: torch.dtype = torch.float32, draws: int = 0) -> float:
@@ -77,6 +81,17 @@ class Roofline:
         """Modelled seconds of sending ``size`` bytes to another device."""
         return size / self.link
 
+
+_ATTENTION_BACKWARDS = frozenset(
+    {
+        aten._scaled_dot_product_flash_attention_backward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        aten._scaled_dot_product_efficient_attention_backward,
+        aten._scaled_dot_product_cudnn_attention_backward,
+    }
+)
+_ATTENTION_BACKWARD = 0.7
+"""Between what is published for kernels without a mask and with a causal one (``benchmarks/published_kernels.py``)."""
 
 _RESIDENT_ELEMENTS = 1 << 20
 """About a hundred multiprocessors with 2,048 threads, each of which computes some four elements."""
@@ -100,6 +115,7 @@ def _gpu(
         network=usual_network(link, link > _PCIE, between),
         memory=gib * 2**30,
         full=_RESIDENT_ELEMENTS,
+        attention_backward=_ATTENTION_BACKWARD,
     )
 
 

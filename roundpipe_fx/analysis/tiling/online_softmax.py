@@ -60,24 +60,29 @@ class Uses:
     """How log-probabilities are used.
 
     Attributes:
+        scores: what the log-softmax reads.
+        place: the dimension of their classes.
         reads: the operations that read them in the forward.
         gradients: the gradients of scores, each with the summands of the gradient of the log-probabilities.
     """
 
+    scores: fx.Node
+    place: int
     reads: tuple[Scaled, ...]
     gradients: tuple[tuple[fx.Node, tuple[Scaled, ...]], ...]
 
 
-def online_softmaxes(joint: JointGraph) -> list[str]:
+def online_softmaxes(joint: JointGraph) -> dict[str, int]:
     """The log-softmaxes that can be rewritten with sums over their classes.
 
     Args:
         joint: an annotated graph.
 
     Returns:
-        their names, in graph order.
+        by name, in graph order, the dimension of the classes.
     """
-    return [node.name for node in joint.in_phase(Phase.FORWARD) if uses_of(joint, node) is not None]
+    uses = {node.name: uses_of(joint, node) for node in joint.in_phase(Phase.FORWARD)}
+    return {name: of_one.place for name, of_one in uses.items() if of_one is not None}
 
 
 def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
@@ -87,7 +92,9 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
     shape = softmax.meta["val"].shape
     if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or 0 in shape:
         return None
-    place = int(softmax.args[1]) % len(shape)  # type: ignore[arg-type]
+    scores, dim, _ = softmax.args
+    assert isinstance(scores, fx.Node) and isinstance(dim, int)
+    place = dim % len(shape)
     if shape[place] == 1 or softmax.meta["val"].dtype is torch.float16:
         return None
     returned = {node for node in joint.outputs if isinstance(node, fx.Node)}
@@ -116,7 +123,7 @@ def uses_of(joint: JointGraph, softmax: fx.Node) -> Uses | None:
                 return None
     order = {node: number for number, node in enumerate(softmax.graph.nodes)}
     reads.sort(key=lambda read: order[read.node])
-    return Uses(reads=tuple(reads), gradients=tuple(gradients)) if reads else None
+    return Uses(scores=scores, place=place, reads=tuple(reads), gradients=tuple(gradients)) if reads else None
 
 
 def _followed(user: fx.Node, value: Scaled) -> Scaled | None:
