@@ -9,7 +9,8 @@ sent, sends are waited for at the end, and what was sent lives until then, which
 
 If a stage raises, its rank reports that and goes through its remaining transfers with zeros, which nobody uses. So no
 operation of another rank is left without its counterpart: every rank comes to its next action, sees the report, and
-does the same. The group can then be used for the next step.
+does the same. The group can then be used for the next step. So it is with the collectives of stages that several ranks
+share (:mod:`roundpipe_fx.runtime.stage_collectives`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.mailbox import Stopped
 from roundpipe_fx.runtime.pipeline_program import Instruction
 from roundpipe_fx.runtime.random_streams import RandomStream
+from roundpipe_fx.runtime.stage_collectives import Collective, begin_stage, started
 from roundpipe_fx.schedules import StageAction
 
 __all__ = ["ProcessTransport"]
@@ -75,6 +77,7 @@ class ProcessTransport:
         streams: of the microbatches' random numbers.
         end: what the ranks that run together, those of the pipeline or of its replicas too, tell each other at the end.
         overlap: whether what an action has sent may be in flight during the next one.
+        collectives: of each instruction of this rank.
 
     Attributes:
         gathering: gathers the parameters that actions read; ``None``: they are not sharded.
@@ -87,8 +90,9 @@ class ProcessTransport:
         streams: Sequence[RandomStream],
         end: RunEnd,
         overlap: bool,
+        collectives: Sequence[Sequence[Collective]],
     ) -> None:
-        self._group, self._transfers, self._end = group, transfers, end
+        self._group, self._transfers, self._end, self._collectives = group, transfers, end, collectives
         together = self._together = end.ranks
         self._run = together.next_run()
         self._streams = streams
@@ -124,6 +128,7 @@ class ProcessTransport:
 
     def _begin(self, place: int) -> None:
         self._place, self._sent = place, False
+        begin_stage()
         whole = place == len(self._transfers.starts)
         if self.gathering is not None:
             self.gathering.drop(place)  # what is received now is counted beside what stays
@@ -238,7 +243,7 @@ class ProcessTransport:
         self._stopped = True
 
     def abandon(self, device: int, failure: BaseException | None) -> None:
-        """Report a failure, and go through the remaining transfers with zeros."""
+        """Report a failure, and go through the remaining transfers and collectives with zeros."""
         # A failure after another rank's may come from the zeros that it sends, which are empty where sizes are unknown.
         self._follows = self._together.reported(self._run) is not None
         if not self._follows:
@@ -254,11 +259,13 @@ class ProcessTransport:
             note_lost_rank()  # the other end is gone too; what it left behind ends with its process
 
     def _go_without_values(self, device: int) -> None:
-        """Receive what the current instruction reads, and send zeros instead of its results."""
+        """Receive what the current instruction reads, and run collectives and send with zeros."""
         if not 0 <= self._place < len(self._transfers.starts):
             return
         for parcel in self._transfers.reads[self._place]:
             self.receive(device, parcel.step, parcel.microbatch)
+        for run in () if self._sent else self._collectives[self._place][started() :]:
+            run()
         for parcel in () if self._sent else self._transfers.sends[self._place].values():
             self._start_sending(parcel, *_zeros(parcel, self._group.device))
         self._sent = True
@@ -270,7 +277,7 @@ class ProcessTransport:
             RemoteError: another rank has failed, and this one has not, or only after it.
         """
         try:
-            failed = self._end.exchange(failure is not None, outputs)
+            failed = self._end.exchange(failure is not None or self._stopped, outputs)
             report = self._together.reported(self._run)
             if self._averaging is not None and (failed or report is not None):
                 self._averaging.wait()  # of the next step's reductions none must meet one of these

@@ -16,7 +16,14 @@ from torch import fx
 from roundpipe_fx.ir.joint_graph import input_nodes, tensor_values
 from roundpipe_fx.torch_private import group_ranks, size_hint
 
-__all__ = ["collective_name", "copied_bytes", "group_of", "is_collective", "is_functional_collective"]
+__all__ = [
+    "collective_name",
+    "copied_bytes",
+    "group_of",
+    "is_collective",
+    "is_functional_collective",
+    "starts_collective",
+]
 
 _NAMESPACES = frozenset(
     ("_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d", "c10d_functional", "symm_mem")
@@ -37,6 +44,11 @@ _WAIT = "wait_tensor"
 def is_functional_collective(target: Any) -> TypeGuard[torch._ops.OpOverload]:
     """Whether a node's target is a functional collective, or waits for one."""
     return isinstance(target, torch._ops.OpOverload) and target.namespace in _FUNCTIONAL
+
+
+def starts_collective(target: Any) -> bool:
+    """Whether a node's target communicates with other processes, and does not only wait for communication."""
+    return is_collective(target) and not target._schema.name.endswith(f"::{_WAIT}")
 
 
 def collective_name(node: fx.Node) -> str:

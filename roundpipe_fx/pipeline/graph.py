@@ -29,6 +29,7 @@ from roundpipe_fx.runtime.pipeline_program import Gradient, PipelineProgram, Sou
 from roundpipe_fx.runtime.pipeline_run import Span
 from roundpipe_fx.runtime.profiled_operators import profile_operators
 from roundpipe_fx.runtime.size_observer import ObserveSize, size_observer
+from roundpipe_fx.runtime.stage_collectives import collectives_of
 from roundpipe_fx.runtime.stage_compiler import Boxed, compile_stage
 from roundpipe_fx.schedules import ActionKind, StageAction, StageGraph, Timing, simulate_time, with_transfers
 from roundpipe_fx.schedules.step_costs import device_orders
@@ -294,6 +295,7 @@ def _program(
             random=compiled.random,
             see=see,
             views=tuple(sorted(known[base].index for base in bases)),
+            collectives=collectives_of(module.module.graph) if lowered.stage_compiler == "eager" else (),
         )
 
     steps: dict[StageAction, StepCode] = {step: code(step, module) for step, module in variant.steps.modules.items()}

@@ -358,7 +358,14 @@ class ProcessPipeline:
         }
         shared_outputs = [*shared_outputs_of(captured, where, self.ownership.owners or {})]
         end = run_end_of(captured, where, shared_outputs, self.group, self.replication.alike, streams[0])
-        transport = ProcessTransport(self.group, plan.transfers, streams, end, overlap=budget is None)
+        transport = ProcessTransport(
+            self.group,
+            plan.transfers,
+            streams,
+            end,
+            overlap=budget is None,
+            collectives=[instruction.code.collectives for instruction in instructions[self.group.rank]],
+        )
         differentiates = any(program.tangents for program in programs) and (kinds is None or bool(inherited))
         if differentiates:
             shared = gradients_elsewhere(scheduled_of(captured, None).instructions, programs, primals, self._owners_of)

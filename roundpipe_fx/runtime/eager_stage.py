@@ -19,6 +19,8 @@ import torch
 from torch import fx
 
 from roundpipe_fx.codegen.dying_values import dying_values
+from roundpipe_fx.ir.collectives import starts_collective
+from roundpipe_fx.runtime.stage_collectives import counted
 from roundpipe_fx.torch_private import (
     draws_on_own_device,
     run_and_save_rng_state,
@@ -89,7 +91,8 @@ def _called(node: fx.Node) -> Callable[..., Any]:
         isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in values
     ):
         return draws_on_own_device(node.target)
-    return without_wrapper(node.target)
+    called = without_wrapper(node.target)
+    return counted(called) if starts_collective(node.target) else called
 
 
 class _Names:

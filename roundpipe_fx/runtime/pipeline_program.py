@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from roundpipe_fx.runtime.stage_collectives import Collective
 from roundpipe_fx.runtime.stage_compiler import Boxed
 from roundpipe_fx.schedules import Action, ActionKind, Schedule, StageAction, StageGraph
 
@@ -58,6 +59,7 @@ class StepCode:
         random: whether it draws random numbers.
         see: called with the results, to record data-dependent sizes; ``None`` if there are none.
         views: numbers of the primals of which other arguments are views.
+        collectives: those of the stage module, which count as started one by one while it runs; none if that is not so.
     """
 
     call: Boxed
@@ -67,6 +69,7 @@ class StepCode:
     random: bool = False
     see: Callable[[Sequence[Any]], None] | None = None
     views: tuple[int, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def reads(self) -> tuple[int, ...]:

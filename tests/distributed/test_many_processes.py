@@ -136,9 +136,10 @@ def check_schedules(_rank: int, _folder: str) -> None:
 
 
 class Armed:
-    """Whether the stages of this process raise."""
+    """Whether the stages of this process raise, and how many seconds they take."""
 
     now = False
+    seconds = 0.0
 
 
 def check_failure(rank: int, _folder: str) -> None:
@@ -148,15 +149,15 @@ def check_failure(rank: int, _folder: str) -> None:
     expected = _steps(_in_one_process(plain, num_microbatches=4), batch)
     compiled = roundpipe_fx.compile(model, mesh=_mesh(), num_microbatches=4, stage_compiler=_breaking)
     compiled.trace(**batch)
-    for broken in (1, 0):
-        Armed.now = rank == broken
+    for broken, seconds in ((1, 0.0), (0, 0.0), (1, 0.3), (0, 0.3)):  # others go through the step, or stop in it
+        Armed.now, Armed.seconds = rank == broken, 0.0 if rank == broken else seconds
         start = time.monotonic()
         with pytest.raises(Exception, match="the stage of this rank is broken") as caught:
             compiled.forward_backward(**batch)
         assert time.monotonic() - start < 10
         assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
         assert rank == broken or f"rank {broken} of the pipeline raised ValueError" in str(caught.value)
-    Armed.now = False
+    Armed.now, Armed.seconds = False, 0.0
     assert all(value.grad is None for value in compiled.parameters())
     assert all(map(torch.equal, _steps(compiled, batch), expected))
 
@@ -165,6 +166,7 @@ def _breaking(module: torch.fx.GraphModule, _inputs: Sequence[Any]) -> Callable[
     """A stage compiler whose stages raise while they are armed to."""
 
     def call(*arguments: Any) -> Any:
+        time.sleep(Armed.seconds)
         if Armed.now:
             raise ValueError("the stage of this rank is broken")
         return module(*arguments)

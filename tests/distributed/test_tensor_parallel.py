@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 
 import roundpipe_fx
-from roundpipe_fx.distributed.errors import RanksDifferError
+from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from tests.distributed.models import language_loss
 from tests.trainers.processes import in_processes
 
@@ -65,6 +66,38 @@ class Net(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x))
+
+
+class Armed:
+    """In which of the calls that follow a block of this process raises; ``None``: in none."""
+
+    call: int | None = None
+
+
+@torch.library.custom_op("roundpipe_fx_tests::may_raise", mutates_args=())
+def may_raise(x: torch.Tensor) -> torch.Tensor:
+    if Armed.call is not None:
+        Armed.call -= 1
+        if Armed.call < 0:
+            raise ValueError("the stage of this rank is broken")
+    return x.clone()
+
+
+may_raise.register_fake(torch.empty_like)
+may_raise.register_autograd(lambda ctx, gradient: may_raise(gradient))
+
+
+class BreakingBlock(Block):
+    """A block that may raise between its collectives, in the forward and in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(may_raise(x))
+
+
+class BreakingNet(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BreakingBlock(0.0) for _ in range(4))
 
 
 def tensor_parallel(model: Any, mesh: DeviceMesh) -> Any:
@@ -276,6 +309,38 @@ def check_calls_and_checkpoints(_rank: int, folder: str) -> None:
         model.save(f"{folder}/files")
 
 
+def check_failures(rank: int, _folder: str) -> None:
+    """If a stage raises on one rank, between its collectives, all ranks raise, and the next step runs as if nothing
+    had been."""
+    batch = _batch()
+    torch.manual_seed(0)
+    plain = BreakingNet()
+    for parallel, name in ((tensor_parallel, "pp"), (vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
+        model = roundpipe_fx.compile(parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh, num_microbatches=4)
+
+        model.trace(**batch)
+
+        def gradients(model: Any = model) -> list[torch.Tensor]:
+            model.zero_grad()
+            model.forward_backward(**batch)
+            return [_whole(value.grad).clone() for value in model.parameters()]
+
+        Armed.call = 100
+        expected = gradients()
+        count = 100 - Armed.call
+        for broken, call in ((0, 0), (1, 1), (2, 3), (3, count // 2), (1, count - 2), (2, count - 1)):
+            Armed.call = call if rank == broken else None
+            start = time.monotonic()
+            with pytest.raises((ValueError, RemoteError), match="the stage of this rank is broken") as caught:
+                model.forward_backward(**batch)
+            assert time.monotonic() - start < 10
+            assert isinstance(caught.value, ValueError if rank == broken else RemoteError)
+            assert rank == broken or f"rank {broken} of the pipeline" in str(caught.value)
+            Armed.call = None
+        assert all(map(torch.equal, gradients(), expected))
+
+
 def check_errors(rank: int, _folder: str) -> None:
     """All ranks of a replica are given the same batch; what is not supported is said before anything runs."""
     mesh, batch = _meshes(), _batch()
@@ -306,6 +371,7 @@ def test_pipelines_of_tensor_parallel_stages(tmp_path: Path) -> None:
         check_dropout_and_budget,
         check_replicas,
         check_calls_and_checkpoints,
+        check_failures,
         check_errors,
     ]
     in_processes(4, checks, tmp_path)
