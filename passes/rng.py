@@ -51,6 +51,8 @@ def replay_rng(joint: JointGraph, costs: CostModel) -> JointGraph:
             added.meta["val"] = val
             added.meta.pop("tensor_meta", None)
             annotate_node(added, costs)
+        for mark in (Mark.FLOPS, Mark.SECONDS):  # of the higher-order operation nothing is known
+            drawn.meta[mark] = original.meta[mark]
         drawn.meta[Mark.REPLAYED] = True
         for node in repeated:
             with graph.inserting_before(node):

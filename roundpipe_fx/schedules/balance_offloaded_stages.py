@@ -18,6 +18,8 @@ __all__ = ["Weights", "balance_offloaded_stages", "residency_bytes"]
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of slots that are tried."""
+_ALIKE = 1.002
+"""Partitions whose estimated steps differ by less are as good as each other."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ def balance_offloaded_stages(
     weights: Weights,
     limit: int | None,
 ) -> RoundPipePartition:
-    """The partition with the shortest estimated step among those that fit a limit of bytes per device.
+    """Of the partitions that fit a limit of bytes per device and have about the shortest estimated step, the one that
+    takes the fewest bytes.
 
     Args:
         forward_seconds: of each segment, for one microbatch.
@@ -79,7 +82,10 @@ def balance_offloaded_stages(
         )
     fitting = [division for division in tried_divisions if limit is not None and division[1] <= limit]
     if fitting:
-        return min(fitting)[-1]
+        shortest = min(fitting)[0]
+        # What weights do not take is there for saved values, and between more slots more of these may leave.
+        alike = [division for division in fitting if division[0] <= _ALIKE * shortest]
+        return min(alike, key=lambda division: division[1:])[-1]
     return min(tried_divisions, key=lambda division: (division[1], division[2], division[0]))[-1]
 
 

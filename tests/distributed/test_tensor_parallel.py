@@ -375,3 +375,32 @@ def test_pipelines_of_tensor_parallel_stages(tmp_path: Path) -> None:
         check_errors,
     ]
     in_processes(4, checks, tmp_path)
+
+
+def check_replicas_of_pipelines(_rank: int, _folder: str) -> None:
+    """All three dimensions: two steps are those of one process with the whole batch."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    tokens, plain = _batch()["tokens"], _net().double()
+    own = tokens.chunk(2)[mesh["dp"].get_local_rank()]
+    model = sequence_parallel(copy.deepcopy(plain), mesh["tp"])
+    found = roundpipe_fx.compile(model, mesh=mesh, num_microbatches=2, schedule="1f1b")
+    found.trace(own, labels=own, loss_fn=language_loss)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, found)]
+    for _ in range(2):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        language_loss(plain(tokens), tokens).backward()
+        found.forward_backward(own, labels=own, loss_fn=language_loss)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(found.clip_grad_norm_(1.0), expected, rtol=1e-6, atol=0)
+        for name, value in found.named_parameters():
+            torch.testing.assert_close(_whole(value.grad), plain.get_parameter(name).grad, rtol=1e-6, atol=1e-9)
+        for optimizer in optimizers:
+            optimizer.step()
+    for name, value in found.named_parameters():
+        torch.testing.assert_close(_whole(value.detach()), plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.long
+def test_replicas_of_pipelines_of_tensor_parallel_stages(tmp_path: Path) -> None:
+    in_processes(8, [check_replicas_of_pipelines], tmp_path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import expecttest
 
+from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.rng import replay_rng
-from tests.graph_text import CPU, after
+from tests.graph_text import CPU, after, joint_of
 
 
 def test_as_text_what_is_drawn_twice_is_replayed() -> None:
@@ -72,3 +73,32 @@ def joint(
     return (mul,), (mul_1,)
 """,
     )
+
+
+def test_replayed_attention_costs_what_it_did() -> None:
+    """Attention counts as seeded. Its flops are known, and those of the higher-order operation that replays it are not."""
+    joint = joint_of(
+        """\
+def joint(
+    x: float32[2, 4, 16, 8],
+    tangents_1: float32[2, 4, 16, 8],
+):
+    # forward, stage 0, segment 0
+    attention: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)
+    found: float32[2, 4, 16, 8] = attention[0]
+    # backward, stage 0, segment 0
+    attention_1: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)  # repeats: attention
+    found_1: float32[2, 4, 16, 8] = attention_1[0]
+    mul: float32[2, 4, 16, 8] = aten.mul.Tensor(tangents_1, found_1)
+    return (found,), (mul,)
+"""
+    )
+
+    def costs() -> list[tuple[int, float]]:
+        nodes = [node for node in joint.computed() if "attention" in str((node.target, node.args))]
+        return [(node.meta[Mark.FLOPS], node.meta[Mark.SECONDS]) for node in nodes if node.meta[Mark.FLOPS]]
+
+    before = costs()
+    assert len(before) == 2
+    replay_rng(joint, CPU)
+    assert costs() == before

@@ -68,3 +68,10 @@ def test_without_a_backward_there_are_forward_slots_alone() -> None:
     found = balance_offloaded_stages([1.0] * 8, [0.0] * 8, False, 1, 4, weights, 45)
     assert found.backward == () and covered(found)[0] == list(range(8))
     assert 20 <= residency_bytes(found, 1, weights, training=False) <= 45
+
+
+def test_slots_that_last_as_long_and_take_less_are_preferred() -> None:
+    """A single slot of the backward saves next to nothing, and no saved value can leave during it."""
+    forward, backward = [0.01, *[1.0] * 23], [0.01, *[3.0] * 23]
+    found = balance_offloaded_stages(forward, backward, False, 1, 1, weights_of([10] * 24, bandwidth=50.0), 10**6)
+    assert len(found.forward) > 4 and len(found.backward) > 4
