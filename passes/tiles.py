@@ -97,7 +97,7 @@ def _tile_apart(joint: JointGraph, region: TileRegion, tiles: int, loops: Loops)
         ]
         if not results:
             continue
-        divided = divide(region, nodes, results, _copied_flat(region, nodes))
+        divided = divide(region, nodes, results, _copied_flat(region, nodes, loops.costs))
         try:
             made.update(zip(results, _insert_loop(joint, divided, tiles, phase, loops), strict=True))
         except UnfitError:
@@ -120,7 +120,7 @@ def _tile_at_once(joint: JointGraph, region: TileRegion, tiles: int, loops: Loop
         and isinstance(node.meta.get("val"), torch.Tensor)
         and any(user not in inside for user in node.users)
     ]
-    instead = {scalar: one, **_copied_flat(region, region.members)}
+    instead = {scalar: one, **_copied_flat(region, region.members, loops.costs)}
     divided = divide(region, region.members, results, instead)
     _bring_forward(divided.operands)
     try:
@@ -162,14 +162,14 @@ def _makers(
     return [node for node in nodes if node in needed]
 
 
-def _copied_flat(region: TileRegion, nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+def _copied_flat(region: TileRegion, nodes: Sequence[fx.Node], costs: BodyCosts) -> dict[fx.Node, fx.Node]:
     """Copies of operands whose rows are not evenly apart in memory, by operand."""
     inside, copies = set(nodes), {}
     for operand in sources_of(nodes):
         if operand in inside or operand not in region.where or is_flat(operand.meta["val"], region.where[operand]):
             continue
         copied = insert_call(nodes[-1], aten.clone.default, operand, memory_format=torch.contiguous_format)
-        copied.meta[Mark.PHASE] = nodes[-1].meta[Mark.PHASE]
+        _mark(copied, nodes[-1].meta[Mark.PHASE], costs)
         copies[operand] = copied
     return copies
 

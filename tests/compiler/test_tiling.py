@@ -359,6 +359,11 @@ CASES: dict[str, Case] = {
         lambda: mlp_parts(count=torch.zeros((), dtype=torch.int64), offset=torch.ones(WIDE), total=torch.zeros(8)),
         rows,
     ),
+    "a mean over images": Case(
+        lambda s, x, y: F.cross_entropy(s.head(x).permute(0, 3, 1, 2), y, reduction="none").sum((1, 2)).square().mean(),
+        lambda: {"head": Linear(8, WORDS)},
+        lambda: {"x": torch.randn(3, 5, 4, 8), "y": torch.randint(0, WORDS, (3, 5, 4))},
+    ),
     "copied to a buffer": Case(_copied_buffer, lambda: mlp_parts(kept=torch.zeros(64, WIDE)), rows),
     "experts": Case(_dense_experts, expert_parts, rows),
     "outer product": Case(

@@ -27,6 +27,22 @@ def test_one_row_and_none() -> None:
     check(MLP().double(), {"x": torch.randn(0, 8, dtype=torch.float64)}, tiles=False)
 
 
+class FewClasses(nn.Module):
+    """An image classifier's end, with few images and few classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 256), nn.Linear(256, 8), nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.down(F.gelu(self.up(x))).mean(1)), y)
+
+
+def test_a_head_that_is_too_small_to_be_tiled() -> None:
+    given = {"x": torch.randn(2, 64, 8, dtype=torch.float64), "y": torch.tensor([3, 0])}
+    check(FewClasses().double(), given)
+
+
 def test_other_batches_are_replanned() -> None:
     given = batch(64)
     plain, compiled = both(Head().double(), given)

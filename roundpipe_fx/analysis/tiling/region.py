@@ -173,14 +173,14 @@ class TileRegions:
         return self.regions
 
     def around(self, widest: fx.Node, rows: Rows) -> TileRegion | None:
-        """The one whose rows are where it is said; ``None`` if there is none, or another one has this value.
+        """The one whose rows are where it is said; ``None`` if there is none, it is small, or another has this value.
 
         Args:
             widest: one of its widest values; the region's is the first of them.
             rows: where that has its rows.
         """
         count = len(self.regions)
-        if widest not in self._taken:
+        if widest not in self._taken and _is_large(widest):
             self._look_around(widest, [rows])
         if len(self.regions) == count:
             return None
@@ -295,8 +295,11 @@ def _descendants(joint: JointGraph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _may_be_widest(node: fx.Node) -> bool:
-    if not is_tensor(node) or is_view(node) or node.op != "call_function":
-        return False
+    return is_tensor(node) and not is_view(node) and node.op == "call_function" and _is_large(node)
+
+
+def _is_large(node: fx.Node) -> bool:
+    """Whether a value is worth a loop."""
     value = node.meta["val"]
     return (
         value.is_floating_point()
