@@ -412,8 +412,21 @@ def viewed(node: fx.Node) -> fx.Node:
 
 
 def is_seeded(node: fx.Node) -> bool:
-    """Whether the node draws random numbers from a generator."""
-    return has_tag(node.target, torch.Tag.nondeterministic_seeded)
+    """Whether the node draws random numbers from a generator. Attention without dropout draws none."""
+    if not has_tag(node.target, torch.Tag.nondeterministic_seeded):
+        return False
+    place = _place_of_dropout(node.target)
+    if place is None:
+        return True
+    probability = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+    return bool(probability != 0.0)
+
+
+@functools.cache
+def _place_of_dropout(target: Any) -> int | None:
+    """The position of an attention operator's probability of dropout."""
+    names = [argument.name for argument in target._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
 
 
 @functools.cache

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 import roundpipe_fx
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
-from tests.distributed.models import language_loss
+from tests.distributed.models import language_loss, make
 from tests.trainers.processes import in_processes
 
 WIDTH, WORDS = 16, 32
@@ -128,19 +127,6 @@ def vocabulary_parallel(model: Any, mesh: DeviceMesh) -> Any:
     )
 
 
-def _llama() -> Any:
-    config = transformers.LlamaConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=64,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def parallel_llama(model: Any, mesh: DeviceMesh) -> Any:
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
     plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
@@ -218,9 +204,8 @@ def check_layouts(_rank: int, _folder: str) -> None:
 
 
 def check_transformers(_rank: int, _folder: str) -> None:
-    torch.manual_seed(0)
-    tokens = torch.randint(64, (8, 12), generator=torch.Generator().manual_seed(1))
-    _check(_llama(), parallel_llama, {"input_ids": tokens, "labels": tokens}, _meshes())
+    model, batch = make("llama")
+    _check(model, parallel_llama, batch, _meshes())
 
 
 def check_dropout_and_budget(_rank: int, _folder: str) -> None:

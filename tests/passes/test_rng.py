@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import expecttest
+import pytest
 
 from roundpipe_fx.ir.joint_graph import Mark
 from roundpipe_fx.passes.rng import replay_rng
@@ -75,19 +76,20 @@ def joint(
     )
 
 
-def test_replayed_attention_costs_what_it_did() -> None:
-    """Attention counts as seeded. Its flops are known, and those of the higher-order operation that replays it are not."""
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_replayed_attention_costs_what_it_did(dropout: float) -> None:
+    """Attention with dropout is replayed. Its flops are known, those of the higher-order operation are not."""
     joint = joint_of(
-        """\
+        f"""\
 def joint(
     x: float32[2, 4, 16, 8],
     tangents_1: float32[2, 4, 16, 8],
 ):
     # forward, stage 0, segment 0
-    attention: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)
+    attention: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x, {dropout})
     found: float32[2, 4, 16, 8] = attention[0]
     # backward, stage 0, segment 0
-    attention_1: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x)  # repeats: attention
+    attention_1: (float32[2, 4, 16, 8], float32[2, 4, 16]) = aten._scaled_dot_product_flash_attention_for_cpu.default(x, x, x, {dropout})  # repeats: attention
     found_1: float32[2, 4, 16, 8] = attention_1[0]
     mul: float32[2, 4, 16, 8] = aten.mul.Tensor(tangents_1, found_1)
     return (found,), (mul,)
@@ -102,3 +104,4 @@ def joint(
     assert len(before) == 2
     replay_rng(joint, CPU)
     assert costs() == before
+    assert any(Mark.REPLAYED in node.meta for node in joint.computed()) == (dropout > 0)
