@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,17 +27,17 @@ from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.budget import bytes_text
 from roundpipe_fx.distributed.agreement import FIRST_BATCH, GATHERS, KnownStep, Statement, agree, known_to_all
 from roundpipe_fx.distributed.errors import RemoteError
-from roundpipe_fx.distributed.gathering import Gathering, refuse_escapes, steps_of, text_of
+from roundpipe_fx.distributed.gathering import Gathering
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.ownership import Ownership, gradients_elsewhere, readers_of
 from roundpipe_fx.distributed.replication import Replication
 from roundpipe_fx.distributed.results import shared_value, sum_gradients
 from roundpipe_fx.distributed.run_end import EndBytes
-from roundpipe_fx.distributed.transfer_orders import RankTransfers, check_transfers, orders_of, transfers_of
+from roundpipe_fx.distributed.transfer_orders import RankTransfers
 from roundpipe_fx.distributed.transport import ProcessTransport
 from roundpipe_fx.pipeline.captured_calls import CapturedCalls
-from roundpipe_fx.pipeline.compared_texts import batch_text, collectives_text, gradients_text, graph_text, shapes_text
-from roundpipe_fx.pipeline.graph import PipelinedGraph, union
+from roundpipe_fx.pipeline.compared_texts import batch_text, shapes_text
+from roundpipe_fx.pipeline.rank_plans import RankPlan, RankPlans
 from roundpipe_fx.pipeline.scheduled import Scheduled
 from roundpipe_fx.pipeline.shared_outputs import end_bytes_of, replace_updates, run_end_of, shared_outputs_of
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
@@ -45,31 +45,9 @@ from roundpipe_fx.remat.learned_steps import StepBudgetWarning
 from roundpipe_fx.runtime import random_streams
 from roundpipe_fx.runtime.pipeline_program import PipelineProgram
 from roundpipe_fx.runtime.pipeline_run import Finished, run_pipeline
-from roundpipe_fx.runtime.prefetch import PrefetchStep
 from roundpipe_fx.runtime.worker import Workers
 
 __all__ = ["NewlyShown", "ProcessPipeline"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """What is worked out once for a schedule.
-
-    Attributes:
-        transfers: of this rank.
-        graphs: the code of all stages.
-        digest: of all ranks' orders.
-        gradients: which stage actions compute those of the model's tensors.
-        collectives: of each stage, in order.
-        gathers: the parameters that are gathered from replicas, in order; ``None``: they are not sharded.
-    """
-
-    transfers: RankTransfers
-    graphs: str
-    digest: str
-    gradients: str
-    collectives: str
-    gathers: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +55,7 @@ class _Prepared:
     """A step that this rank has captured and planned."""
 
     captured: CapturedCalls
-    orders: _Plan
+    plan: RankPlan
 
 
 class NewlyShown(Exception):
@@ -124,8 +102,7 @@ class ProcessPipeline:
         self._agreed = False
         self._tries: dict[str, int] = {}
         self._options = f"{options}\ntorch {torch.__version__}"
-        self._plans: dict[Any, _Plan] = {}
-        self._graphs: dict[int, tuple[PipelinedGraph, str]] = {}
+        self._plans = RankPlans(self.group.rank, self.ownership)
         self._warned = False
 
     def agreed(
@@ -163,10 +140,10 @@ class ProcessPipeline:
             prepared = self._known(among["batch"], prepare, runs)
             known = None
             if prepared is not None:
-                everywhere, decided = self._compared(prepared.orders, first)
+                everywhere, decided = self._compared(prepared.plan, first)
                 known = KnownStep(
                     alike=(*texts.values(), *everywhere.values()),
-                    among=(*among.values(), prepared.orders.digest, prepared.orders.collectives),
+                    among=(*among.values(), prepared.plan.digest, prepared.plan.collectives),
                     within=(*decided.values(),),
                     generator=self._generator(generator_device, prepared.captured),
                     end_bytes=end_bytes_of(prepared.captured, generator_device(prepared.captured)),
@@ -186,12 +163,10 @@ class ProcessPipeline:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        everywhere, decided = self._compared(prepared.orders, first)
+        everywhere, decided = self._compared(prepared.plan, first)
         state = self._generator(generator_device, prepared.captured)
         try:
-            among_parts = (
-                {"plan": prepared.orders.digest, "collectives": prepared.orders.collectives} if parts > 1 else {}
-            )
+            among_parts = {"plan": prepared.plan.digest, "collectives": prepared.plan.collectives} if parts > 1 else {}
             generators = agree(
                 ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
             )
@@ -237,7 +212,7 @@ class ProcessPipeline:
             ),
             readers,
         )
-        plan = self._plan(captured, scheduled, None)
+        plan = self._plans.of(captured, scheduled, None)
         self.ownership.assign_owners(readers)
         self.structure = self.structure or captured.graphs[0].pipeline.structure
         missing = self.ownership.missing() if runs else []
@@ -248,7 +223,7 @@ class ProcessPipeline:
             )
         return _Prepared(captured, plan)
 
-    def _compared(self, plan: _Plan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
+    def _compared(self, plan: RankPlan, first: bool) -> tuple[dict[str, str], dict[str, str]]:
         """Texts by name: what is to be the same on all ranks of all pipelines, and on those of one."""
         decided = {"graph": plan.graphs, "plan": plan.digest}
         everywhere = dict(decided) if first and self.group.parts == 1 else {}
@@ -283,44 +258,6 @@ class ProcessPipeline:
         synchronizing = self.replication.synchronizing
         return dataclasses.replace(captured, alone=alone, averaged=synchronizing, end_bytes=end_bytes)
 
-    def _plan(self, captured: CapturedCalls, scheduled: Scheduled, kinds: Any) -> _Plan:
-        instructions = scheduled.instructions
-        key = (kinds, *(id(program) for program in captured.programs))
-        if key not in self._plans:
-            transfers = transfers_of(instructions, captured.programs)
-            orders = orders_of(instructions, transfers)
-            reads = union([program.graph for program in captured.programs]).reads
-            check_transfers(orders, reads, [transfer.late for transfer in transfers])
-            digest = "\n".join(f"{rank}: {' '.join(map(str, order))}" for rank, order in enumerate(orders))
-            names = {id(value): name for name, value in self.ownership.named()}
-            gradients = gradients_text(captured.programs, captured.primals, names)
-            gathers = None
-            if self.ownership.shards.mesh is not None:
-                refuse_escapes(instructions, captured.programs, captured.primals, names)
-                ranks = range(len(instructions))
-                gathers = "\n\n".join(text_of(self._gathers(captured, scheduled, rank), names) for rank in ranks)
-            graphs = "\n\n".join(dict.fromkeys(self._text_of(graph) for graph in captured.graphs))
-            collectives = "\n".join(map(collectives_text, captured.graphs))
-            self._plans[key] = _Plan(
-                transfers=transfers[self.group.rank],
-                graphs=graphs,
-                digest=digest,
-                gradients=gradients,
-                collectives=collectives,
-                gathers=gathers,
-            )
-        return self._plans[key]
-
-    def _gathers(self, captured: CapturedCalls, scheduled: Scheduled, rank: int) -> Mapping[int, PrefetchStep]:
-        """What a rank gathers and drops, by position of the instruction."""
-        sharded = {id(v) for _, v in self.ownership.named() if isinstance(v, nn.Parameter) and v.dim()}
-        return steps_of(scheduled.instructions[rank], captured.primals, sharded, scheduled.kept[rank])
-
-    def _text_of(self, graph: PipelinedGraph) -> str:
-        if id(graph) not in self._graphs:
-            self._graphs[id(graph)] = graph, graph_text(graph)
-        return self._graphs[id(graph)][1]
-
     def run(
         self,
         workers: Workers,
@@ -347,7 +284,7 @@ class ProcessPipeline:
         """
         scheduled = scheduled_of(captured, kinds)
         instructions = scheduled.instructions
-        plan, programs, primals = self._plan(captured, scheduled, kinds), captured.programs, captured.primals
+        plan, programs, primals = self._plans.of(captured, scheduled, kinds), captured.programs, captured.primals
         budget = captured.graphs[0].pipeline.budget
         if budget is not None:
             self._warn_of_late_sends(plan.transfers, programs, budget)
@@ -377,7 +314,7 @@ class ProcessPipeline:
         replicas = self.group.replicas
         if shards.by_traced:
             assert replicas is not None
-            transport.gathering = Gathering(shards, replicas, self._gathers(captured, scheduled, rank))
+            transport.gathering = Gathering(shards, replicas, self._plans.gathers(captured, scheduled, rank))
         finished = run_pipeline(
             workers, [instructions[rank]], programs, primals, tangents, streams, inherited, transport=transport
         )
