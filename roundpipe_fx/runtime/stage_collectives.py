@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from roundpipe_fx.ir.collectives import starts_collective
-from roundpipe_fx.torch_private import tree_leaves
+from roundpipe_fx.torch_private import tree_leaves, wait_for_collective
 
 __all__ = ["Collective", "begin_stage", "collectives_of", "counted", "started"]
 
@@ -73,7 +73,7 @@ def _run(node: fx.Node) -> None:
     arguments, options = fx.node.map_arg((node.args, node.kwargs), _zeros)
     for result in tree_leaves(node.target(*arguments, **options)):
         if isinstance(result, torch.Tensor):
-            torch.ops._c10d_functional.wait_tensor(result)
+            wait_for_collective(result)
 
 
 def _zeros(node: fx.Node) -> torch.Tensor:

@@ -89,7 +89,7 @@ from roundpipe_fx.torch_private.modes import (
 from roundpipe_fx.torch_private.norms import AnyBatchNorm, RunningNorm
 from roundpipe_fx.torch_private.optimizers import note_optimizer_step, step_is_watched
 from roundpipe_fx.torch_private.pipelining import is_replicate_spec
-from roundpipe_fx.torch_private.process_groups import default_store, group_ranks, group_timeout
+from roundpipe_fx.torch_private.process_groups import default_store, group_ranks, group_timeout, wait_for_collective
 from roundpipe_fx.torch_private.random_branches import resolved_random_branch
 from roundpipe_fx.torch_private.recurrence import spell_out_lstm
 from roundpipe_fx.torch_private.rng import (
@@ -227,6 +227,7 @@ __all__ = [
     "tree_unflatten",
     "try_again",
     "untraced_functions",
+    "wait_for_collective",
     "when_backward_ends",
     "why_disabled",
     "without_modes",

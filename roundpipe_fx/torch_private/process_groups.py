@@ -1,4 +1,4 @@
-"""Process groups: the store that all ranks share, a group's timeout, and the ranks of a group in a traced graph."""
+"""Process groups: the store that all ranks share, a group's timeout, a group in a traced graph and its collectives."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["default_store", "group_ranks", "group_timeout"]
+__all__ = ["default_store", "group_ranks", "group_timeout", "wait_for_collective"]
 
 
 def default_store() -> dist.Store:
@@ -35,3 +35,10 @@ def group_ranks(group: Any) -> list[int]:
         except (RuntimeError, LookupError):
             return []
     return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else []
+
+
+def wait_for_collective(value: torch.Tensor) -> None:
+    """Wait for the functional collective that a tensor is the result of."""
+    from torch.distributed._functional_collectives import wait_tensor
+
+    wait_tensor(value)

@@ -35,7 +35,7 @@ _LANES = """(() => {
         getComputedStyle(e).backgroundColor.match(/\\d+/g).slice(0, 3).map(Number));
     const is = (x, y, color) => color.every((part, at) => Math.abs(pixels[4 * (x + y * width) + at] - part) < 90);
     const lane = row => Array.from({ length: width }, (_, x) => x)
-        .filter(x => x >= 74 && x < width - 8 && swatches.some(color => is(x, row * 20 + 10, color)));
+        .filter(x => x >= 74 && x <= width - 8 && swatches.some(color => is(x, row * 20 + 10, color)));
     return { width, lanes: [lane(0), lane(1)] };
 })()"""
 
