@@ -251,7 +251,7 @@ _PARTS = (
         "benchmarks.published_kernels",
         "The rates that plans for an RTX 4090 assume, beside measured ones that their sources publish. A copy beside "
         "another one in the opposite direction is as fast as modelled over PCIe 5; on a machine with eight RTX 4090 "
-        "it has half of the modelled rate, and between two of them, without the host's memory, 0.83 of it.",
+        "it has half of the modelled rate, and between two of another machine, without the host's memory, 0.83 of it.",
     ),
     _Part(
         "tiling_offloaded",

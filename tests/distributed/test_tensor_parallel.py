@@ -306,7 +306,6 @@ def check_failures(rank: int, _folder: str) -> None:
     for parallel, name in ((tensor_parallel, "pp"), (vocabulary_parallel, "pp"), (tensor_parallel, "dp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "tp"))
         model = roundpipe_fx.compile(parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh, num_microbatches=4)
-
         model.trace(**batch)
 
         def gradients(model: Any = model) -> list[torch.Tensor]:

@@ -52,8 +52,7 @@ _MOST_ROUNDED = 2048
 _LONG_SUM = 1024
 """A product that sums more terms needs tiles of several rows."""
 _ROWS_OF_LONG_SUMS = 16
-"""Kernels for products of few rows (here: 3) or columns (here: 15) add long sums term by term: that rounds about ten
-times as much as the kernels for larger ones."""
+"""Kernels for products of fewer rows or columns may add long sums term by term, which rounds more than in blocks."""
 
 _PRODUCTS: Mapping[Any, int] = {
     aten.mm.default: 0,
