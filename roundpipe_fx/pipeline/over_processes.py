@@ -55,7 +55,7 @@ class _Prepared:
     """A step that this rank has captured and planned."""
 
     captured: CapturedCalls
-    plan: RankPlan
+    rank_plan: RankPlan
 
 
 class NewlyShown(Exception):
@@ -140,10 +140,10 @@ class ProcessPipeline:
             prepared = self._known(among["batch"], prepare, runs)
             known = None
             if prepared is not None:
-                everywhere, decided = self._compared(prepared.plan, first)
+                everywhere, decided = self._compared(prepared.rank_plan, first)
                 known = KnownStep(
                     alike=(*texts.values(), *everywhere.values()),
-                    among=(*among.values(), prepared.plan.digest, prepared.plan.collectives),
+                    among=(*among.values(), prepared.rank_plan.digest, prepared.rank_plan.collectives),
                     within=(*decided.values(),),
                     generator=self._generator(generator_device, prepared.captured),
                     end_bytes=end_bytes_of(prepared.captured, generator_device(prepared.captured)),
@@ -163,10 +163,11 @@ class ProcessPipeline:
             figures = (error.needed, error.allowed) if isinstance(error, UnequalMicrobatchesError) else None
             agree(ranks, Statement(failure=f"{type(error).__name__}: {error}", figures=figures), size)
             raise
-        everywhere, decided = self._compared(prepared.plan, first)
+        plan = prepared.rank_plan
+        everywhere, decided = self._compared(plan, first)
         state = self._generator(generator_device, prepared.captured)
         try:
-            among_parts = {"plan": prepared.plan.digest, "collectives": prepared.plan.collectives} if parts > 1 else {}
+            among_parts = {"plan": plan.digest, "collectives": plan.collectives} if parts > 1 else {}
             generators = agree(
                 ranks, Statement(texts=everywhere, within=decided, generator=state, among=among_parts), size, parts
             )

@@ -230,14 +230,16 @@ def test_misuse() -> None:
 
 
 class _Fails:
-    """Makes the n-th update fail, after it has computed states."""
+    """Makes the n-th update fail, after it has computed states. Steps outside the thread of updates are of samples of
+    the optimizer, whose state is measured."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int, error: BaseException) -> None:
         self.count, step = 0, torch.optim.AdamW.step
 
         def failing(optimizer: torch.optim.AdamW, closure: None = None) -> None:
-            self.count += 1
-            if self.count == at:
+            is_update = threading.current_thread().name.startswith("roundpipe_fx optimizer")
+            self.count += is_update
+            if is_update and self.count == at:
                 for parameter in optimizer.param_groups[0]["params"]:
                     optimizer.state[parameter]["step"] = torch.tensor(0.0)
                 raise error
@@ -371,12 +373,13 @@ def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPa
     batch, model = step_batch(), Blocks(depth=4)
     compiled = roundpipe_fx.compile(model, devices=["cpu"], num_microbatches=1, stages=4)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    returned, second_action = threading.Event(), threading.Event()
+    begun, returned, second_action = threading.Event(), threading.Event(), threading.Event()
     step, wait_for = torch.optim.SGD.step, stage_updates.StageUpdates.wait_for
     first, reads = model.layers[0][0].weight, []
 
     def stepping(self: torch.optim.SGD, closure: None = None) -> None:
         if not returned.is_set():
+            begun.set()
             assert returned.wait(10)
         elif all(shadow.data_ptr() != first.data_ptr() for shadow in self.param_groups[0]["params"]):
             assert second_action.wait(10)
@@ -394,6 +397,7 @@ def test_the_next_step_waits_for_its_own_stage_only(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.optim.SGD, "step", stepping)
     monkeypatch.setattr(stage_updates.StageUpdates, "wait_for", waiting)
     compiled.forward_backward(**batch, optimizer=optimizer, synchronize=False)
+    assert begun.wait(10)
     returned.set()
     compiled.forward_backward(**batch)
     assert id(first) in reads[0] and id(first) not in reads[1]
