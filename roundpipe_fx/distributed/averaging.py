@@ -7,9 +7,10 @@ start their buckets in one order: stages from the last to the first, each not be
     stage 2, 0 on this rank   … B2.3 ──▶ bucket of 2   B0.2   B0.3 ──▶ bucket of 0      end of the step: wait
                                         └────────────── all-reduce ──────────────────────┘
 
-A gradient is divided by the number of replicas and then added in place, as DistributedDataParallel does; small ones of
-a bucket are copied into one tensor, which is reduced in their place. Gradients are reduced in the layout of their
-parameters, which replicas have in common, whatever strides a graph gives them.
+A gradient is divided by the number of replicas and then added in place, as DistributedDataParallel does. Most of a
+bucket are put together in tensors of a few megabytes, in which they stay: with ``gradient_as_bucket_view=True``
+DistributedDataParallel's are parts of its buckets likewise. Gradients are reduced in the layout of their parameters,
+which replicas have in common, whatever strides a graph gives them.
 
 Of a sharded parameter each replica gets its own rows of the mean. A bucket is then waited for before the next one is
 started, as in FSDP2, so that no more than two of them are there as a whole.
@@ -20,7 +21,6 @@ ranks first, and those that are an input of the backward or were computed in the
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,16 +33,14 @@ from roundpipe_fx.distributed.layout import dense
 from roundpipe_fx.distributed.sharding import ShardedParameter
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.schedules.data_parallel import aligned_bytes, together
 
-__all__ = ["SMALL_BYTES", "Averaging", "GradientBucket", "buckets_of", "known_at_end"]
-
-SMALL_BYTES = 1 << 16
-"""Gradients below this are reduced in one tensor with the others of their bucket."""
+__all__ = ["Averaging", "GradientBucket", "Reduction", "buckets_of", "known_at_end", "reductions_of"]
 
 
 @dataclass(frozen=True)
 class GradientBucket:
-    """Gradients that are reduced together.
+    """Gradients of a stage.
 
     Attributes:
         place: number of the instruction after which they are complete, and those of the buckets in front too.
@@ -51,6 +49,21 @@ class GradientBucket:
 
     place: int
     keys: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduction:
+    """Gradients that are reduced as one tensor.
+
+    Attributes:
+        place: number of the instruction after which they are complete.
+        keys: identities of the parameters.
+        waits: whether it waits for all reductions before it.
+    """
+
+    place: int
+    keys: tuple[int, ...]
+    waits: bool = False
 
 
 def known_at_end(
@@ -106,13 +119,39 @@ def buckets_of(
     return buckets
 
 
+def reductions_of(
+    buckets: Sequence[GradientBucket], parameters: Mapping[int, torch.Tensor], sharded: Collection[int]
+) -> list[Reduction]:
+    """What is reduced as one tensor, in the order in which reductions are started: the same for all replicas.
+
+    Args:
+        buckets: of the rank, in order.
+        parameters: the model's, by identity.
+        sharded: identities of those of which each replica has some rows.
+    """
+    reductions = []
+    for bucket in buckets:
+        kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for key in bucket.keys:
+            kinds.setdefault((parameters[key].dtype, key in sharded), []).append(key)
+        groups = [
+            tuple(keys[place] for place in places)
+            for (dtype, is_sharded), keys in kinds.items()
+            for places in together([parameters[key].numel() * dtype.itemsize for key in keys], is_sharded)
+        ]
+        reductions += [
+            Reduction(place=bucket.place, keys=keys, waits=bool(sharded) and keys is groups[0]) for keys in groups
+        ]
+    return reductions
+
+
 @dataclass(kw_only=True)
 class Averaging:
     """The reductions of one step on one rank.
 
     Attributes:
         replicas: the ranks with the same stages.
-        buckets: those that are not started yet, in order.
+        reductions: those that are not started yet, in order.
         parameters: the model's, by identity, in its order.
         over_ranks: identities of the parameters that several ranks of the pipeline use, whose sum one of them averages
             before the others get it.
@@ -123,7 +162,7 @@ class Averaging:
     """
 
     replicas: Replicas
-    buckets: list[GradientBucket]
+    reductions: list[Reduction]
     parameters: Mapping[int, torch.Tensor]
     over_ranks: Collection[int] = ()
     unsynchronized: Collection[int] = ()
@@ -134,28 +173,23 @@ class Averaging:
     """Operations, and what is to be done once each of them is over."""
 
     def after(self, place: int, sums: GradientAccumulator) -> None:
-        """Start the buckets that are complete after an instruction.
+        """Start the reductions of what is complete after an instruction.
 
         Args:
             place: number of the instruction.
-            sums: the rank's gradients, from which those of the buckets are removed.
+            sums: the rank's gradients, from which those that are reduced are removed.
         """
-        while self.buckets and self.buckets[0].place <= place:
-            if self.sharded:
+        while self.reductions and self.reductions[0].place <= place:
+            if self.reductions[0].waits:
                 self.wait()
-            values = {}
-            for key in self.buckets[0].keys:
-                total, owned = sums.release(key)
-                values[key] = self._prepared(key, total, owned)
-                del total
-            self._start(values)
-            self.buckets.pop(0)  # now: one that could not be started is still to be, with zeros
+            self._start(self.reductions[0].keys, sums.release)
+            self.reductions.pop(0)  # now: one that could not be started is still to be, with zeros
 
     def go_without_values(self) -> None:
-        """Start the remaining buckets with zeros, so that other replicas do not wait for them."""
-        while self.buckets:
-            keys = self.buckets.pop(0).keys
-            self._start({key: torch.zeros_like(self._like(key)) for key in keys})
+        """Start the remaining reductions with zeros, so that other replicas do not wait for them."""
+        while self.reductions:
+            keys = self.reductions.pop(0).keys
+            self._start(keys, lambda key: (torch.zeros_like(self._like(key)), True))
 
     def wait(self) -> None:
         """Wait for what was started."""
@@ -166,7 +200,7 @@ class Averaging:
 
     def mean(self, key: int, total: torch.Tensor) -> torch.Tensor:
         """The mean of one gradient, which is not written to."""
-        self._start({key: self._prepared(key, total, owned=False)})
+        self._start((key,), lambda _: (total, False))
         self.wait()
         return self._averaged.pop(key)
 
@@ -196,7 +230,28 @@ class Averaging:
         gradient = self.receivers.get(key, self.parameters[key]).grad if key in self.unsynchronized else None
         return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
-    def _prepared(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
+    def _start(self, keys: Sequence[int], release: Callable[[int], tuple[torch.Tensor, bool]]) -> None:
+        """Start reducing gradients as one tensor.
+
+        Args:
+            keys: identities of the parameters.
+            release: returns a gradient and whether it may be written to; called once for each, one after another.
+        """
+        if keys[0] in self.sharded:
+            rows = [self.sharded[key].padded_gradient(self._share(key, *release(key))) for key in keys]
+            if len(rows) > 1:
+                rows = [torch.cat([whole.view(self.replicas.size, -1) for whole in rows], 1).view(-1)]
+            self._start_parts(rows.pop(), keys)
+            return
+        if len(keys) > 1:
+            whole = self._put_together(keys, release)
+        else:
+            value = self._averaged[keys[0]] = self._share(keys[0], *release(keys[0]))
+            whole = dense(value, value.shape, value.stride())
+        if whole.numel():
+            self._started.append((self.replicas.start_sum(whole), lambda: None))
+
+    def _share(self, key: int, total: torch.Tensor, owned: bool) -> torch.Tensor:
         """This rank's share of a mean, in the layout of its parameter and in memory of its own."""
         like = self.parameters[key]
         if not owned or total.stride() != like.stride() or total.untyped_storage().nbytes() != total.nbytes:
@@ -206,32 +261,21 @@ class Averaging:
             total.add_(before)
         return total.div_(self.replicas.size)
 
-    def _start(self, values: dict[int, torch.Tensor]) -> None:
-        """Start reducing gradients, each of which is removed from ``values``: copies then replace them one by one."""
-        several = len(values) > 1
-        small: dict[tuple[torch.dtype, bool], dict[int, torch.Tensor]] = {}
-        for key in [*values]:
-            value = values.pop(key)
-            sharded = self.sharded.get(key)
-            if sharded is None:
-                self._averaged[key] = value
-            flat = dense(value, value.shape, value.stride()) if sharded is None else sharded.padded_gradient(value)
-            if several and value.nbytes < SMALL_BYTES:
-                small.setdefault((value.dtype, sharded is not None), {})[key] = flat
-            elif sharded is not None:
-                self._start_parts(flat, [key])
-            elif value.numel():
-                self._started.append((self.replicas.start_sum(flat), functools.partial(_split, flat, ())))
-            del value, flat
-        for (_, is_sharded), parts in small.items():
-            if is_sharded:
-                rows = [part.view(self.replicas.size, -1) for part in parts.values()]
-                self._start_parts(torch.cat(rows, 1).view(-1), [*parts])
-                continue
-            together = torch.cat([*parts.values()])
-            if together.numel():
-                then = functools.partial(_split, together, [*parts.values()])
-                self._started.append((self.replicas.start_sum(together), then))
+    def _put_together(self, keys: Sequence[int], release: Callable[[int], tuple[torch.Tensor, bool]]) -> torch.Tensor:
+        """One tensor with this rank's shares of means, each in the layout of its parameter."""
+        of_each = [self.parameters[key].detach() for key in keys]
+        lengths = [aligned_bytes(value.numel() * value.itemsize) // value.itemsize for value in of_each]
+        whole = torch.empty(sum(lengths), dtype=of_each[0].dtype, device=of_each[0].device)
+        for key, value, room in zip(keys, of_each, whole.split(lengths), strict=True):
+            share = room[: value.numel()].as_strided(value.shape, torch.empty_like(value, device="meta").stride())
+            room[value.numel() :].zero_()
+            total, before = release(key)[0], self._unsynchronized_sum(key)
+            if before is not None:
+                total = torch.add(total, before, out=share)
+            torch.div(total, self.replicas.size, out=share)
+            self._averaged[key] = share
+            del total
+        return whole
 
     def _start_parts(self, whole: torch.Tensor, keys: Sequence[int]) -> None:
         """Start reducing gradients to the rows of each replica.
@@ -253,11 +297,3 @@ class Averaging:
             self._started.append((self.replicas.start_sum_of_part(part, whole), take))
         else:
             take()
-
-
-def _split(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
-    """Copy what was reduced as one tensor to the small gradients that it consists of."""
-    start = 0
-    for part in parts:
-        part.copy_(whole[start : start + part.numel()])
-        start += part.numel()

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.distributed.group import Replicas
 from roundpipe_fx.distributed.sharding import ShardedParameter, ShardedParameters
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
 from roundpipe_fx.runtime.prefetch import PrefetchStep, Stay, prefetch_steps_of
 from roundpipe_fx.schedules import Schedule
+from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 from roundpipe_fx.schedules.sharding import KeptGathered
 
 __all__ = ["Gathering", "kept_of", "refuse_escapes", "steps_of", "text_of"]

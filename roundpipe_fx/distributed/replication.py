@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
-from roundpipe_fx.distributed.averaging import SMALL_BYTES, Averaging, buckets_of, known_at_end
+from roundpipe_fx.distributed.averaging import Averaging, buckets_of, known_at_end, reductions_of
 from roundpipe_fx.distributed.group import PipelineGroup
 from roundpipe_fx.distributed.layout import ValueLayout, dense, strided
 from roundpipe_fx.distributed.ownership import Ownership
 from roundpipe_fx.runtime.pipeline_program import Instruction, PipelineProgram
+from roundpipe_fx.schedules.data_parallel import SMALL_BYTES
 
 __all__ = ["Replication"]
 
@@ -130,7 +131,7 @@ class Replication:
         owners = self._ownership.owners or {}
         return Averaging(
             replicas=self._group.replicas,
-            buckets=buckets,
+            reductions=reductions_of(buckets, parameters, self._ownership.shards.by_traced),
             parameters=parameters,
             over_ranks=frozenset(
                 key

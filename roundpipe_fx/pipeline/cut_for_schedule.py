@@ -37,8 +37,8 @@ __all__ = ["CutGraph", "cut_for_schedule", "weight_limits"]
 
 _WEIGHT_SHARES = (1 / 2, 1 / 4, 1 / 8)
 """Shares of the budget for an offloaded model's weights and their gradients; the rest is for computed values."""
-_AVERAGED_BYTES = 1 << 22
-"""Bytes of gradients that are worth a reduction of their own: smaller ones take little but its latency."""
+_AVERAGED_BYTES = 1 << 24
+"""Bytes of gradients that are worth a stage: what they are reduced beside takes longer than the latency."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +11,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
 from roundpipe_fx.pipeline.microbatch import SplitTensor
+from roundpipe_fx.schedules.data_parallel import aligned_bytes
 
 __all__ = ["Receiver", "gather", "hand_to_autograd", "has_hooks", "loss_with_gradients", "receivers_of"]
 
@@ -142,14 +142,35 @@ class _Ready(torch.autograd.Function):
 def _unshared(
     primals: Sequence[Sequence[Any]], outputs: Sequence[Sequence[Any]], gradients: Mapping[int, torch.Tensor]
 ) -> Collection[int]:
-    """The gradients that do not share their memory and use all of it."""
-    others = [value for values in (*primals, *outputs) for value in values if isinstance(value, torch.Tensor)]
-    local = {key: value.to_local() if isinstance(value, DTensor) else value for key, value in gradients.items()}
-    shared = Counter(value.untyped_storage()._cdata for value in local.values())
-    shared.update({storage: 1 for storage in {value.untyped_storage()._cdata for value in others}})
-    return {
-        key
-        for key, value in local.items()
-        if shared[value.untyped_storage()._cdata] == 1
-        and (value.untyped_storage().nbytes() == value.nbytes or isinstance(gradients[key], DTensor))  # or is padded
+    """The gradients whose elements are no others', and which use all their memory: each alone, or those together that
+    were averaged as one tensor."""
+    others = {
+        value.untyped_storage()._cdata
+        for values in (*primals, *outputs)
+        for value in values
+        if isinstance(value, torch.Tensor)
     }
+    padded = {key: value.to_local() for key, value in gradients.items() if isinstance(value, DTensor)}
+    by_storage: dict[int, dict[int, torch.Tensor]] = {}
+    for key, value in gradients.items():
+        local = padded.get(key, value)
+        by_storage.setdefault(local.untyped_storage()._cdata, {})[key] = local
+    unshared: set[int] = set()
+    for storage, of_storage in by_storage.items():
+        rows_alone = len(of_storage) == 1 and of_storage.keys() <= padded.keys()
+        if storage not in others and (rows_alone or _fill([*of_storage.values()])):
+            unshared |= of_storage.keys()
+    return unshared
+
+
+def _fill(values: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors in the same memory have different elements, and leave none of it but what aligns them."""
+    if len(values) == 1:
+        return values[0].untyped_storage().nbytes() == values[0].nbytes
+    end = 0
+    for value in sorted(values, key=lambda value: value.storage_offset() * value.itemsize):
+        start = int(value.storage_offset()) * value.itemsize
+        if not end <= start <= aligned_bytes(end) or torch.empty_like(value, device="meta").stride() != value.stride():
+            return False
+        end = start + value.nbytes
+    return values[0].untyped_storage().nbytes() <= aligned_bytes(end)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from roundpipe_fx.analysis.simulator import allocation_granularity
 from roundpipe_fx.compiler.lowered import Lowered
 from roundpipe_fx.compiler.setting import Setting
-from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.ir.joint_graph import JointGraph
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.same_segments import OperationKey
@@ -29,7 +28,7 @@ from roundpipe_fx.schedules import (
     with_recompute,
 )
 from roundpipe_fx.schedules.choose_offloads import OffloadRule, offloads_within
-from roundpipe_fx.schedules.data_parallel import DataParallel
+from roundpipe_fx.schedules.data_parallel import TOGETHER_BYTES, DataParallel, aligned_bytes
 from roundpipe_fx.schedules.memory import weights_of_devices
 from roundpipe_fx.schedules.offloads import Offload
 from roundpipe_fx.schedules.roundpipe_partition import RoundPipePartition
@@ -202,7 +201,7 @@ def variant_of(lowered: Lowered, setting: Setting, pipelining: Pipelining) -> Va
         costs = dataclasses.replace(costs, network=pipelining.between)
         if pipelining.replicas > 1:
             ring = pipelining.between.ring(pipelining.replicas, pipelining.workers)
-            parallel = DataParallel(ring=ring, sharded=pipelining.sharded, together=SMALL_BYTES)
+            parallel = DataParallel(ring=ring, sharded=pipelining.sharded)
             costs = dataclasses.replace(costs, data_parallel=parallel)
     return Variant(lowered, steps, costs)
 
@@ -217,20 +216,25 @@ def _transport_bytes(steps: Steps, costs: StepCosts, setting: Setting, pipelinin
     """What a process holds of messages beside the values of the graph.
 
     At the end of a step the gradients of each tensor that several stages read are summed, one tensor after the other:
-    beside a rank's own there are then another's and the sum. Averaging over replicas copies small gradients into one
-    tensor, and others, one tensor after the other, where they are not laid out as their parameters.
+    beside a rank's own there are then another's and the sum. Averaging over replicas copies gradients of a stage into
+    tensors of some megabytes, one after the other, and larger ones where they are not laid out as their parameters.
     """
     stages: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
+    of_stage: dict[int, list[int]] = {}
     for (_, stage), gradients in costs.base_bytes.items():
         for parameter, size in gradients.items():
             stages.setdefault(parameter, set()).add(stage)
             sizes[parameter] = size
+    for parameter, of_parameter in stages.items():
+        of_stage.setdefault(min(of_parameter), []).append(sizes[parameter])
     largest = max((size for parameter, size in sizes.items() if len(stages[parameter]) > 1), default=0)
     averaged = 0
     if costs.sharded is not None:
         averaged = copied_bytes(costs, costs.sharded)
     elif pipelining.replicas > 1:
-        averaged = max(sizes.values(), default=0) + sum(size for size in sizes.values() if size < SMALL_BYTES)
+        alone = max(sizes.values(), default=0)
+        grouped = max((min(sum(of_one), TOGETHER_BYTES) for of_one in of_stage.values()), default=0)
+        averaged = max(alone, grouped) + sum(aligned_bytes(size) - size for size in sizes.values())
     drawn = _GENERATOR_BYTES if steps.draws and setting.device.type == "cpu" else 0
     return 2 * largest + averaged + pipelining.microbatches * (drawn + _LOSS_BYTES)

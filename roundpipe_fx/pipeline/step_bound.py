@@ -23,7 +23,6 @@ import numpy as np
 
 from roundpipe_fx.analysis.cost import tensor_bytes
 from roundpipe_fx.analysis.cost.network import Network
-from roundpipe_fx.distributed.averaging import SMALL_BYTES
 from roundpipe_fx.distributed.sharding import padded_bytes
 from roundpipe_fx.pipeline.make_schedule import make_schedule
 from roundpipe_fx.pipeline.segment_costs import SegmentCosts
@@ -281,7 +280,7 @@ class StepBounds:
         if division.replicas == 1:
             return None
         ring = self.network.ring(division.replicas, division.pipeline)
-        return DataParallel(ring=ring, sharded=division.sharded, together=SMALL_BYTES)
+        return DataParallel(ring=ring, sharded=division.sharded)
 
     def _shared(
         self, division: Division, stages: _Stages, devices: Sequence[tuple[Sequence[int], np.ndarray]]

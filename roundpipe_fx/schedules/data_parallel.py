@@ -3,9 +3,9 @@
 The gradients of a stage are a *bucket*, reduced as soon as its last microbatch has added to them, beside what the
 device still runs; buckets are started from the last stage to the first. Where replicas share out parameters, a bucket
 is waited for before the next one is started, and what is gathered before which action is worked out in
-:mod:`roundpipe_fx.schedules.sharding`. This is what the runtime does (:mod:`roundpipe_fx.distributed.averaging`,
-:mod:`roundpipe_fx.distributed.gathering`). All collectives of a device run one after another, in the order in which
-they are started.
+:mod:`roundpipe_fx.schedules.sharding`. Small tensors travel as one, since each collective has a latency. This is what
+the runtime does (:mod:`roundpipe_fx.distributed.averaging`, :mod:`roundpipe_fx.distributed.gathering`). All collectives
+of a device run one after another, in the order in which they are started.
 """
 
 from __future__ import annotations
@@ -18,9 +18,28 @@ import numpy as np
 from roundpipe_fx.analysis.cost.network import Ring
 from roundpipe_fx.schedules.action import StageAction
 
-__all__ = ["Bucket", "DataParallel", "Gather", "ReplicaLink", "buckets_of"]
+__all__ = [
+    "SMALL_BYTES",
+    "TOGETHER_BYTES",
+    "Bucket",
+    "DataParallel",
+    "Gather",
+    "ReplicaLink",
+    "aligned_bytes",
+    "buckets_of",
+    "together",
+]
+
+SMALL_BYTES = 1 << 16
+"""Sharded parameters of a stage below this are gathered as one tensor, and their gradients reduced as one."""
+
+TOGETHER_BYTES = 1 << 22
+"""Whole gradients of a bucket are put together in tensors of at most so many bytes; larger ones are reduced alone."""
 
 _Sizes = Mapping[StageAction, Mapping[int, int]]
+
+
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,27 +49,53 @@ class DataParallel:
     Attributes:
         ring: the same device of all replicas.
         sharded: whether replicas share out parameters and gradients.
-        together: tensors of fewer bytes travel as one.
     """
 
     ring: Ring
     sharded: bool
-    together: int
 
     def seconds(self, sizes: Iterable[int], one: Callable[[int], float]) -> float:
-        """Seconds of collectives for some tensors, of which the small ones travel as one.
+        """Seconds of collectives for some tensors, of which small ones travel together.
 
         Args:
             sizes: bytes of each tensor.
             one: seconds of a collective, by bytes.
         """
         sizes = [*sizes]
-        large = [size for size in sizes if size >= self.together]
-        return sum(map(one, large)) + one(sum(sizes) - sum(large))
+        return sum(one(sum(sizes[place] for place in places)) for places in together(sizes, self.sharded))
 
     def reduce_seconds(self, sizes: Iterable[int]) -> float:
         """Seconds of reducing gradients, of which each replica gets all or, if sharded, its part."""
         return self.seconds(sizes, self.ring.gather_seconds if self.sharded else self.ring.all_reduce_seconds)
+
+
+def aligned_bytes(size: int) -> int:
+    """Bytes of a gradient in a tensor with others. A kernel may add up a tensor in another order if it is not aligned,
+    so each is aligned as the CPU's allocator aligns tensors."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def together(sizes: Sequence[int], sharded: bool) -> list[list[int]]:
+    """Which tensors of a stage travel as one: the places of each group, in order.
+
+    Args:
+        sizes: bytes of each tensor.
+        sharded: whether each replica has a part of each tensor. Small ones are then one group, whatever it has.
+    """
+    small, most = (SMALL_BYTES, None) if sharded else (TOGETHER_BYTES, TOGETHER_BYTES)
+    groups: list[list[int]] = []
+    current: list[int] = []
+    held = 0
+    for place, size in enumerate(sizes):
+        if size >= small:
+            groups.append([place])
+            continue
+        if most is not None and held + size > most:
+            groups.append(current)
+            current, held = [], 0
+        current.append(place)
+        held += size
+    return [*groups, current] if current else groups
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,14 @@ import torch
 from torch import nn
 
 import roundpipe_fx
-from roundpipe_fx.distributed import averaging
-from roundpipe_fx.distributed.averaging import Averaging, GradientBucket, buckets_of, known_at_end
+from roundpipe_fx.distributed.averaging import (
+    Averaging,
+    GradientBucket,
+    Reduction,
+    buckets_of,
+    known_at_end,
+    reductions_of,
+)
 from roundpipe_fx.runtime.gradient_accumulator import GradientAccumulator
 from roundpipe_fx.runtime.pipeline_program import Gradient, Source
 from roundpipe_fx.schedules import Action, ActionKind
@@ -65,9 +71,36 @@ def test_buckets_begin_with_the_last_stage_and_wait_for_the_last_microbatch() ->
     assert forwards == {third, id(parameters[3])}  # one microbatch's is computed by an earlier run
 
 
-@pytest.mark.parametrize("small", [0, 1 << 16])
-def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: pytest.MonkeyPatch, small: int) -> None:
-    monkeypatch.setattr(averaging, "SMALL_BYTES", small)
+def test_a_bucket_is_put_together_in_tensors_of_one_type_and_of_some_megabytes() -> None:
+    megabyte, half = (2**18,), (2**19,)
+    shapes = [megabyte, megabyte, (2**20,), (4,), megabyte, half, (3, 2)]  # 1 MiB, 1, 4, …
+    dtypes = [torch.float32] * 5 + [torch.bfloat16, torch.float32]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    keys = [id(value) for value in parameters]
+    by_key, buckets = (
+        dict(zip(keys, parameters, strict=True)),
+        [GradientBucket(3, (keys[0],)), GradientBucket(7, (*keys[1:],))],
+    )
+
+    def found(sharded: set[int]) -> list[tuple[int, list[int], bool]]:
+        reductions = reductions_of(buckets, by_key, sharded)
+        return [(one.place, [keys.index(key) for key in one.keys], one.waits) for one in reductions]
+
+    assert found(set()) == [(3, [0], False), (7, [2], False), (7, [1, 3, 4, 6], False), (7, [5], False)]
+    # Sharded ones travel alone but for small ones, and each bucket waits for the one before.
+    assert found({*keys[:5], keys[6]}) == [
+        (3, [0], True),
+        *((7, [number], number == 1) for number in (1, 2, 4)),
+        (7, [3, 6], False),
+        (7, [5], False),
+    ]
+    many = [nn.Parameter(torch.zeros(megabyte)) for _ in range(9)]
+    grouped = reductions_of([GradientBucket(0, tuple(map(id, many)))], {id(value): value for value in many}, set())
+    assert [len(one.keys) for one in grouped] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_gradients_are_averaged_in_the_layout_of_their_parameter(together: bool) -> None:
     parameters = [nn.Parameter(torch.zeros(3, 2)), nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, 2).t())]
     keys = [id(value) for value in parameters]
     given = [torch.arange(6.0).view(2, 3).t(), torch.tensor(3.0).expand(2), torch.arange(4.0).view(2, 2)]
@@ -79,14 +112,16 @@ def test_gradients_are_averaged_in_the_layout_of_their_parameter(monkeypatch: py
     replicas: Any = _Alike()
     run = Averaging(
         replicas=replicas,
-        buckets=[GradientBucket(4, tuple(keys))],
+        reductions=[
+            Reduction(place=4, keys=of_one) for of_one in ([tuple(keys)] if together else [(key,) for key in keys])
+        ],
         parameters=dict(zip(keys, parameters, strict=True)),
         unsynchronized=frozenset(keys[2:]),
     )
     run.after(3, sums)
     assert not replicas.started and len(sums.tensors) == 3
     run.after(4, sums)
-    assert len(replicas.started) == (3 if small == 0 else 1) and not sums.tensors
+    assert len(replicas.started) == (1 if together else 3) and not sums.tensors
     found: dict[int, torch.Tensor] = {}
     run.finish(found)
     expected[2] = expected[2] + 1
@@ -107,9 +142,13 @@ def test_without_replicas_there_is_nothing_to_synchronize() -> None:
 def test_after_a_failure_what_was_not_started_is_reduced_with_zeros() -> None:
     parameter = nn.Parameter(torch.ones(3))
     replicas: Any = _Alike()
-    buckets = [GradientBucket(0, (id(parameter),))]
-    run = Averaging(replicas=replicas, buckets=buckets, parameters={id(parameter): parameter})
-    with pytest.raises(KeyError):
-        run.after(0, GradientAccumulator())
+    second = nn.Parameter(torch.ones(2))
+    reductions = [Reduction(place=0, keys=(id(value),)) for value in (second, parameter)]
+    keys = {id(value): value for value in (second, parameter)}
+    run = Averaging(replicas=replicas, reductions=reductions, parameters=keys)
+    sums = GradientAccumulator()
+    sums.give(id(second), torch.ones(2))
+    with pytest.raises(KeyError):  # after the first was started, which is not to be started again
+        run.after(0, sums)
     run.go_without_values()
-    assert [value.tolist() for value in replicas.started] == [[0.0, 0.0, 0.0]]
+    assert [value.tolist() for value in replicas.started] == [[0.5, 0.5], [0.0, 0.0, 0.0]]

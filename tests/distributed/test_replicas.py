@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import roundpipe_fx
-from roundpipe_fx.distributed import averaging
 from roundpipe_fx.distributed.errors import RanksDifferError, RemoteError
 from roundpipe_fx.pipeline import cut_for_schedule, scheduled
 from roundpipe_fx.pipeline.unequal import UnequalMicrobatchesError
+from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Net, make
 from tests.trainers.processes import in_processes
 
@@ -107,7 +107,7 @@ def check_gradients(_rank: int, _folder: str) -> None:
     _check_equal("net", num_microbatches=4)
     _check_equal("tied", num_microbatches=1)
     _check_equal("tied", _call, num_microbatches=2)
-    averaging.SMALL_BYTES = 256  # so that gradients are reduced in place too
+    data_parallel.TOGETHER_BYTES = 256  # so that gradients are reduced in place too
     _check_equal("net", num_microbatches=4, schedule="interleaved")
 
 

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import roundpipe_fx
-from roundpipe_fx.distributed import averaging, gathering
+from roundpipe_fx.distributed import gathering
 from roundpipe_fx.distributed.errors import RemoteError
+from roundpipe_fx.schedules import data_parallel
 from tests.distributed.models import Block, make
 from tests.trainers.processes import in_processes
 
@@ -104,7 +105,7 @@ def check_bits(_rank: int, _folder: str) -> None:
     _check_equal("tied", two, num_microbatches=2)
     _check_equal("tied", one, _call, num_microbatches=1, stages=3)
     _check_equal("net", two, _call, num_microbatches=2, stages=6, frozen=("head.weight", "layers.0.up.bias"))
-    averaging.SMALL_BYTES = gathering.SMALL_BYTES = 256  # so that parameters are gathered and reduced in place too
+    data_parallel.SMALL_BYTES = gathering.SMALL_BYTES = 256  # so that parameters are gathered and reduced in place too
     budget = {"memory_budget": 0.5, "tiling": "never", "dynamic": False}
     _check_equal("net", two, num_microbatches=4, schedule="interleaved", **budget)
 

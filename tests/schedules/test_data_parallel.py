@@ -105,7 +105,7 @@ def _costs(stages: int, sharded: bool = False, bandwidth: float = 1e6, replicas:
         copied_bytes={step: {step[1]: _SIZE} for step in graph.steps},
         parameters=frozenset(range(stages)),
         sharded=shared_out if sharded else None,
-        data_parallel=DataParallel(ring=Ring(replicas, 0.0, bandwidth), sharded=sharded, together=0),
+        data_parallel=DataParallel(ring=Ring(replicas, 0.0, bandwidth), sharded=sharded),
     )
 
 
